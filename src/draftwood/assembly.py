@@ -1,0 +1,164 @@
+"""From names to parts: `ngram:nodes=8`, `beam:nodes=16,width=4,depth=4`, `model:PATH`. The only place that knows them all.
+
+A name may carry settings behind a colon, separated by commas; `draftwood generate --help` lists them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from draftwood.config import EngineConfig
+from draftwood.drafters.model import ModelDrafter
+from draftwood.drafters.ngram import NgramDrafter
+from draftwood.drafters.none import NoDrafter
+from draftwood.errors import IncompatibleParts, InvalidRequest
+from draftwood.growers import (
+    Beam,
+    Best,
+    BestFirst,
+    ChildPicker,
+    Hybrid,
+    Independent,
+    Levels,
+    WithoutReplacement,
+)
+from draftwood.model.checkpoint import Checkpoint, open_checkpoint
+from draftwood.model.runner import ModelRunner
+from draftwood.protocols import Drafter, Grower, Verifier
+from draftwood.verifiers import LAWS
+
+DEFAULT_TREE = "chain"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A part that can be had by name."""
+
+    make: Callable[..., Any]
+    defaults: Mapping[str, Any]
+    description: str
+
+    def build(self, kind: str, name: str, settings: Mapping[str, str]) -> Any:
+        """Make the part, settings taking the type of their defaults."""
+        values = dict(self.defaults)
+        for key, text in settings.items():
+            if key not in values:
+                known = ", ".join(values) or "none"
+                raise InvalidRequest(f"The {kind} '{name}' has no setting '{key}' (it has: {known}).")
+            values[key] = _parse(f"{kind} '{name}'", key, text, values[key])
+        try:
+            return self.make(**values)
+        except ValueError as error:
+            raise InvalidRequest(f"The {kind} '{name}' cannot be built: {error}.") from error
+
+
+def _parse(part: str, key: str, text: str, default: Any) -> Any:
+    try:
+        if isinstance(default, tuple):
+            return tuple(int(item) for item in text.split("x"))
+        return type(default)(text)
+    except ValueError as error:
+        raise InvalidRequest(f"The {part} wants another kind of value for '{key}' than '{text}'.") from error
+
+
+def _levels(picker: ChildPicker) -> Callable[..., Grower]:
+    return lambda widths: Levels(widths, picker)
+
+
+TREES: Mapping[str, Entry] = {
+    "chain": Entry(lambda depth: Levels((1,) * depth, Best()), {"depth": 4}, "the likeliest token, again and again"),
+    "static": Entry(_levels(Best()), {"widths": (2, 2, 1)}, "the likeliest children of every node, level by level"),
+    "beam": Entry(Beam, {"nodes": 16, "width": 4, "depth": 4}, "EAGLE-2: expand the likeliest of each level, rerank"),
+    "best-first": Entry(
+        BestFirst, {"nodes": 16, "width": 4, "forwards": 4}, "grow wherever the draft is likeliest, at any depth"
+    ),
+    "sampled-chain": Entry(
+        lambda depth: Levels((1,) * depth, Independent()), {"depth": 4}, "a drawn token, again and again"
+    ),
+    "sampled": Entry(_levels(Independent()), {"widths": (2, 2, 1)}, "independently drawn children"),
+    "without-replacement": Entry(
+        _levels(WithoutReplacement()), {"widths": (2, 2, 1)}, "children drawn without repeating a sibling"
+    ),
+    "hybrid": Entry(_levels(Hybrid()), {"widths": (2, 2, 1)}, "the likeliest children and one drawn from the rest"),
+}
+
+LOOKUPS: Mapping[str, Entry] = {
+    "none": Entry(NoDrafter, {}, "plain decoding"),
+    "ngram": Entry(
+        NgramDrafter,
+        {"nodes": 4, "longest": 4, "shortest": 2, "branches": 1},
+        "what followed the last tokens earlier in the text",
+    ),
+}
+MODEL_DRAFTER = "model:NAME"
+
+
+def split_spec(spec: str) -> tuple[str, dict[str, str]]:
+    """`"beam:nodes=8,width=2"` -> `("beam", {"nodes": "8", "width": "2"})`."""
+    name, _, rest = spec.partition(":")
+    settings = {}
+    for part in filter(None, rest.split(",")):
+        key, equals, value = part.partition("=")
+        if not equals or not value:
+            raise InvalidRequest(f"'{part}' in '{spec}' is not a setting: write name=value, separated by commas.")
+        settings[key.strip()] = value.strip()
+    return name, settings
+
+
+def _entry(kind: str, table: Mapping[str, Entry], name: str, others: tuple[str, ...] = ()) -> Entry:
+    if name not in table:
+        raise InvalidRequest(f"Unknown {kind} '{name}': choose one of {', '.join((*table, *others))}.")
+    return table[name]
+
+
+def build_grower(spec: str) -> Grower:
+    """A tree shape by name."""
+    name, settings = split_spec(spec)
+    return _entry("tree", TREES, name).build("tree", name, settings)
+
+
+def build_verifier(name: str) -> Verifier:
+    """An acceptance law by name."""
+    if name not in LAWS:
+        raise InvalidRequest(f"Unknown law '{name}': choose one of {', '.join(LAWS)}.")
+    return LAWS[name]()
+
+
+def build_drafter(spec: str, tree: str | None, target: Checkpoint, config: EngineConfig) -> Drafter:
+    """A drafter by name; `model:NAME` loads a second model, and only that one takes a tree shape."""
+    if spec.startswith("model:"):
+        return load_model_drafter(open_checkpoint(spec.removeprefix("model:")), tree, target, config)
+    name, settings = split_spec(spec)
+    entry = _entry("drafter", LOOKUPS, name, (MODEL_DRAFTER,))
+    if tree is not None:
+        raise InvalidRequest(
+            f"The drafter '{name}' makes its own trees; --tree goes with {MODEL_DRAFTER}. "
+            f"Its settings are: {', '.join(entry.defaults) or 'none'}."
+        )
+    return entry.build("drafter", name, settings)
+
+
+def load_model_drafter(
+    checkpoint: Checkpoint, tree: str | None, target: Checkpoint, config: EngineConfig
+) -> ModelDrafter:
+    """A second model as drafter, once it is known to speak the target's vocabulary."""
+    check_same_vocabulary(checkpoint, target)
+    runner = ModelRunner.load(
+        checkpoint, config.torch_dtype(), config.torch_device(), config.num_pages, config.page_size
+    )
+    return ModelDrafter(runner, build_grower(tree or DEFAULT_TREE), config.max_rows)
+
+
+def check_same_vocabulary(draft: Checkpoint, target: Checkpoint) -> None:
+    """Refuse a draft model whose token ids mean something else."""
+    if draft.config.vocab_size == target.config.vocab_size and (
+        draft.tokenizer().fingerprint == target.tokenizer().fingerprint
+    ):
+        return
+    raise IncompatibleParts(
+        f"'{draft.name}' cannot draft for '{target.name}': their vocabularies differ ({draft.config.vocab_size} and "
+        f"{target.config.vocab_size} entries), so a token of one means nothing to the other. Take a draft model of the "
+        "same family, or a drafter that needs no model, such as ngram."
+    )

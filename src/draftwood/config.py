@@ -1,0 +1,62 @@
+"""What an engine is built from, checked before anything is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from draftwood.errors import InvalidRequest
+
+DTYPES = {
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sizes and places; no drafter's knobs and no law's."""
+
+    dtype: str = "auto"  # float32 on a CPU, bfloat16 on an accelerator
+    device: str = "auto"
+    threads: int | None = None  # None: all cores
+    cache_tokens: int = 16384  # committed tokens and draft nodes that all sequences share
+    page_size: int = 64
+    max_rows: int = 512  # rows of a step: pending tokens and draft nodes
+    max_running: int = 64
+    max_waiting: int = 4096
+
+    def __post_init__(self) -> None:
+        if self.dtype != "auto" and self.dtype not in DTYPES:
+            raise InvalidRequest(f"Unknown dtype '{self.dtype}': choose one of auto, {', '.join(DTYPES)}.")
+        for name in ("cache_tokens", "page_size", "max_rows", "max_running", "max_waiting"):
+            if getattr(self, name) < 1:
+                raise InvalidRequest(f"{name} must be at least 1.")
+        if self.threads is not None and self.threads < 1:
+            raise InvalidRequest("threads must be at least 1.")
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that hold `cache_tokens`."""
+        return -(-self.cache_tokens // self.page_size)
+
+    def torch_device(self) -> torch.device:
+        """The device, checked to be there."""
+        if self.device == "auto":
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        try:
+            device = torch.device(self.device)
+        except RuntimeError as error:
+            raise InvalidRequest(f"Unknown device '{self.device}': use cpu or cuda.") from error
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise InvalidRequest("No CUDA device is available here; use device='cpu'.")
+        return device
+
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype of weights and cache."""
+        if self.dtype == "auto":
+            return torch.float32 if self.torch_device().type == "cpu" else torch.bfloat16
+        return DTYPES[self.dtype]

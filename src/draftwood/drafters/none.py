@@ -1,0 +1,26 @@
+"""Plain decoding: the drafter that never guesses. The baseline of every comparison is the same engine with this."""
+
+from __future__ import annotations
+
+import torch
+
+from draftwood.protocols import BatchView, Budget, Features, Randomness
+from draftwood.tree import POINT_CHAIN, TokenTree, Verdict
+
+
+class NoDrafter:
+    """Bare roots."""
+
+    law = POINT_CHAIN
+    max_nodes = 0
+    needs: frozenset[int] = frozenset()
+
+    def propose(self, view: BatchView, budget: Budget, rng: Randomness) -> TokenTree:
+        """Nothing but the last committed token."""
+        return TokenTree.roots(torch.tensor(view.root_tokens, device=view.lengths.device))
+
+    def observe(self, view: BatchView, tree: TokenTree, verdict: Verdict, features: Features) -> None:
+        """Nothing to learn."""
+
+    def release(self, seq_id: int) -> None:
+        """Nothing to forget."""

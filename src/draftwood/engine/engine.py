@@ -1,0 +1,99 @@
+"""The decode step, and nothing else: somebody guesses, the target scores, a law keeps a path.
+
+Knows no drafter, no tree shape and no law by name. Plain decoding is this code with bare roots.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from draftwood.cache.kv import NodeRows
+from draftwood.engine.plan import Plan
+from draftwood.engine.scheduler import Scheduler
+from draftwood.errors import IncompatibleParts
+from draftwood.model.batch import ForwardBatch, ForwardOutput
+from draftwood.model.runner import ModelRunner
+from draftwood.protocols import Controller, Drafter, Randomness, StepReport, Verifier
+from draftwood.request import Event
+from draftwood.sampling import target_distribution, token_logprobs
+from draftwood.telemetry import Timers
+from draftwood.tree import HostVerdict, TokenTree
+
+
+class Engine:
+    """One target model, one drafter, one law."""
+
+    def __init__(
+        self,
+        target: ModelRunner,
+        drafter: Drafter,
+        verifier: Verifier,
+        controller: Controller,
+        scheduler: Scheduler,
+        rng: Randomness,
+    ) -> None:
+        reason = verifier.refuses(drafter.law)
+        if reason is not None:
+            raise IncompatibleParts(f"The law '{verifier.name}' would not be exact here: {reason}.")
+        self.target = target
+        self.drafter = drafter
+        self.verifier = verifier
+        self.controller = controller
+        self.scheduler = scheduler
+        self.rng = rng
+        self.timers = Timers()
+        scheduler.on_end = drafter.release
+
+    @torch.inference_mode()
+    def step(self) -> list[Event]:
+        """One round for every sequence that has room in it."""
+        budget = self.controller.budget(self.scheduler.load)
+        plan = self.scheduler.schedule(budget)
+        if not plan.sampling:
+            return self._catch_up(plan)
+        view = plan.view(self.target.device)
+        with self.timers.measure("draft"):
+            tree = self.drafter.propose(view, budget, self.rng)
+        span = torch.tensor(plan.sampling, device=self.target.device)  # [B] which span each tree hangs behind
+        batch, out = self._score(plan, tree, span)
+        p = target_distribution(out.logits, tree, view)
+        verdict = self.verifier.verify(tree, p, view, self.rng)
+        self.target.cache.commit(batch, tree, verdict, span)
+        with self.timers.measure("draft"):
+            self.drafter.observe(view, tree, verdict, out.features)
+        outcome = verdict.to_host(tree)
+        self.controller.observe(_report(plan, outcome))
+        return self.scheduler.commit(plan, outcome, token_logprobs(out.logits, tree, verdict, view))
+
+    def _score(self, plan: Plan, tree: TokenTree, span: Tensor) -> tuple[ForwardBatch, ForwardOutput]:
+        """The target's logits at every tree node, in the tree's order."""
+        nodes = NodeRows.of_tree(tree, span)
+        spans = plan.spans
+        ends = torch.tensor([s.end - s.start for s in spans], device=span.device).cumsum(0)
+        # A root is its sequence's last pending token; draft nodes follow all pending tokens.
+        rows = torch.empty_like(tree.tokens)
+        drafted = tree.parents >= 0
+        rows[~drafted] = ends[span] - 1
+        rows[drafted] = int(ends[-1]) + torch.arange(nodes.tokens.shape[0], device=span.device)
+        batch = self.target.cache.stage(spans, nodes, rows)
+        with self.timers.measure("target"):
+            return batch, self.target.forward(batch, self.drafter.needs)
+
+    def _catch_up(self, plan: Plan) -> list[Event]:
+        """A step in which nobody samples: only chunks of prompts, or nothing at all."""
+        if plan.items:
+            nowhere = torch.empty(0, dtype=torch.int64, device=self.target.device)
+            with self.timers.measure("target"):
+                self.target.forward(self.target.cache.stage(plan.spans, None, nowhere))
+        return self.scheduler.commit(plan, HostVerdict([], [], []))
+
+
+def _report(plan: Plan, outcome: HostVerdict) -> StepReport:
+    return StepReport(
+        num_rows=sum(item.end - item.start for item in plan.items) + sum(outcome.drafted),
+        num_sampling=len(plan.sampling),
+        drafted=sum(outcome.drafted),
+        accepted=sum(outcome.accepted),
+        emitted=sum(len(tokens) for tokens in outcome.tokens),
+    )

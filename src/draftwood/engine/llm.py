@@ -1,0 +1,293 @@
+"""The Python interface: one object that answers prompts, blocking, streaming or asynchronously.
+
+    from draftwood import LLM, SamplingParams
+
+    llm = LLM("smollm2", drafter="ngram")
+    for result in llm.generate(["Why is the sky blue?"], SamplingParams(max_tokens=64)):
+        print(result.text, result.stats.tokens_per_step)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import queue
+import secrets
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import overload
+
+from draftwood.assembly import build_drafter, build_verifier
+from draftwood.config import EngineConfig
+from draftwood.engine.controller import FixedBudget
+from draftwood.engine.engine import Engine
+from draftwood.engine.scheduler import Scheduler, SchedulerConfig
+from draftwood.engine.sequence import Sequence as Answer
+from draftwood.engine.text import TextStream
+from draftwood.engine.worker import Worker
+from draftwood.errors import DraftwoodError, InvalidRequest
+from draftwood.model.checkpoint import Checkpoint, open_checkpoint
+from draftwood.model.runner import ModelRunner
+from draftwood.model.tokenizer import Detokenizer
+from draftwood.protocols import Drafter, Verifier
+from draftwood.request import Completion, Event, FinishReason, Result, SamplingParams, SpeculationStats, TokenLogprob
+from draftwood.rng import KeyedRng, Purpose, fold_seed
+
+Prompt = str | Sequence[int] | Sequence[dict[str, str]]  # a text, its tokens, or a conversation
+
+
+@dataclass
+class _Answering:
+    """A request on its way: its events, and what they add up to."""
+
+    prompt: str | None
+    answers: list[Answer]
+    texts: list[list[str]] = field(init=False)
+    accepted: list[list[bool]] = field(init=False)
+    logprobs: list[list[TokenLogprob]] = field(init=False)
+    ends: dict[int, Event] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.texts, self.accepted, self.logprobs = ([[] for _ in self.answers] for _ in range(3))
+
+    def add(self, event: Event) -> None:
+        self.texts[event.index].append(event.text)
+        self.accepted[event.index].extend(event.accepted)
+        self.logprobs[event.index].extend(event.logprobs)
+        if event.finished:
+            self.ends[event.index] = event
+
+    @property
+    def done(self) -> bool:
+        return len(self.ends) == len(self.answers)
+
+    def result(self) -> Result:
+        completions = [self._completion(i, answer) for i, answer in enumerate(self.answers)]
+        first = self.answers[0]
+        return Result(self.prompt, tuple(first.tokens[: first.prompt_length]), tuple(completions))
+
+    def _completion(self, i: int, answer: Answer) -> Completion:
+        end = self.ends[i]
+        assert end.finish_reason is not None
+        return Completion(
+            index=i,
+            text="".join(self.texts[i]),
+            token_ids=tuple(answer.tokens[answer.prompt_length :]),
+            accepted=tuple(self.accepted[i]),
+            finish_reason=end.finish_reason,
+            stats=end.stats,
+            seed=answer.seed,
+            logprobs=tuple(self.logprobs[i]),
+            error=end.error,
+        )
+
+
+class LLM:
+    """A model with a drafter and an acceptance law.
+
+    `model` is an alias ("smollm2"), a folder, a .gguf file or a hub id. Requests from any number of threads and
+    event loops share one batch. Use it as a context manager, or call `close()`.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Checkpoint = "smollm2",
+        *,
+        drafter: str | Drafter = "none",
+        law: str | Verifier = "match",
+        tree: str | None = None,
+        config: EngineConfig | None = None,
+    ) -> None:
+        self.config = config or EngineConfig()
+        verifier = build_verifier(law) if isinstance(law, str) else law
+        self.checkpoint = open_checkpoint(model) if isinstance(model, str | Path) else model
+        self.tokenizer = self.checkpoint.tokenizer()
+        guessing = build_drafter(drafter, tree, self.checkpoint, self.config) if isinstance(drafter, str) else drafter
+        self.drafter_name = drafter if isinstance(drafter, str) else type(drafter).__name__
+        self.engine = self._build_engine(guessing, verifier)
+        self._request_ids = itertools.count()
+        self._sequence_ids = itertools.count()
+        self._worker = Worker(self.engine, self.config.threads)
+
+    def _build_engine(self, drafter: Drafter, verifier: Verifier) -> Engine:
+        config = self.config
+        target = ModelRunner.load(
+            self.checkpoint, config.torch_dtype(), config.torch_device(), config.num_pages, config.page_size
+        )
+        limits = SchedulerConfig(config.max_rows, config.max_running, config.max_waiting)
+        scheduler = Scheduler(target.cache.tables, limits)
+        return Engine(target, drafter, verifier, FixedBudget(drafter.max_nodes), scheduler, KeyedRng())
+
+    @property
+    def max_length(self) -> int:
+        """Tokens a prompt and its answer can have together: the context window, or the cache if that is smaller."""
+        return min(self.checkpoint.config.max_positions, self.engine.scheduler.tables.capacity)
+
+    def close(self) -> None:
+        """Cancel everything and free the engine's thread."""
+        self._worker.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @overload
+    def generate(self, prompts: str, params: SamplingParams | None = None) -> Result: ...
+    @overload
+    def generate(self, prompts: Sequence[Prompt], params: SamplingParams | None = None) -> list[Result]: ...
+    def generate(self, prompts: str | Sequence[Prompt], params: SamplingParams | None = None) -> Result | list[Result]:
+        """Answer a prompt, or all of a list in one batch.
+
+        A single prompt that cannot run raises. In a list it gets a result with `finish_reason` "error" and the
+        reason, and the others run on.
+        """
+        params = params or SamplingParams()
+        if isinstance(prompts, str):
+            return self._wait([self._prepare(prompts, params)])[0]
+        return self._wait([self._prepare_or_explain(prompt, params) for prompt in prompts])
+
+    def chat(self, messages: Sequence[dict[str, str]], params: SamplingParams | None = None) -> Result:
+        """Answer a conversation: a list of {"role": …, "content": …}."""
+        return self._wait([self._prepare(messages, params or SamplingParams())])[0]
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Event]:
+        """Answer a prompt event by event. Leaving the loop early cancels the request."""
+        answering = self._prepare(prompt, params or SamplingParams())
+        inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self._worker.submit(answering.answers, inbox.put)
+        try:
+            while not answering.done:
+                event = inbox.get()
+                answering.add(event)
+                yield event
+        finally:
+            self._cancel(answering)
+
+    async def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Event]:
+        """`stream` for an event loop. Leaving the loop early, or being cancelled, cancels the request."""
+        answering = self._prepare(prompt, params or SamplingParams())
+        inbox: asyncio.Queue[Event] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        self._worker.submit(answering.answers, lambda event: _post(loop, inbox, event))
+        try:
+            while not answering.done:
+                event = await inbox.get()
+                answering.add(event)
+                yield event
+        finally:
+            self._cancel(answering)
+
+    async def agenerate(self, prompt: Prompt, params: SamplingParams | None = None) -> Result:
+        """`generate` for an event loop: one prompt; gather several to batch them."""
+        answering = self._prepare(prompt, params or SamplingParams())
+        inbox: asyncio.Queue[Event] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        self._worker.submit(answering.answers, lambda event: _post(loop, inbox, event))
+        try:
+            while not answering.done:
+                answering.add(await inbox.get())
+        finally:
+            self._cancel(answering)
+        return answering.result()
+
+    def _wait(self, requests: list[_Answering | Result]) -> list[Result]:
+        inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        open_ = {r.answers[0].request_id: r for r in requests if isinstance(r, _Answering)}
+        for request in open_.values():
+            self._worker.submit(request.answers, inbox.put)
+        try:
+            while not all(request.done for request in open_.values()):
+                event = inbox.get()
+                open_[event.request_id].add(event)
+        finally:
+            for request in open_.values():
+                self._cancel(request)
+        return [r.result() if isinstance(r, _Answering) else r for r in requests]
+
+    def _cancel(self, answering: _Answering) -> None:
+        if not answering.done:
+            self._worker.cancel(answering.answers[0].request_id)
+
+    def _prepare_or_explain(self, prompt: Prompt, params: SamplingParams) -> _Answering | Result:
+        try:
+            return self._prepare(prompt, params)
+        except DraftwoodError as refusal:
+            failed = Completion(
+                0, "", (), (), FinishReason.ERROR, SpeculationStats(), seed=params.seed or 0, error=str(refusal)
+            )
+            return Result(prompt if isinstance(prompt, str) else None, (), (failed,))
+
+    def _prepare(self, prompt: Prompt, params: SamplingParams) -> _Answering:
+        """Check everything a request could be refused for, and make its answers."""
+        text, tokens = self._encode(prompt)
+        self._check_tokens(tokens, params)
+        request_id = next(self._request_ids)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        banned = tuple(tuple(ids) for word in params.bad_words for ids in self._spellings(word))
+        return _Answering(text, [self._answer(request_id, i, tokens, params, seed, banned) for i in range(params.n)])
+
+    def _answer(
+        self,
+        request_id: int,
+        index: int,
+        tokens: list[int],
+        params: SamplingParams,
+        seed: int,
+        banned: tuple[tuple[int, ...], ...],
+    ) -> Answer:
+        end_of_text = frozenset() if params.ignore_eos else self.tokenizer.eos_ids
+        return Answer(
+            id=next(self._sequence_ids),
+            request_id=request_id,
+            index=index,
+            tokens=list(tokens),
+            params=params,
+            seed=seed if index == 0 else fold_seed(seed, Purpose.SAMPLE, index),
+            max_length=min(len(tokens) + params.max_tokens, self.max_length),
+            stop_ids=end_of_text | set(params.stop_token_ids),
+            bad_words=banned,
+            text=TextStream(Detokenizer(self.tokenizer), params.stop),
+            arrived=time.perf_counter(),
+        )
+
+    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt)
+        messages = [item for item in prompt if isinstance(item, dict)]
+        if messages and len(messages) == len(prompt):
+            text = self.tokenizer.render_chat(messages)
+            return text, self.tokenizer.encode(text, special=False)
+        if all(isinstance(item, int) for item in prompt):
+            return None, [item for item in prompt if isinstance(item, int)]
+        raise InvalidRequest("A prompt is a text, a list of token ids, or a list of chat messages.")
+
+    def _check_tokens(self, tokens: list[int], params: SamplingParams) -> None:
+        vocabulary = self.checkpoint.config.vocab_size
+        if not tokens:
+            raise InvalidRequest("The prompt is empty: give the model at least one token to continue from.")
+        if len(tokens) >= self.max_length:
+            raise InvalidRequest(
+                f"The prompt has {len(tokens)} tokens and the limit is {self.max_length - 1}: the model's context "
+                f"window is {self.checkpoint.config.max_positions} and the cache holds "
+                f"{self.engine.scheduler.tables.capacity}. Shorten the prompt or raise cache_tokens."
+            )
+        for name, ids in (("the prompt", tokens), ("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+            outside = next((token for token in ids if not 0 <= token < vocabulary), None)
+            if outside is not None:
+                raise InvalidRequest(f"Token {outside} in {name} is not in the vocabulary (0 to {vocabulary - 1}).")
+
+    def _spellings(self, word: str) -> list[list[int]]:
+        """A word at the start of a text and inside one are different tokens; both are meant."""
+        found = [self.tokenizer.encode(text, special=False) for text in (word, f" {word}")]
+        return [ids for ids in found if ids]
+
+
+def _post(loop: asyncio.AbstractEventLoop, inbox: asyncio.Queue[Event], event: Event) -> None:
+    """Hand an event to its loop; a loop that is gone has nobody waiting in it."""
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(inbox.put_nowait, event)
+

@@ -1,0 +1,67 @@
+"""What a step will run: decided by the scheduler, read by everybody else."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from draftwood.cache.kv import Span
+from draftwood.engine.sequence import Sequence
+from draftwood.protocols import BatchView
+
+
+@dataclass(frozen=True)
+class PlanItem:
+    """Committed tokens [start, end) of one sequence to run; it samples if they are all it has."""
+
+    seq: Sequence
+    start: int
+    end: int
+    max_nodes: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether its next token is drawn in this step."""
+        return self.end == len(self.seq.tokens)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A step's work."""
+
+    items: tuple[PlanItem, ...]
+
+    @cached_property
+    def sampling(self) -> tuple[int, ...]:
+        """Items that sample, by index."""
+        return tuple(i for i, item in enumerate(self.items) if item.samples)
+
+    @property
+    def spans(self) -> list[Span]:
+        """Every item's pending tokens."""
+        return [Span(item.seq.id, item.seq.tokens, item.start, item.end) for item in self.items]
+
+    def view(self, device: torch.device) -> BatchView:
+        """What drafter and verifier may know of the sequences that sample."""
+        items = [self.items[i] for i in self.sampling]
+        lengths = [item.end for item in items]
+        depths = [item.seq.max_length - item.end - 1 for item in items]
+        integers = torch.tensor(
+            [lengths, [item.seq.seed for item in items], [item.max_nodes for item in items], depths],
+            dtype=torch.int64,
+            device=device,
+        )
+        return BatchView(
+            seq_ids=tuple(item.seq.id for item in items),
+            tokens=[item.seq.tokens for item in items],
+            prompt_lengths=tuple(item.seq.prompt_length for item in items),
+            params=tuple(item.seq.params for item in items),
+            bad_words=tuple(item.seq.bad_words for item in items),
+            lengths=integers[0],
+            seeds=integers[1],
+            temperature=torch.tensor([item.seq.params.temperature for item in items], device=device),
+            max_nodes=integers[2],
+            max_depth=integers[3],
+        )

@@ -1,0 +1,188 @@
+"""Who runs next, with how many tokens and how much room to guess. Imports no torch.
+
+There is no prefill phase and no decode phase: every sequence catches up with its own tokens, a chunk at a time, and
+samples when it has caught up. When pages run out the youngest gives its own back and starts over later; draft nodes
+never push anybody out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from draftwood.cache.blocks import PageTables
+from draftwood.engine.plan import Plan, PlanItem
+from draftwood.engine.sequence import Sequence
+from draftwood.errors import InvalidRequest
+from draftwood.protocols import Budget, Load
+from draftwood.request import Event, FinishReason, TokenLogprob
+from draftwood.tree import HostVerdict
+
+
+@dataclass(frozen=True)
+class SchedulerConfig:
+    """Limits of admission and of a step."""
+
+    max_rows: int = 512  # pending tokens and draft nodes a step
+    max_running: int = 64
+    max_waiting: int = 4096
+
+    def __post_init__(self) -> None:
+        if min(self.max_rows, self.max_running, self.max_waiting) < 1:
+            raise ValueError("max_rows, max_running and max_waiting must be at least 1")
+
+
+class Scheduler:
+    """Owns the sequences; `commit` and `abort` are the only places that change or end them."""
+
+    def __init__(
+        self,
+        tables: PageTables,
+        config: SchedulerConfig,
+        on_end: Callable[[int], None] = lambda seq_id: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.tables = tables
+        self.config = config
+        self.on_end = on_end
+        self.clock = clock
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+
+    @property
+    def load(self) -> Load:
+        """How busy it is."""
+        return Load(len(self.running), len(self.waiting))
+
+    @property
+    def has_work(self) -> bool:
+        """Whether anything is left to do."""
+        return bool(self.running or self.waiting)
+
+    def add(self, sequences: list[Sequence]) -> None:
+        """Queue all answers of one request, or none of them."""
+        if len(self.waiting) + len(sequences) > self.config.max_waiting:
+            raise InvalidRequest(
+                f"The queue is full: {len(self.waiting)} answers are waiting and the limit is "
+                f"{self.config.max_waiting}. Try again later or raise max_waiting."
+            )
+        self.waiting.extend(sequences)
+
+    def abort(self, request_id: int, reason: FinishReason, error: str | None = None) -> list[Event]:
+        """End every unfinished answer of a request now, whatever state it is in."""
+        events = []
+        for seq in [s for s in (*self.running, *self.waiting) if s.request_id == request_id]:
+            self._end(seq)
+            events.append(seq.event(0, 0, reason, self.clock(), error=error))
+        return events
+
+    def schedule(self, budget: Budget) -> Plan:
+        """Sequences that decode come first, then those that catch up, each group oldest first."""
+        self._admit()
+        items: dict[int, PlanItem] = {}
+        rows = self.config.max_rows
+        for seq in sorted(self.running, key=lambda s: (self._pending(s) > 1 and s.num_generated == 0, s.id)):
+            pending = min(self._pending(seq), rows)
+            if pending < 1 or seq not in self.running:
+                continue
+            if not self._make_room(seq, self.tables.num_cached(seq.id) + pending, items):
+                continue
+            item = self._item(seq, pending, min(budget.max_nodes, rows - pending))
+            items[seq.id] = item
+            rows = self.config.max_rows - sum(i.end - i.start + i.max_nodes for i in items.values())
+        return Plan(tuple(items.values()))
+
+    def commit(
+        self, plan: Plan, outcome: HostVerdict, logprobs: list[list[TokenLogprob]] | None = None
+    ) -> list[Event]:
+        """Give every sequence what the step earned it; the one place where sequences change."""
+        gains = dict(zip(plan.sampling, range(len(plan.sampling)), strict=True))
+        events = []
+        for i, item in enumerate(plan.items):
+            b = gains.get(i)
+            if b is None:
+                self.tables.advance(item.seq.id, item.end, item.seq.tokens)
+            else:
+                events.append(self._give(item, outcome, b, logprobs[b] if logprobs else []))
+        return events
+
+    def _give(self, item: PlanItem, outcome: HostVerdict, b: int, logprobs: list[TokenLogprob]) -> Event:
+        seq, accepted, now = item.seq, outcome.accepted[b], self.clock()
+        before = len(seq.tokens)
+        error = None
+        try:
+            reason = seq.receive(outcome.tokens[b], accepted, outcome.drafted[b], now)
+            event = seq.event(len(seq.tokens) - before, accepted, reason, now, logprobs)
+        except Exception as failure:  # one answer's text must not take its neighbours down
+            error = f"{type(failure).__name__}: {failure}"
+            self._end(seq)
+            return Event(seq.request_id, seq.index, (), (), "", FinishReason.ERROR, seq.stats(now), error=error)
+        self.tables.advance(seq.id, item.end + accepted, seq.tokens)
+        if event.finished:
+            self._end(seq)
+        return event
+
+    def _pending(self, seq: Sequence) -> int:
+        return len(seq.tokens) - self.tables.num_cached(seq.id)
+
+    def _item(self, seq: Sequence, pending: int, max_nodes: int) -> PlanItem:
+        start = self.tables.num_cached(seq.id)
+        end = start + pending
+        depth = seq.max_length - len(seq.tokens) - 1
+        if end < len(seq.tokens) or depth < 1 or max_nodes < 1:
+            return PlanItem(seq, start, end, 0)
+        # Without pages to spare the tree shrinks to what its own last page has left.
+        self.tables.reserve(seq.id, end + max_nodes)
+        return PlanItem(seq, start, end, min(max_nodes, self.tables.room(seq.id) - end))
+
+    def _admit(self) -> None:
+        held: list[Sequence] = []
+        while self.waiting and len(self.running) < self.config.max_running:
+            seq = self.waiting[0]
+            if self._sibling_will_share(seq):
+                held.append(self.waiting.popleft())
+                continue
+            cached = self.tables.open(seq.id, seq.tokens)
+            missing = -(-(len(seq.tokens) - cached) // self.tables.page_size)
+            if self.running and missing > self.tables.pool.num_available:
+                self.tables.close(seq.id)
+                break
+            if seq.num_generated == 0:
+                seq.cached_prompt_tokens = cached
+            self.running.append(self.waiting.popleft())
+        self.waiting.extendleft(reversed(held))
+
+    def _sibling_will_share(self, seq: Sequence) -> bool:
+        """Another answer of the same request is reading the same prompt right now: wait for its pages."""
+        return any(
+            other.request_id == seq.request_id and other.num_generated == 0 and other.id < seq.id
+            for other in self.running
+        )
+
+    def _make_room(self, seq: Sequence, length: int, items: dict[int, PlanItem]) -> bool:
+        """Pages for `length` tokens, taken from the youngest if need be; False if that is the sequence itself."""
+        while not self.tables.reserve(seq.id, length):
+            victim = max(self.running, key=lambda s: s.id)
+            self._preempt(victim)
+            items.pop(victim.id, None)
+            if victim is seq:
+                return False
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self.tables.close(seq.id)
+        self.waiting.appendleft(seq)
+        seq.preemptions += 1
+        self.num_preemptions += 1
+
+    def _end(self, seq: Sequence) -> None:
+        if seq in self.running:
+            self.running.remove(seq)
+            self.tables.close(seq.id)
+        else:
+            self.waiting.remove(seq)
+        self.on_end(seq.id)

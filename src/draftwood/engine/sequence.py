@@ -1,0 +1,103 @@
+"""One answer in the making. The scheduler is the only one who changes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass, field
+
+from draftwood.engine.text import TextStream
+from draftwood.request import Event, FinishReason, SamplingParams, SpeculationStats, TokenLogprob
+
+
+@dataclass
+class Sequence:
+    """Committed tokens and everything that decides when they are enough."""
+
+    id: int  # in order of arrival: the smaller, the older
+    request_id: int
+    index: int
+    tokens: list[int]
+    params: SamplingParams
+    seed: int
+    max_length: int  # prompt and answer together
+    stop_ids: frozenset[int]
+    bad_words: tuple[tuple[int, ...], ...]
+    text: TextStream
+    arrived: float
+    prompt_length: int = field(init=False)
+    cached_prompt_tokens: int = 0
+    preemptions: int = 0
+    steps: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    first_token: float | None = None
+
+    def __post_init__(self) -> None:
+        self.prompt_length = len(self.tokens)
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens of the answer so far."""
+        return len(self.tokens) - self.prompt_length
+
+    def receive(self, gained: Tokens[int], num_accepted: int, num_drafted: int, now: float) -> FinishReason | None:
+        """Take a step's tokens one by one; whatever ends the answer cuts the rest off, accepted or not."""
+        self.steps += 1
+        self.drafted += num_drafted
+        self.first_token = now if self.first_token is None else self.first_token
+        for i, token in enumerate(gained):
+            self.tokens.append(token)
+            self.accepted += i < num_accepted
+            reason = self._reason_to_stop(token, i < num_accepted)
+            if reason is not None:
+                return reason
+        return None
+
+    def _reason_to_stop(self, token: int, accepted: bool) -> FinishReason | None:
+        if token in self.stop_ids:
+            return FinishReason.STOP
+        if self.text.push(token, accepted):
+            return FinishReason.STOP
+        if len(self.tokens) >= self.max_length:
+            return FinishReason.LENGTH
+        return None
+
+    def stats(self, now: float) -> SpeculationStats:
+        """What speculation has done so far."""
+        return SpeculationStats(
+            steps=self.steps,
+            drafted=self.drafted,
+            accepted=self.accepted,
+            num_tokens=self.num_generated,
+            prompt_tokens=self.prompt_length,
+            cached_prompt_tokens=self.cached_prompt_tokens,
+            preemptions=self.preemptions,
+            seconds=now - self.arrived,
+            first_token_seconds=(self.first_token or now) - self.arrived,
+        )
+
+    def event(
+        self,
+        num_new: int,
+        num_accepted: int,
+        reason: FinishReason | None,
+        now: float,
+        logprobs: Tokens[TokenLogprob] = (),
+        error: str | None = None,
+    ) -> Event:
+        """The news of its last `num_new` tokens, the first `num_accepted` of which were guessed."""
+        if reason is not None:
+            self.text.finish()
+        pieces = self.text.take()
+        return Event(
+            request_id=self.request_id,
+            index=self.index,
+            token_ids=tuple(self.tokens[len(self.tokens) - num_new :]),
+            accepted=tuple(i < num_accepted for i in range(num_new)),
+            text="".join(text for text, _ in pieces),
+            pieces=pieces,
+            finish_reason=reason,
+            stats=self.stats(now),
+            logprobs=tuple(logprobs[:num_new]),
+            error=error,
+        )

@@ -1,0 +1,47 @@
+"""What a forward takes and gives. One layout for prefill, decode, verification and draft growth.
+
+A row's attention mask is small integers: it sees the first `visible` keys of its sequence, and of the keys staged
+from `tree_base` on those whose bit is set in `ancestors`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ForwardBatch:
+    """N rows of S sequences; the rows of a sequence are contiguous, in the order of `row_offsets`."""
+
+    tokens: Tensor  # [N] int64
+    positions: Tensor  # [N] int64
+    slots: Tensor  # [N] int64 where a row's key and value go
+    visible: Tensor  # [N] int64
+    ancestors: Tensor  # [N, W] int64
+    row_offsets: Tensor  # [S + 1] int64
+    tree_base: Tensor  # [S] int64 index of the first staged tree key
+    num_keys: Tensor  # [S] int64 keys in use once this batch is written, tree included
+    block_table: Tensor  # [S, P] int64 pages, -1 padded
+    logit_rows: Tensor  # [K] int64 rows whose logits are wanted
+
+
+@dataclass(frozen=True)
+class ForwardOutput:
+    """Logits at `logit_rows`, and the residual stream there after each layer that was asked for."""
+
+    logits: Tensor  # [K, V]
+    features: Mapping[int, Tensor]  # layer -> [K, hidden]
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What attention needs to know beside the batch."""
+
+    page_size: int
+    window: int | None  # a row sees only keys less than this many positions before it
+    scale: float
+    dtype: torch.dtype

@@ -1,0 +1,359 @@
+"""Weights by their Hugging Face names, whatever file they lie in.
+
+A checkpoint is opened by an alias, a folder, a `.gguf` file or a hub id. Tensors are read one at a time and
+checked against the configuration, so that a damaged or mismatched file is refused here, with the reason, and
+not in a forward. Pickles are never read: loading one runs its code.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..errors import CheckpointError
+from . import store
+from .config import ModelConfig
+from .gguf import GgufFile, read_gguf
+
+if TYPE_CHECKING:
+    from .tokenizer import Tokenizer
+
+HUB_PATTERNS = ["*.safetensors", "*.json", "tokenizer.model", "*.jinja", "merges.txt"]
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
+
+
+class Checkpoint(Protocol):
+    """What a model is built from."""
+
+    name: str
+    config: ModelConfig
+
+    def has(self, name: str) -> bool:
+        """Whether the tensor of this Hugging Face name is there."""
+        ...
+
+    def tensor(self, name: str) -> Tensor:
+        """Read one tensor: in its stored float type, or float32 if it was quantised."""
+        ...
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer that came with the weights."""
+        ...
+
+
+def open_checkpoint(name: str | Path) -> Checkpoint:
+    """Open an alias ("smollm2"), a folder with safetensors, a `.gguf` file, or a hub id ("org/name")."""
+    path = Path(name).expanduser()
+    if str(name) in store.EMBEDDED and not path.is_dir():
+        return GgufCheckpoint(store.fetch(str(name)), str(name))
+    if path.is_dir():
+        return SafetensorsCheckpoint(path)
+    if path.is_file():
+        return _open_file(path)
+    if isinstance(name, str) and path.suffix != ".gguf" and _HUB_ID.fullmatch(name) and name[0] not in "./":
+        return SafetensorsCheckpoint(_from_hub(name), name)
+    raise CheckpointError(
+        f"There is no model {str(name)!r} here. Give an alias ({', '.join(store.EMBEDDED)}), a folder with "
+        "config.json and *.safetensors, a .gguf file, or a Hugging Face id such as org/name."
+    )
+
+
+def _open_file(path: Path) -> Checkpoint:
+    if path.suffix == ".gguf":
+        return GgufCheckpoint(path)
+    if path.suffix == ".safetensors":
+        raise CheckpointError(
+            f"{path} is only the weights; give the folder it lies in, with its config.json."
+        )
+    raise CheckpointError(f"{path} is no model file we can read; give a .gguf file or a safetensors folder.")
+
+
+def _from_hub(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    advice = "give the path of a local folder or .gguf file instead"
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_PATTERNS))
+    except LocalEntryNotFoundError as error:
+        raise CheckpointError(
+            f"{name} is not in the local hub cache and the hub cannot be reached ({_first_line(error)}). "
+            f"Check the network, or {advice}."
+        ) from error
+    except (HfHubHTTPError, HFValidationError) as error:
+        raise CheckpointError(
+            f"The hub has no {name} for us: {_first_line(error)}. Check the spelling; for a gated model, "
+            f"accept its terms and run `hf auth login`; or {advice}."
+        ) from error
+    except OSError as error:
+        raise CheckpointError(
+            f"{name} could not be downloaded: {_first_line(error)}; or {advice}."
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__).rstrip(" .")
+
+
+class SafetensorsCheckpoint:
+    """A Hugging Face folder: config.json, and one or several safetensors files."""
+
+    def __init__(self, folder: Path, name: str | None = None) -> None:
+        from .tokenizer import folder_eos_ids
+
+        self.name = name or str(folder)
+        self._folder = folder
+        config = ModelConfig.from_hf(_read_config(folder))
+        self.config = dataclasses.replace(config, eos_token_ids=folder_eos_ids(folder))
+        self._files = _tensor_files(folder)
+        self._opened: dict[Path, Any] = {}
+        if not self.config.tied_head and "lm_head.weight" not in self._files:
+            raise _missing("lm_head.weight", self.name)
+
+    def has(self, name: str) -> bool:
+        """Whether the tensor is there; a tied model's copy of its head is not counted."""
+        return name in self._files and not (name == "lm_head.weight" and self.config.tied_head)
+
+    def tensor(self, name: str) -> Tensor:
+        """Read one tensor, and nothing else of its file."""
+        if not self.has(name):
+            raise _missing(name, self.name)
+        value = self._read(name)
+        if value.dtype not in _FLOATS:
+            raise CheckpointError(
+                f"{name} in {self.name} is stored as {value.dtype}, a quantised form that is not supported; "
+                "use the original checkpoint, or a GGUF file."
+            )
+        return _checked(name, value, self.config)
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer in the same folder."""
+        from .tokenizer import Tokenizer
+
+        return Tokenizer.from_folder(self._folder)
+
+    def _read(self, name: str) -> Tensor:
+        path = self._files[name]
+        if path not in self._opened:
+            self._opened[path] = _open_safetensors(path)
+        try:
+            return self._opened[path].get_tensor(name)
+        except SafetensorError as error:  # the index promised what the file does not hold
+            raise _missing(name, str(path)) from error
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        ggufs = sorted(file.name for file in folder.glob("*.gguf"))
+        hint = f"; to run {ggufs[0]}, give that file itself" if ggufs else ""
+        raise CheckpointError(f"{folder} has no config.json, so it is not a model folder{hint}.")
+    config = _read_json(path)
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} should hold one JSON object. Download or convert the model again.")
+    return config
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path} cannot be read: {error}. Download or convert the model again."
+        ) from error
+
+
+def _tensor_files(folder: Path) -> dict[str, Path]:
+    """Which file holds each tensor: by the index where there is one, else by looking into the files."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return _indexed_files(folder, index)
+    files = sorted(folder.glob("*.safetensors"))
+    if (folder / "model.safetensors") in files:  # beside it may lie consolidated or adapter files
+        files = [folder / "model.safetensors"]
+    if not files:
+        raise _no_weights(folder)
+    return {name: file for file in files for name in _open_safetensors(file).keys()}  # noqa: SIM118
+
+
+def _indexed_files(folder: Path, index: Path) -> dict[str, Path]:
+    content = _read_json(index)
+    names = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(names, dict):
+        raise CheckpointError(f"{index} has no weight_map. Download or convert the model again.")
+    outside = sorted(file for file in set(names.values()) if Path(str(file)).name != file)
+    if outside:
+        raise CheckpointError(f"{index} points outside its folder, to {outside[0]}; it is not to be trusted.")
+    missing = sorted(file for file in set(names.values()) if not (folder / file).is_file())
+    if missing:
+        raise CheckpointError(
+            f"{folder} lacks {len(missing)} of its {len(set(names.values()))} weight files: "
+            f"{', '.join(missing[:4])}{' ...' if len(missing) > 4 else ''}. Download the model again."
+        )
+    return {name: folder / file for name, file in names.items()}
+
+
+def _no_weights(folder: Path) -> CheckpointError:
+    pickles = [file for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern)]
+    if pickles:
+        return CheckpointError(
+            f"{folder} has its weights only as pickles ({pickles[0].name}), which can run any code when "
+            "loaded, so they are not read. Convert them to safetensors: with transformers, "
+            "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)."
+        )
+    return CheckpointError(f"{folder} has a config.json but no *.safetensors file; download the weights too.")
+
+
+def _open_safetensors(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(
+            f"{path} is damaged or truncated ({_first_line(error)}). Download it again."
+        ) from error
+
+
+class GgufCheckpoint:
+    """One GGUF file, its tensors under their Hugging Face names and in the layout of those."""
+
+    def __init__(self, path: Path, name: str | None = None) -> None:
+        self.name = name or str(path)
+        self._file = read_gguf(path)
+        if self._file.fields.get("split.count", 1) > 1:
+            raise CheckpointError(
+                f"{path} is one part of a split GGUF file; join the parts first (llama-gguf-split --merge)."
+            )
+        tensors = self._file.tensors
+        factors = (
+            self._file.dequantize("rope_freqs.weight").tolist() if "rope_freqs.weight" in tensors else None
+        )
+        fields = {"vocab_size": _embedding_rows(self._file), **self._file.fields}
+        self.config = ModelConfig.from_gguf(fields, tensors.keys(), factors)
+
+    def has(self, name: str) -> bool:
+        """Whether the file has the tensor, under its own name for it."""
+        return gguf_name(name) in self._file.tensors
+
+    def tensor(self, name: str) -> Tensor:
+        """Read and dequantise one tensor; 16-bit tensors keep their type."""
+        stored = self._file.tensors.get(gguf_name(name) or "")
+        if stored is None:
+            raise _missing(name, self.name)
+        value = torch.from_numpy(self._file.dequantize(stored.name))
+        value = value.to(_STORED_TYPES.get(stored.type, torch.float32))
+        value = _checked(name, value, self.config)
+        return _from_interleaved(name, value, self.config)
+
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer stated in the file's metadata."""
+        from .tokenizer import Tokenizer
+
+        return Tokenizer.from_gguf(self._file.fields)
+
+
+_STORED_TYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
+_GGUF_TOP = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+_GGUF_LAYER = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+
+
+def gguf_name(name: str) -> str | None:
+    """The GGUF name of a Hugging Face tensor name, None where GGUF has no such thing."""
+    match = _LAYER_NAME.fullmatch(name)
+    if match is None:
+        return _GGUF_TOP.get(name)
+    layer, module, kind = match.groups()
+    return f"blk.{layer}.{_GGUF_LAYER[module]}.{kind}" if module in _GGUF_LAYER else None
+
+
+def _embedding_rows(file: GgufFile) -> int | None:
+    embedding = file.tensors.get("token_embd.weight")
+    return embedding.shape[0] if embedding else None
+
+
+def _from_interleaved(name: str, value: Tensor, config: ModelConfig) -> Tensor:
+    """Undo the row order of Llama's GGUF files.
+
+    llama.cpp rotates neighbouring rows (0, 1), (2, 3) ... of a Llama head, Hugging Face rows i and i + d/2;
+    its converter therefore interleaves the two halves of each q and k head. Qwen's files keep the order.
+    """
+    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])
+    if config.family != "llama" or heads is None:
+        return value
+    pairs = value.reshape(heads, config.head_dim // 2, 2, -1)
+    return pairs.transpose(1, 2).reshape(value.shape).contiguous()
+
+
+def _missing(name: str, where: str) -> CheckpointError:
+    return CheckpointError(
+        f"{where} has no tensor {name}: the file is incomplete or of another architecture than it says. "
+        "Download or convert the model again."
+    )
+
+
+def _checked(name: str, value: Tensor, config: ModelConfig) -> Tensor:
+    expected = expected_shape(name, config)
+    if expected is not None and tuple(value.shape) != expected:
+        raise CheckpointError(
+            f"{name} has shape {tuple(value.shape)} where the configuration says {expected}: weights and "
+            "configuration do not belong together. Download or convert the model again."
+        )
+    return value
+
+
+def expected_shape(name: str, config: ModelConfig) -> tuple[int, ...] | None:
+    """The shape a tensor must have by the configuration; None for names that are not the decoder's."""
+    hidden, queries = config.hidden_size, config.num_heads * config.head_dim
+    keys = config.num_kv_heads * config.head_dim
+    if name in ("model.embed_tokens.weight", "lm_head.weight"):
+        return (config.vocab_size, hidden)
+    if name == "model.norm.weight":
+        return (hidden,)
+    matrices = {
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "mlp.gate_proj": (config.intermediate_size, hidden),
+        "mlp.up_proj": (config.intermediate_size, hidden),
+        "mlp.down_proj": (hidden, config.intermediate_size),
+    }
+    norms = {
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+        "self_attn.q_norm": (config.head_dim,),
+        "self_attn.k_norm": (config.head_dim,),
+    }
+    match = _LAYER_NAME.fullmatch(name)
+    if match is None:
+        return None
+    _, module, kind = match.groups()
+    if module in norms:
+        return norms[module]
+    shape = matrices.get(module)
+    return shape if shape is None or kind == "weight" else shape[:1]

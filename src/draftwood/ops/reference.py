@@ -1,0 +1,69 @@
+"""Every op in plain torch: the definition of correct. Device never changes meaning."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftwood.model.batch import AttentionShape, ForwardBatch
+from draftwood.tree import BITS
+
+
+def visible_keys(batch: ForwardBatch, num_keys: int, window: int | None) -> Tensor:
+    """The mask written out: may row r see key k of its own sequence? [N, num_keys] bool.
+
+    A row sees `visible` linear keys and its ancestors among the staged ones. With a sliding window it sees only keys
+    whose position lies less than `window` before its own; the e-th ancestor from the root has depth e.
+    """
+    counts = batch.row_offsets.diff()
+    owner = torch.repeat_interleave(torch.arange(counts.shape[0], device=counts.device), counts)
+    base = batch.tree_base[owner, None]
+    key = torch.arange(num_keys, device=counts.device)
+    linear = key < batch.visible[:, None]
+    node = key - base
+    word = (node.clamp(min=0) // BITS).clamp(max=batch.ancestors.shape[1] - 1)
+    bits = (batch.ancestors.gather(1, word) >> (node.clamp(min=0) % BITS)) & 1
+    in_tree = (node >= 0) & (node < batch.ancestors.shape[1] * BITS) & (bits == 1)
+    if window is not None:
+        oldest = batch.positions[:, None] - window + 1
+        linear &= key >= oldest
+        in_tree &= base - 1 + in_tree.cumsum(1) >= oldest
+    return linear | in_tree
+
+
+def gather_pages(cache: Tensor, block_table: Tensor, page_size: int) -> Tensor:
+    """Keys or values of each sequence in order. [H, slots, D], [S, P] -> [S, H, P * page_size, D]."""
+    heads, _, dim = cache.shape
+    paged = cache.view(heads, -1, page_size, dim)
+    picked = paged[:, block_table.clamp(min=0)]  # [H, S, P, page, D]
+    return picked.transpose(0, 1).flatten(2, 3)
+
+
+@dataclass(frozen=True)
+class DenseAttention:
+    """Attention planned once a forward and run once a layer: gathers everything, masks everything."""
+
+    batch: ForwardBatch
+    shape: AttentionShape
+    mask: Tensor  # [N, keys] bool
+    owner: Tensor  # [N]
+
+    @classmethod
+    def plan(cls, batch: ForwardBatch, shape: AttentionShape) -> DenseAttention:
+        """Write the mask out over all pages."""
+        counts = batch.row_offsets.diff()
+        owner = torch.repeat_interleave(torch.arange(counts.shape[0], device=counts.device), counts)
+        num_keys = batch.block_table.shape[1] * shape.page_size
+        return cls(batch, shape, visible_keys(batch, num_keys, shape.window), owner)
+
+    def run(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """[N, heads, D] and two caches [H, slots, D] -> [N, heads, D]."""
+        group = query.shape[1] // keys.shape[0]
+        k = gather_pages(keys, self.batch.block_table, self.shape.page_size)[self.owner]  # [N, H, keys, D]
+        v = gather_pages(values, self.batch.block_table, self.shape.page_size)[self.owner]
+        q = query.unflatten(1, (-1, group))  # [N, H, G, D]
+        scores = torch.einsum("nhgd,nhkd->nhgk", q, k) * self.shape.scale
+        scores = scores.masked_fill(~self.mask[:, None, None], float("-inf"))
+        return torch.einsum("nhgk,nhkd->nhgd", scores.softmax(-1), v).flatten(1, 2)

@@ -1,0 +1,165 @@
+"""The narrow waist: every border between the parts of a decode step, and the values that cross it.
+
+Legend: B sequences that sample in a step · M tree nodes of the batch, roots included · V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from draftwood.request import SamplingParams
+from draftwood.tree import DraftLaw, TokenTree, TreeBuilder, Verdict
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much a step may guess: draft nodes a sequence, the root not counted."""
+
+    max_nodes: int
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a controller sees of the queue."""
+
+    num_running: int
+    num_waiting: int
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What came of a step, for controllers and telemetry."""
+
+    num_rows: int  # rows the target ran: pending tokens and draft nodes
+    num_sampling: int
+    drafted: int
+    accepted: int
+    emitted: int
+
+
+@dataclass(frozen=True)
+class BatchView:
+    """What drafters and verifiers may know of the sequences that sample in this step; nobody writes to it."""
+
+    seq_ids: tuple[int, ...]
+    tokens: Sequence[Sequence[int]]  # committed tokens of each, the root last
+    prompt_lengths: tuple[int, ...]
+    params: tuple[SamplingParams, ...]
+    bad_words: tuple[tuple[tuple[int, ...], ...], ...]  # tokenised
+    lengths: Tensor  # [B] int64 committed tokens: the position of the next token, and the name of this round
+    seeds: Tensor  # [B] int64
+    temperature: Tensor  # [B] float32
+    max_nodes: Tensor  # [B] int64 draft nodes that have room
+    max_depth: Tensor  # [B] int64 draft tokens that could still be emitted
+
+    @property
+    def root_tokens(self) -> list[int]:
+        """The last committed token of each sequence."""
+        return [tokens[-1] for tokens in self.tokens]
+
+
+Features = Mapping[int, Tensor]  # layer -> [M, hidden] the residual stream after it, at every tree node
+
+
+class Randomness(Protocol):
+    """The only two ways to be random. Keys name a draw; see rng.py for what makes them safe."""
+
+    def flip(self, prob: Tensor, keys: Tensor) -> Tensor:
+        """True with probability `prob`. [B], [B] -> [B] bool."""
+        ...
+
+    def pick(self, weights: Tensor, keys: Tensor) -> Tensor:
+        """An index in proportion to `weights`. [B, V], [B] -> [B] int64."""
+        ...
+
+
+class Drafter(Protocol):
+    """Guesses trees. Returning bare roots is always right: cold, without room, or out of ideas."""
+
+    @property
+    def law(self) -> DraftLaw:
+        """How the nodes of every tree are chosen."""
+        ...
+
+    @property
+    def max_nodes(self) -> int:
+        """The largest tree it would like to propose for one sequence, the root not counted."""
+        ...
+
+    @property
+    def needs(self) -> frozenset[int]:
+        """Layers of the target whose output it wants to observe; usually none."""
+        ...
+
+    def propose(self, view: BatchView, budget: Budget, rng: Randomness) -> TokenTree:
+        """A tree for each sequence of the view, within `budget` and the view's room."""
+        ...
+
+    def observe(self, view: BatchView, tree: TokenTree, verdict: Verdict, features: Features) -> None:
+        """What became of the proposal."""
+        ...
+
+    def release(self, seq_id: int) -> None:
+        """The sequence is gone; forget it. Also called for sequences it never saw."""
+        ...
+
+
+class FrontierModel(Protocol):
+    """What a neural drafter is to a grower: something that scores the nodes of a growing tree."""
+
+    def begin(self, view: BatchView) -> Tensor:
+        """Logits at the roots. [B, V]."""
+        ...
+
+    def extend(self, builder: TreeBuilder, columns: Tensor) -> Tensor:
+        """Logits at the living nodes in `columns` [B, k]; dead ones get any row. [B, k, V]."""
+        ...
+
+
+class Grower(Protocol):
+    """A tree shape; knows no network."""
+
+    @property
+    def law(self) -> DraftLaw:
+        """How it chooses nodes."""
+        ...
+
+    @property
+    def max_nodes(self) -> int:
+        """Its largest tree, the root not counted."""
+        ...
+
+    def grow(self, model: FrontierModel, view: BatchView, budget: Budget, rng: Randomness) -> TreeBuilder:
+        """Grow a tree for each sequence of the view."""
+        ...
+
+
+class Verifier(Protocol):
+    """An acceptance law: a pure function of the tree, the target's rows and the randomness."""
+
+    name: str
+    lossless: bool
+
+    def refuses(self, law: DraftLaw) -> str | None:
+        """Why it would not be exact for such trees, or None if it is."""
+        ...
+
+    def verify(self, tree: TokenTree, p: Tensor, view: BatchView, rng: Randomness) -> Verdict:
+        """Keep a path of each tree. `p` [M, V] is the target's distribution after each node."""
+        ...
+
+
+class Controller(Protocol):
+    """Decides how much to guess."""
+
+    def budget(self, load: Load) -> Budget:
+        """The budget of the next step."""
+        ...
+
+    def observe(self, report: StepReport) -> None:
+        """What came of the last one."""
+        ...

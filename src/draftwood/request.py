@@ -1,0 +1,227 @@
+"""What a caller asks for and what comes back: plain data, no tensors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from draftwood.errors import InvalidRequest
+
+SEED_LIMIT = 1 << 63
+
+
+class FinishReason(StrEnum):
+    """Why an answer ended."""
+
+    STOP = "stop"  # end of text, a stop token or a stop string
+    LENGTH = "length"  # max_tokens, or the model's context window
+    CANCELLED = "cancelled"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request is sampled; everything applies alike with and without speculation.
+
+    Order of application at every position, along that position's own history: logit bias and bad words,
+    repetition / presence / frequency penalties, temperature, top-k, top-p, min-p.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0  # over prompt and answer
+    presence_penalty: float = 0.0  # over the answer
+    frequency_penalty: float = 0.0  # over the answer
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: tuple[str, ...] = ()
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None  # None: another one every time
+    n: int = 1
+    logprobs: int | None = None  # None: none; k: the chosen token's and the k best alternatives'
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stop", _as_tuple(self.stop))
+        object.__setattr__(self, "bad_words", _as_tuple(self.bad_words))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for message in self._problems():
+            raise InvalidRequest(message)
+
+    def _problems(self) -> list[str]:
+        checks = (
+            (_number(self.temperature) and self.temperature >= 0, "temperature must be a finite number >= 0"),
+            (_integer(self.top_k) and self.top_k >= 0, "top_k must be an integer >= 0 (0 switches it off)"),
+            (_number(self.top_p) and 0 < self.top_p <= 1, "top_p must lie in (0, 1]"),
+            (_number(self.min_p) and 0 <= self.min_p <= 1, "min_p must lie in [0, 1]"),
+            (
+                _number(self.repetition_penalty) and self.repetition_penalty > 0,
+                "repetition_penalty must be a finite number > 0 (1 switches it off)",
+            ),
+            (
+                _number(self.presence_penalty) and abs(self.presence_penalty) <= 2,
+                "presence_penalty must lie in [-2, 2]",
+            ),
+            (
+                _number(self.frequency_penalty) and abs(self.frequency_penalty) <= 2,
+                "frequency_penalty must lie in [-2, 2]",
+            ),
+            (_integer(self.max_tokens) and self.max_tokens >= 1, "max_tokens must be an integer >= 1"),
+            (
+                self.seed is None or (_integer(self.seed) and -SEED_LIMIT <= self.seed < SEED_LIMIT),
+                "seed must be a 64-bit integer or None",
+            ),
+            (_integer(self.n) and 1 <= self.n <= 128, "n must be an integer from 1 to 128"),
+            (
+                self.n == 1 or self.temperature > 0,
+                "n > 1 at temperature 0 would give the same answer n times; raise the temperature or ask once",
+            ),
+            (
+                self.logprobs is None or (_integer(self.logprobs) and 0 <= self.logprobs <= 100),
+                "logprobs must be None or an integer from 0 to 100",
+            ),
+            (all(isinstance(s, str) and s for s in self.stop), "stop strings must be texts of at least one character"),
+            (all(isinstance(s, str) and s for s in self.bad_words), "bad words must be texts of at least one character"),
+            (all(_integer(t) and t >= 0 for t in self.stop_token_ids), "stop_token_ids must be integers >= 0"),
+            (
+                all(_integer(t) and t >= 0 and _number(b) for t, b in self.logit_bias.items()),
+                "logit_bias must map token ids to finite numbers",
+            ),
+        )
+        return [f"{message}." for holds, message in checks if not holds]
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is always taken."""
+        return self.temperature == 0
+
+    @property
+    def truncates(self) -> bool:
+        """Whether tokens are removed from the distribution before drawing."""
+        return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def penalises(self) -> bool:
+        """Whether a token's logit depends on the tokens before it."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+def _as_tuple(value: str | Sequence[str]) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
+def _integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(value: object) -> bool:
+    return (isinstance(value, float) or _integer(value)) and math.isfinite(value)  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probabilities of one emitted token under the model itself, before temperature and truncation."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]  # the likeliest alternatives, best first
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationStats:
+    """What speculation did for one answer."""
+
+    steps: int = 0  # target forwards that gave this answer at least one token
+    drafted: int = 0  # draft nodes the target scored for it
+    accepted: int = 0  # emitted tokens that were guessed right
+    num_tokens: int = 0
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0  # found in the prefix cache
+    preemptions: int = 0
+    seconds: float = 0.0  # from submission to the last token
+    first_token_seconds: float = 0.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Emitted tokens for each target forward; 1.0 is plain decoding."""
+        return self.num_tokens / self.steps if self.steps else 0.0
+
+    @property
+    def acceptance(self) -> float:
+        """Share of drafted nodes that were accepted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Emitted tokens over the whole time of the request, prompt processing included."""
+        return self.num_tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """News of one answer: the tokens a step gave it, or its end."""
+
+    request_id: int
+    index: int  # which of the request's n answers
+    token_ids: tuple[int, ...]
+    accepted: tuple[bool, ...]  # for each token, whether a drafter had guessed it
+    text: str  # newly final text; stop strings are never part of it
+    finish_reason: FinishReason | None
+    stats: SpeculationStats
+    pieces: tuple[tuple[str, bool], ...] = ()  # `text` in parts, each with whether a drafter had guessed it
+    logprobs: tuple[TokenLogprob, ...] = ()
+    error: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Whether this is the answer's last event."""
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One finished answer."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    accepted: tuple[bool, ...]
+    finish_reason: FinishReason
+    stats: SpeculationStats
+    seed: int
+    logprobs: tuple[TokenLogprob, ...] = ()
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """All answers to one prompt."""
+
+    prompt: str | None
+    prompt_token_ids: tuple[int, ...]
+    completions: tuple[Completion, ...]
+
+    @property
+    def text(self) -> str:
+        """The first answer's text."""
+        return self.completions[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        """The first answer's tokens."""
+        return self.completions[0].token_ids
+
+    @property
+    def stats(self) -> SpeculationStats:
+        """The first answer's statistics."""
+        return self.completions[0].stats
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why the first answer ended."""
+        return self.completions[0].finish_reason

@@ -1,0 +1,165 @@
+"""From logits to the target's distribution at every tree node, each along its own path; and log-probabilities.
+
+Losslessness is with respect to what this module returns, so plain and speculative decoding share it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from draftwood.protocols import BatchView
+from draftwood.request import TokenLogprob
+from draftwood.tree import TokenTree, Verdict
+
+FAST_TOP_P = 512  # tokens looked at before a whole row is sorted
+
+
+def target_distribution(logits: Tensor, tree: TokenTree, view: BatchView) -> Tensor:
+    """The distribution each node's next token is drawn from. [M, V] -> [M, V], float32 or wider."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    logits = _edit_logits(logits, tree, view)
+    if all(params.greedy for params in view.params):
+        return one_hot(logits.argmax(-1), logits)
+    temperature = view.temperature[tree.owner].to(logits.dtype)[:, None]
+    greedy = temperature == 0
+    p = torch.softmax(logits / torch.where(greedy, 1, temperature), -1)
+    if any(params.truncates for params in view.params):
+        p = _truncate(p, tree, view)
+    if bool(greedy.any()):
+        p = torch.where(greedy, one_hot(logits.argmax(-1), p), p)
+    return p
+
+
+def draft_distribution(logits: Tensor, temperature: Tensor) -> Tensor:
+    """The law a drafter samples from: the request's temperature and nothing else. [K, V], [K] -> [K, V]."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    temperature = temperature.to(logits.dtype)[:, None]
+    q = torch.softmax(logits / torch.where(temperature == 0, 1, temperature), -1)
+    return torch.where(temperature == 0, one_hot(logits.argmax(-1), q), q)
+
+
+def one_hot(tokens: Tensor, like: Tensor) -> Tensor:
+    """All mass on one token a row. [M] -> [M, V]."""
+    return torch.zeros_like(like).scatter_(1, tokens[:, None], 1.0)
+
+
+def _edit_logits(logits: Tensor, tree: TokenTree, view: BatchView) -> Tensor:
+    """Logit bias, bad words and penalties, for the sequences that ask for them."""
+    edited = [b for b, params in enumerate(view.params) if params.logit_bias or view.bad_words[b] or params.penalises]
+    if not edited:
+        return logits
+    logits = logits.clone()
+    bounds = tree.offsets.tolist()
+    for b in edited:
+        nodes = slice(bounds[b], bounds[b + 1])
+        _apply_bias(logits[nodes], view, b)
+        if view.bad_words[b]:
+            _ban_words(logits[nodes], _histories(tree, view, b, nodes), view.bad_words[b])
+        if view.params[b].penalises:
+            logits[nodes] = _penalise(logits[nodes], tree, view, b, nodes)
+    return logits
+
+
+def _apply_bias(logits: Tensor, view: BatchView, b: int) -> None:
+    bias = view.params[b].logit_bias
+    if bias:
+        tokens = torch.tensor(list(bias), device=logits.device)
+        logits[:, tokens] += torch.tensor(list(bias.values()), device=logits.device, dtype=logits.dtype)
+
+
+def _histories(tree: TokenTree, view: BatchView, b: int, nodes: slice) -> list[list[int]]:
+    """The last tokens before each node's next one: enough of the committed text, then the node's own path."""
+    reach = max(len(word) for word in view.bad_words[b])
+    committed = list(view.tokens[b][max(view.prompt_lengths[b], len(view.tokens[b]) - reach) :])
+    paths = tree.paths[nodes, 1:]
+    tokens = tree.tokens[paths.clamp(min=0)].tolist()
+    return [
+        committed + [token for token, node in zip(row, path, strict=True) if node >= 0]
+        for row, path in zip(tokens, paths.tolist(), strict=True)
+    ]
+
+
+def _ban_words(logits: Tensor, histories: list[list[int]], words: tuple[tuple[int, ...], ...]) -> None:
+    for row, history in enumerate(histories):
+        banned = [w[-1] for w in words if len(w) == 1 or tuple(history[-(len(w) - 1) :]) == w[:-1]]
+        logits[row, banned] = float("-inf")
+
+
+def _penalise(logits: Tensor, tree: TokenTree, view: BatchView, b: int, nodes: slice) -> Tensor:
+    """Repetition over prompt and answer, presence and frequency over the answer. [n, V] -> [n, V]."""
+    params, vocabulary = view.params[b], logits.shape[1]
+    committed = torch.tensor(view.tokens[b], device=logits.device)
+    answer = torch.bincount(committed[view.prompt_lengths[b] :], minlength=vocabulary).to(logits.dtype)
+    prompt = torch.bincount(committed[: view.prompt_lengths[b]], minlength=vocabulary) > 0
+    paths = tree.paths[nodes, 1:]
+    counts = answer.repeat(logits.shape[0], 1)
+    counts.scatter_add_(1, tree.tokens[paths.clamp(min=0)], (paths >= 0).to(logits.dtype))
+    if params.repetition_penalty != 1:
+        harsher = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
+        logits = torch.where((counts > 0) | prompt, harsher, logits)
+    return logits - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
+
+
+def _truncate(p: Tensor, tree: TokenTree, view: BatchView) -> Tensor:
+    """Top-k, then top-p, then min-p, row by row with its own limits; what is left is renormalised."""
+    vocabulary = p.shape[1]
+    limits = [
+        (
+            params.top_k if 0 < params.top_k < vocabulary and not params.greedy else vocabulary,
+            params.top_p if not params.greedy else 1.0,
+            params.min_p if not params.greedy else 0.0,
+        )
+        for params in view.params
+    ]
+    top_k, top_p, min_p = (
+        torch.tensor(column, device=p.device, dtype=dtype)[tree.owner][:, None]
+        for column, dtype in zip(zip(*limits, strict=True), (torch.int64, p.dtype, p.dtype), strict=True)
+    )
+    floor = torch.maximum(_smallest_kept(p, top_k, top_p), min_p * p.amax(-1, keepdim=True))
+    kept = p.masked_fill(p < floor, 0)
+    return kept / kept.sum(-1, keepdim=True)
+
+
+def _smallest_kept(p: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """The smallest probability top-k and top-p leave in each row; equal ones all stay. [M, 1]."""
+    width = min(FAST_TOP_P, p.shape[1])
+    ranked = p.topk(width, -1).values
+    unsettled = (top_k > width) & ((top_p < 1) & (ranked.sum(-1, keepdim=True) < top_p))
+    unsettled |= (top_k > width) & (top_k < p.shape[1])
+    if bool(unsettled.any()):
+        ranked = p.sort(-1, descending=True).values
+    width = ranked.shape[1]
+    rank = torch.arange(width, device=p.device)
+    ranked = ranked.masked_fill(rank >= top_k, 0)
+    total = torch.where(top_k < p.shape[1], ranked.sum(-1, keepdim=True), 1)
+    # A token stays if the ones before it do not reach top_p yet: the likeliest always does.
+    before = ranked.cumsum(-1) - ranked
+    stays = (ranked > 0) & (before < top_p * total)
+    count = stays.sum(-1, keepdim=True).clamp(min=1)
+    unlimited = (top_p >= 1) & (top_k >= p.shape[1])
+    return torch.where(unlimited, 0, ranked.gather(1, count - 1))
+
+
+def token_logprobs(logits: Tensor, tree: TokenTree, verdict: Verdict, view: BatchView) -> list[list[TokenLogprob]]:
+    """Log-probabilities of every token the verdict emits, for the sequences that ask for them; others get []."""
+    asked = [params.logprobs for params in view.params]
+    if all(k is None for k in asked):
+        return [[] for _ in asked]
+    lengths, paths, bonuses = verdict.length.tolist(), verdict.path.tolist(), verdict.bonus.tolist()
+    return [
+        []
+        if k is None
+        else _path_logprobs(logits, tree, paths[b][: lengths[b] + 1], bonuses[b], k)
+        for b, k in enumerate(asked)
+    ]
+
+
+def _path_logprobs(logits: Tensor, tree: TokenTree, path: list[int], bonus: int, k: int) -> list[TokenLogprob]:
+    rows = torch.log_softmax(logits[path].double(), -1)
+    emitted = [*tree.tokens[path[1:]].tolist(), bonus]
+    best, tokens = rows.topk(k, -1)
+    return [
+        TokenLogprob(token, float(row[token]), tuple(zip(tops, values, strict=True)))
+        for token, row, tops, values in zip(emitted, rows, tokens.tolist(), best.tolist(), strict=True)
+    ]

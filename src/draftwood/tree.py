@@ -1,0 +1,373 @@
+"""The one currency of the engine: a packed batch of token trees, and what a verifier says about it.
+
+    a tree of one sequence          tokens    t  a  b  c        node 0 is the root: the last committed token,
+        root t ── a ── b            parents  -1  0  1  1        never a guess. Parents come before children,
+                   └── c            depth     0  1  2  2        siblings in the order a verifier tries them.
+
+A chain is a tree; plain decoding is the tree of one node.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from enum import IntEnum
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+BITS = 64  # nodes a word of an ancestor set
+
+
+class Draw(IntEnum):
+    """How a node's token was chosen. A sampled node names the row of `q` it was drawn from."""
+
+    POINT = 0  # chosen, not drawn: always exact to verify as such
+    IID = 1  # drawn from q, independently of its siblings
+    WITHOUT_REPLACEMENT = 2  # drawn from q with the earlier siblings removed and renormalised
+    TAIL = 3  # drawn from q with its deterministic siblings removed: the hybrid law
+
+
+@dataclass(frozen=True)
+class DraftLaw:
+    """What a drafter promises of every tree it proposes; a verifier refuses what it is not exact for."""
+
+    draws: frozenset[Draw]
+    chain: bool  # no node has two children
+
+
+POINT_CHAIN = DraftLaw(frozenset({Draw.POINT}), chain=True)
+POINT_TREE = DraftLaw(frozenset({Draw.POINT}), chain=False)
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """A packed batch of B trees with M nodes in all. Indices are global (0 … M-1) unless said otherwise."""
+
+    tokens: Tensor  # [M] int64
+    parents: Tensor  # [M] int64, global index, -1 at a root
+    offsets: Tensor  # [B + 1] int64
+    draw: Tensor  # [M] int64, a `Draw`
+    q_row: Tensor  # [M] int64, row of `q` a sampled node was drawn from, -1 for a point mass
+    q: Tensor | None = None  # [R, V] the laws of the sampled nodes, given their earlier siblings
+
+    @classmethod
+    def roots(cls, tokens: Tensor) -> TokenTree:
+        """Nothing but the last committed token of each sequence. [B]."""
+        num = tokens.shape[0]
+        steps = torch.arange(num + 1, device=tokens.device)
+        none = torch.full_like(tokens, -1)
+        return cls(tokens, none, steps, torch.zeros_like(tokens), none)
+
+    @classmethod
+    def of_points(cls, trees: list[tuple[list[int], list[int]]], device: torch.device | None = None) -> TokenTree:
+        """Deterministic trees from host lists: (tokens, parents inside the own tree) for each sequence."""
+        tokens: list[int] = []
+        parents: list[int] = []
+        offsets = [0]
+        for own_tokens, own_parents in trees:
+            start = offsets[-1]
+            tokens += own_tokens
+            parents += [p if p < 0 else p + start for p in own_parents]
+            offsets.append(len(tokens))
+        packed = torch.tensor(tokens, device=device)
+        return cls(
+            packed,
+            torch.tensor(parents, device=device),
+            torch.tensor(offsets, device=device),
+            torch.zeros_like(packed),
+            torch.full_like(packed, -1),
+        )
+
+    @property
+    def num_trees(self) -> int:
+        """B."""
+        return self.offsets.shape[0] - 1
+
+    @property
+    def num_nodes(self) -> int:
+        """M, roots included."""
+        return self.tokens.shape[0]
+
+    @cached_property
+    def sizes(self) -> Tensor:
+        """Nodes of each tree, root included. [B]."""
+        return self.offsets[1:] - self.offsets[:-1]
+
+    @cached_property
+    def owner(self) -> Tensor:
+        """The tree a node belongs to. [M]."""
+        trees = torch.arange(self.num_trees, device=self.tokens.device)
+        return torch.repeat_interleave(trees, self.sizes, output_size=self.num_nodes)
+
+    @cached_property
+    def local(self) -> Tensor:
+        """Index of a node inside its own tree, 0 at the root. [M]."""
+        return torch.arange(self.num_nodes, device=self.tokens.device) - self.offsets[self.owner]
+
+    @cached_property
+    def paths(self) -> Tensor:
+        """The nodes from the root to each node, root first, -1 padded. [M, D + 1]."""
+        upwards = [torch.arange(self.num_nodes, device=self.tokens.device)]
+        while bool((up := _follow(self.parents, upwards[-1])).ge(0).any()):
+            upwards.append(up)
+        climb = torch.stack(upwards, 1)  # self, parent, grandparent, …, -1
+        steps = torch.arange(climb.shape[1], device=climb.device)
+        source = (climb >= 0).sum(1, keepdim=True) - 1 - steps
+        return climb.gather(1, source.clamp(min=0)).masked_fill(source < 0, -1)
+
+    @cached_property
+    def depth(self) -> Tensor:
+        """Distance from the root. [M]."""
+        return (self.paths >= 0).sum(1) - 1
+
+    @cached_property
+    def max_depth(self) -> int:
+        """D, the depth of the deepest node of the batch."""
+        return self.paths.shape[1] - 1
+
+    @cached_property
+    def ancestors(self) -> Tensor:
+        """The draft nodes on the way to each node, itself included, as bits over local indices. [M, W] int64.
+
+        Bit i of word w is local node 64 w + i + 1: the root is an ordinary committed token and needs no bit.
+        """
+        widest = int(self.sizes.max()) if self.num_trees else 1
+        return ancestor_words(self.paths, self.local, max(1, -(-(widest - 1) // BITS)))
+
+    @cached_property
+    def _sibling_links(self) -> tuple[Tensor, Tensor]:
+        order = torch.argsort(self.parents, stable=True)
+        parents = self.parents[order]
+        same = parents[1:] == parents[:-1]
+        following = torch.full_like(self.parents, -1)
+        following[order[:-1]] = torch.where(same & (parents[1:] >= 0), order[1:], -1)
+        first = torch.full_like(self.parents, -1)
+        starts = torch.ones_like(parents, dtype=torch.bool)
+        starts[1:] = ~same
+        starts &= parents >= 0
+        first[parents[starts]] = order[starts]
+        return first, following
+
+    @property
+    def first_child(self) -> Tensor:
+        """First child of each node in trial order, -1 at a leaf. [M]."""
+        return self._sibling_links[0]
+
+    @property
+    def next_sibling(self) -> Tensor:
+        """The sibling tried after each node, -1 at the last. [M]."""
+        return self._sibling_links[1]
+
+    def drawn_probability(self, nodes: Tensor, dtype: torch.dtype) -> Tensor:
+        """q(x) of each node's own token, one for a point mass. [k] -> [k]."""
+        row = self.q_row[nodes]
+        if self.q is None:
+            return torch.ones(nodes.shape, dtype=dtype, device=nodes.device)
+        return torch.where(row >= 0, self.q[row.clamp(min=0), self.tokens[nodes]].to(dtype), 1)
+
+    def law_rows(self, nodes: Tensor, like: Tensor) -> Tensor:
+        """The law each of `nodes` [k] was drawn from, a point mass written out, shaped and typed as `like` [k, V]."""
+        rows = torch.zeros_like(like).scatter_(1, self.tokens[nodes][:, None], 1.0)
+        if self.q is not None:
+            drawn = self.q_row[nodes] >= 0
+            rows[drawn] = self.q[self.q_row[nodes][drawn]].to(like.dtype)
+        return rows
+
+    def select(self, keep: Tensor, *, judged: bool) -> TokenTree:
+        """The tree of the nodes in `keep` [M]; roots always stay, and no node may outlive its parent.
+
+        `judged`: the choice looked at drawn tokens. Then no sampled node is a fair draw any more, kept ones
+        included, and all of them become point masses; that is exact again (see docs/adr/0002).
+        """
+        keep = keep | (self.parents < 0)
+        orphaned = keep & (self.parents >= 0) & ~keep[self.parents]
+        if bool(orphaned.any()):
+            raise ValueError("select() would keep a node whose parent it drops")
+        renumbered = keep.cumsum(0) - 1
+        parents = self.parents[keep]
+        kept = replace(
+            self,
+            tokens=self.tokens[keep],
+            parents=torch.where(parents >= 0, renumbered[parents], -1),
+            offsets=_counts_to_offsets(self.owner[keep], self.num_trees),
+            draw=self.draw[keep],
+            q_row=self.q_row[keep],
+        )
+        return kept.forget_draws() if judged else kept
+
+    def forget_draws(self) -> TokenTree:
+        """The same tokens as point masses."""
+        return replace(self, draw=torch.zeros_like(self.draw), q_row=torch.full_like(self.q_row, -1), q=None)
+
+    def validate(self) -> None:
+        """Raise ValueError unless the packed arrays describe B well-formed trees."""
+        index = torch.arange(self.num_nodes, device=self.tokens.device)
+        is_root = self.parents < 0
+        problems = {
+            "offsets do not start at 0 and end at M": bool(
+                (self.offsets[0] != 0) | (self.offsets[-1] != self.num_nodes)
+            ),
+            "a tree has no root at its first node": not torch.equal(index[is_root], self.offsets[:-1]),
+            "a parent comes after its child": bool((self.parents >= index).any()),
+            "a parent lies in another tree": bool(
+                (self.owner[self.parents.clamp(min=0)] != self.owner)[~is_root].any()
+            ),
+            "a sampled node names no law": bool(((self.draw != Draw.POINT) & (self.q_row < 0)).any()),
+            "a point mass names a law": bool(((self.draw == Draw.POINT) & (self.q_row >= 0)).any()),
+            "a law is named that is not there": bool(
+                (self.q_row >= (0 if self.q is None else self.q.shape[0])).any()
+            ),
+        }
+        wrong = [text for text, broken in problems.items() if broken]
+        if wrong:
+            raise ValueError("; ".join(wrong))
+
+
+def _follow(links: Tensor, at: Tensor) -> Tensor:
+    return torch.where(at >= 0, links[at.clamp(min=0)], -1)
+
+
+def _counts_to_offsets(owner: Tensor, num_trees: int) -> Tensor:
+    counts = torch.bincount(owner, minlength=num_trees)
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
+
+def ancestor_words(paths: Tensor, local: Tensor, num_words: int) -> Tensor:
+    """Bit sets over local node indices for the nodes on `paths`. [M, D + 1] -> [M, num_words] int64."""
+    words = torch.zeros(paths.shape[0], num_words, dtype=torch.int64, device=paths.device)
+    for step in range(paths.shape[1]):
+        node = torch.where(paths[:, step] >= 0, local[paths[:, step].clamp(min=0)], 0) - 1
+        present = node >= 0
+        bit = torch.ones_like(node) << (node.clamp(min=0) % BITS)
+        word = (node.clamp(min=0) // BITS).unsqueeze(1)
+        # Every step of a path is another node, so adding a bit is setting it.
+        words.scatter_add_(1, word, torch.where(present, bit, 0).unsqueeze(1))
+    return words
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a verifier keeps of each tree: a path from the root, and the target's own next token."""
+
+    path: Tensor  # [B, D + 1] int64 global nodes, root first, -1 padded
+    length: Tensor  # [B] int64 accepted draft tokens, 0 … D
+    bonus: Tensor  # [B] int64
+
+    def to_host(self, tree: TokenTree) -> HostVerdict:
+        """The step's one copy to the host: the tokens each sequence gains."""
+        safe = self.path[:, 1:].clamp(min=0)
+        drafted = (tree.sizes - 1).unsqueeze(1)
+        packed = torch.cat([self.length[:, None], self.bonus[:, None], drafted, tree.tokens[safe]], 1).tolist()
+        return HostVerdict(
+            tokens=[row[3 : 3 + row[0]] + [row[1]] for row in packed],
+            accepted=[row[0] for row in packed],
+            drafted=[row[2] for row in packed],
+        )
+
+
+@dataclass(frozen=True)
+class HostVerdict:
+    """A verdict as plain lists: what streaming, stopping and the next schedule need."""
+
+    tokens: list[list[int]]  # accepted draft tokens, then the bonus token
+    accepted: list[int]
+    drafted: list[int]
+
+
+@dataclass
+class TreeBuilder:
+    """A batch of trees while it grows, level by level, on the device.
+
+    All trees share one numbering: column c of [B, C] is node c of every tree, and `alive` says in which trees it
+    exists. Packing at the end drops dead columns; that is an oblivious edit, for they were never drawn.
+    """
+
+    root_tokens: Tensor  # [B]
+    tokens: Tensor = field(init=False)  # [B, C]
+    parents: Tensor = field(init=False)  # [B, C] columns
+    depth: Tensor = field(init=False)  # [B, C]
+    alive: Tensor = field(init=False)  # [B, C] bool
+    draw: Tensor = field(init=False)  # [B, C]
+    q_row: Tensor = field(init=False)  # [B, C]
+    laws: list[Tensor] = field(default_factory=list)  # each [rows, V]
+
+    def __post_init__(self) -> None:
+        column = self.root_tokens[:, None]
+        self.tokens = column
+        self.parents = torch.full_like(column, -1)
+        self.depth = torch.zeros_like(column)
+        self.alive = torch.ones_like(column, dtype=torch.bool)
+        self.draw = torch.zeros_like(column)
+        self.q_row = torch.full_like(column, -1)
+
+    @property
+    def num_trees(self) -> int:
+        """B."""
+        return self.tokens.shape[0]
+
+    @property
+    def num_columns(self) -> int:
+        """Nodes numbered so far, the root included."""
+        return self.tokens.shape[1]
+
+    @property
+    def sizes(self) -> Tensor:
+        """Living draft nodes of each tree, the root not counted. [B]."""
+        return self.alive.sum(1) - 1
+
+    def add(self, parents: Tensor, tokens: Tensor, alive: Tensor, draw: Draw = Draw.POINT) -> Tensor:
+        """Append k point-mass nodes to every tree; returns their columns. All [B, k]."""
+        return self._append(parents, tokens, alive, draw, torch.full_like(tokens, -1))
+
+    def add_drawn(self, parents: Tensor, tokens: Tensor, alive: Tensor, draw: Draw, q: Tensor) -> Tensor:
+        """Append k nodes, each drawn from its row of `q` [B, k, V]; returns their columns."""
+        rows = torch.arange(tokens.numel(), device=tokens.device).view_as(tokens)
+        rows = rows + sum(law.shape[0] for law in self.laws)
+        self.laws.append(q.reshape(-1, q.shape[-1]))
+        return self._append(parents, tokens, alive, draw, rows)
+
+    def _append(self, parents: Tensor, tokens: Tensor, alive: Tensor, draw: Draw, rows: Tensor) -> Tensor:
+        first = self.num_columns
+        alive = alive & self.alive.gather(1, parents)
+        self.tokens = torch.cat([self.tokens, tokens], 1)
+        self.parents = torch.cat([self.parents, parents], 1)
+        self.depth = torch.cat([self.depth, self.depth.gather(1, parents) + 1], 1)
+        self.alive = torch.cat([self.alive, alive], 1)
+        self.draw = torch.cat([self.draw, torch.full_like(tokens, int(draw))], 1)
+        self.q_row = torch.cat([self.q_row, rows], 1)
+        return torch.arange(first, self.num_columns, device=tokens.device).expand_as(tokens)
+
+    def ancestors(self, columns: Tensor) -> Tensor:
+        """Bit sets over columns of the nodes on the way to `columns` [B, k]. [B, k, W]."""
+        num_words = max(1, -(-(self.num_columns - 1) // BITS))
+        steps = [columns]
+        for _ in range(int(self.depth.max())):
+            steps.append(torch.where(steps[-1] > 0, self.parents.gather(1, steps[-1].clamp(min=0)), 0))
+        climb = torch.stack(steps, -1).view(-1, len(steps))
+        local = torch.arange(self.num_columns, device=columns.device)
+        climb = torch.where(climb > 0, climb, -1)
+        return ancestor_words(climb, local, num_words).view(*columns.shape, num_words)
+
+    def keep_only(self, keep: Tensor) -> None:
+        """Kill every column outside `keep` [B, C] because of what it holds: all draws are forgotten with it."""
+        self.alive = self.alive & keep
+        self.alive[:, 0] = True
+        self.draw = torch.zeros_like(self.draw)
+        self.q_row = torch.full_like(self.q_row, -1)
+        self.laws = []
+
+    def build(self) -> tuple[TokenTree, Tensor]:
+        """The packed tree, and the column each of its nodes had. Siblings stay in column order."""
+        owner, columns = self.alive.nonzero(as_tuple=True)
+        renumbered = (self.alive.view(-1).cumsum(0) - 1).view_as(self.alive)
+        parents = self.parents[owner, columns]
+        tree = TokenTree(
+            tokens=self.tokens[owner, columns],
+            parents=torch.where(parents >= 0, renumbered[owner, parents.clamp(min=0)], -1),
+            offsets=_counts_to_offsets(owner, self.num_trees),
+            draw=self.draw[owner, columns],
+            q_row=self.q_row[owner, columns],
+            q=torch.cat(self.laws) if self.laws else None,
+        )
+        return tree, columns

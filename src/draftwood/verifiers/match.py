@@ -1,0 +1,40 @@
+"""`match`: the target draws its own token at every node and looks for it among the children.
+
+The emitted text is the target's own sample, the tree only a cache of its answers, so this is lossless for any
+tree whatsoever. With noise keyed by position alone it is also the same text for a given seed whatever the drafter,
+the tree, the batch or the schedule (Daliri, Musco, Suresh: drafter-invariant speculative decoding, 2024).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from draftwood.protocols import BatchView, Randomness
+from draftwood.rng import Purpose, derive
+from draftwood.tree import DraftLaw, TokenTree, Verdict
+from draftwood.verifiers.path import PathWalk
+
+
+class Match:
+    """Accept a node when it is what the target itself draws there."""
+
+    name = "match"
+    lossless = True
+
+    def refuses(self, law: DraftLaw) -> str | None:
+        """Exact for every tree."""
+        return None
+
+    def verify(self, tree: TokenTree, p: Tensor, view: BatchView, rng: Randomness) -> Verdict:
+        """Walk down while the target's draw is in the tree."""
+        walk = PathWalk(tree)
+        seeds = derive(view.seeds, Purpose.TARGET)
+        bonus = torch.empty_like(walk.node)
+        while True:
+            active = walk.active.nonzero().view(-1)
+            keys = derive(seeds[active], view.lengths[active] + walk.length[active])
+            drawn = rng.pick(p[walk.node[active]], keys)
+            bonus[active] = drawn
+            if not walk.descend(active, walk.child_with(active, drawn)):
+                return walk.verdict(bonus)

@@ -1,0 +1,44 @@
+"""The way down a batch of trees that top-down laws share: where each sequence stands, and where it came from."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from draftwood.tree import TokenTree, Verdict
+
+
+class PathWalk:
+    """One walker a tree. Sequences that leave their tree stay where they are."""
+
+    def __init__(self, tree: TokenTree) -> None:
+        self.tree = tree
+        self.node = tree.offsets[:-1].clone()  # [B] where each stands
+        self.length = torch.zeros_like(self.node)  # [B] nodes accepted
+        self.active = torch.ones_like(self.node, dtype=torch.bool)  # [B] still on the way
+        self.path = torch.full((tree.num_trees, tree.max_depth + 1), -1, device=self.node.device)
+        self.path[:, 0] = self.node
+
+    def child_with(self, rows: Tensor, tokens: Tensor) -> Tensor:
+        """The first child of walkers `rows` that holds `tokens`, or -1. [k], [k] -> [k]."""
+        child = self.tree.first_child[self.node[rows]]
+        found = torch.full_like(child, -1)
+        while bool((child >= 0).any()):
+            hit = (child >= 0) & (found < 0) & (self.tree.tokens[child] == tokens)
+            found = torch.where(hit, child, found)
+            child = torch.where((child >= 0) & (found < 0), self.tree.next_sibling[child], -1)
+        return found
+
+    def descend(self, rows: Tensor, child: Tensor) -> bool:
+        """Walkers `rows` step to `child`; those with -1 stop for good. Whether anybody still walks."""
+        moved = child >= 0
+        self.active[rows] = moved
+        rows, child = rows[moved], child[moved]
+        self.node[rows] = child
+        self.length[rows] += 1
+        self.path[rows, self.length[rows]] = child
+        return rows.numel() > 0
+
+    def verdict(self, bonus: Tensor) -> Verdict:
+        """Everything walked so far, and the target's next token."""
+        return Verdict(self.path, self.length, bonus)
