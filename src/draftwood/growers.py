@@ -298,7 +298,7 @@ class _Candidates:
         """
         inside = self.scores[:, 1:].masked_fill(~self.builder.alive[:, 1:], float("-inf"))
         everything = torch.cat([inside, self.waiting], 1)
-        order = everything.argsort(-1, descending=True, stable=True)
+        order = everything.argsort(dim=-1, descending=True, stable=True)
         rank = torch.empty_like(order).scatter_(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))
         keep = (rank < limits[:, None]) & (everything > float("-inf"))
         num_inside = inside.shape[1]

@@ -200,6 +200,12 @@ class PageTables:
             self.pool.remember(table.pages[i], table.pages[i - 1] if i else None, content)
         table.num_remembered = max(full, table.num_remembered)
 
+    def trim(self, seq_id: int) -> None:
+        """Give back the pages that hold nothing committed: room a draft tree had asked for."""
+        pages = self._tables[seq_id].pages
+        while len(pages) > -(-self._tables[seq_id].num_cached // self.page_size):
+            self.pool.give_back(pages.pop())
+
     def close(self, seq_id: int) -> None:
         """Give all its pages back, last first, so that eviction eats a prefix from its end. Unknown ids are fine."""
         table = self._tables.pop(seq_id, None)

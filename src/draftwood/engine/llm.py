@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import overload
 
+import torch
+
 from draftwood.assembly import build_drafter, build_verifier
 from draftwood.config import EngineConfig
 from draftwood.engine.controller import FixedBudget
@@ -26,7 +28,7 @@ from draftwood.engine.engine import Engine
 from draftwood.engine.scheduler import Scheduler, SchedulerConfig
 from draftwood.engine.sequence import Sequence as Answer
 from draftwood.engine.text import TextStream
-from draftwood.engine.worker import Worker
+from draftwood.engine.worker import ComputeThread, Worker
 from draftwood.errors import DraftwoodError, InvalidRequest
 from draftwood.model.checkpoint import Checkpoint, open_checkpoint
 from draftwood.model.runner import ModelRunner
@@ -104,15 +106,19 @@ class LLM:
         verifier = build_verifier(law) if isinstance(law, str) else law
         self.checkpoint = open_checkpoint(model) if isinstance(model, str | Path) else model
         self.tokenizer = self.checkpoint.tokenizer()
-        guessing = build_drafter(drafter, tree, self.checkpoint, self.config) if isinstance(drafter, str) else drafter
         self.drafter_name = drafter if isinstance(drafter, str) else type(drafter).__name__
-        self.engine = self._build_engine(guessing, verifier)
+        self.law_name = verifier.name
+        self.engine = ComputeThread.shared().call(lambda: self._build_engine(drafter, tree, verifier))
         self._request_ids = itertools.count()
         self._sequence_ids = itertools.count()
-        self._worker = Worker(self.engine, self.config.threads)
+        self._worker = Worker(self.engine)
 
-    def _build_engine(self, drafter: Drafter, verifier: Verifier) -> Engine:
+    def _build_engine(self, drafter: str | Drafter, tree: str | None, verifier: Verifier) -> Engine:
         config = self.config
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        if isinstance(drafter, str):
+            drafter = build_drafter(drafter, tree, self.checkpoint, config)
         target = ModelRunner.load(
             self.checkpoint, config.torch_dtype(), config.torch_device(), config.num_pages, config.page_size
         )

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from draftwood.cache.blocks import PageTables
 from draftwood.engine.plan import Plan, PlanItem
@@ -80,20 +80,28 @@ class Scheduler:
         return events
 
     def schedule(self, budget: Budget) -> Plan:
-        """Sequences that decode come first, then those that catch up, each group oldest first."""
+        """Everybody who has caught up gets a row, then draft nodes and chunks share what rows are left."""
         self._admit()
         items: dict[int, PlanItem] = {}
-        rows = self.config.max_rows
-        for seq in sorted(self.running, key=lambda s: (self._pending(s) > 1 and s.num_generated == 0, s.id)):
+        for seq in sorted(self.running, key=lambda s: (self._pending(s) > 1, s.id)):
+            rows = self.config.max_rows - sum(item.end - item.start + item.max_nodes for item in items.values())
             pending = min(self._pending(seq), rows)
             if pending < 1 or seq not in self.running:
                 continue
-            if not self._make_room(seq, self.tables.num_cached(seq.id) + pending, items):
-                continue
-            item = self._item(seq, pending, min(budget.max_nodes, rows - pending))
-            items[seq.id] = item
-            rows = self.config.max_rows - sum(i.end - i.start + i.max_nodes for i in items.values())
-        return Plan(tuple(items.values()))
+            start = self.tables.num_cached(seq.id)
+            if self._make_room(seq, start + pending, items):
+                items[seq.id] = PlanItem(seq, start, start + pending, self._node_rows(seq, budget))
+        # Draft nodes get their pages last: nobody is pushed out for a guess.
+        return Plan(tuple(self._with_pages(item) for item in items.values()))
+
+    def _node_rows(self, seq: Sequence, budget: Budget) -> int:
+        """Rows for its draft nodes: an even share, and only half of the step while somebody has to catch up."""
+        if self._pending(seq) > 1 or seq.max_length - len(seq.tokens) < 2:
+            return 0
+        ready = sum(self._pending(other) == 1 for other in self.running)
+        spare = max(0, self.config.max_rows - ready)
+        shared = spare if ready == len(self.running) else spare // 2
+        return min(budget.max_nodes, shared // ready)
 
     def commit(
         self, plan: Plan, outcome: HostVerdict, logprobs: list[list[TokenLogprob]] | None = None
@@ -112,7 +120,6 @@ class Scheduler:
     def _give(self, item: PlanItem, outcome: HostVerdict, b: int, logprobs: list[TokenLogprob]) -> Event:
         seq, accepted, now = item.seq, outcome.accepted[b], self.clock()
         before = len(seq.tokens)
-        error = None
         try:
             reason = seq.receive(outcome.tokens[b], accepted, outcome.drafted[b], now)
             event = seq.event(len(seq.tokens) - before, accepted, reason, now, logprobs)
@@ -123,20 +130,18 @@ class Scheduler:
         self.tables.advance(seq.id, item.end + accepted, seq.tokens)
         if event.finished:
             self._end(seq)
+        else:
+            self.tables.trim(seq.id)
         return event
 
     def _pending(self, seq: Sequence) -> int:
         return len(seq.tokens) - self.tables.num_cached(seq.id)
 
-    def _item(self, seq: Sequence, pending: int, max_nodes: int) -> PlanItem:
-        start = self.tables.num_cached(seq.id)
-        end = start + pending
-        depth = seq.max_length - len(seq.tokens) - 1
-        if end < len(seq.tokens) or depth < 1 or max_nodes < 1:
-            return PlanItem(seq, start, end, 0)
-        # Without pages to spare the tree shrinks to what its own last page has left.
-        self.tables.reserve(seq.id, end + max_nodes)
-        return PlanItem(seq, start, end, min(max_nodes, self.tables.room(seq.id) - end))
+    def _with_pages(self, item: PlanItem) -> PlanItem:
+        """Pages for its draft nodes, or a tree that fits into what its own last page has left."""
+        if item.max_nodes and not self.tables.reserve(item.seq.id, item.end + item.max_nodes):
+            return replace(item, max_nodes=min(item.max_nodes, self.tables.room(item.seq.id) - item.end))
+        return item
 
     def _admit(self) -> None:
         held: list[Sequence] = []

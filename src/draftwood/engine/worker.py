@@ -1,13 +1,18 @@
-"""The engine's thread. Callers submit, cancel and listen from anywhere; only this thread touches the engine."""
+"""The thread that computes, and the bridge to it. Callers submit, cancel and listen from anywhere.
+
+There is one such thread in a process, whatever the number of engines. OpenMP keeps a team of threads for every
+thread that computes, and as soon as teams together have more members than the machine has cores, their members
+sleep between loops instead of spinning; measured on two cores, a step then takes twice as long. So weights are
+loaded, and every engine's steps are run, by the same thread.
+"""
 
 from __future__ import annotations
 
 import queue
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-
-import torch
+from concurrent.futures import Future
+from typing import TypeVar
 
 from draftwood.engine.engine import Engine
 from draftwood.engine.sequence import Sequence
@@ -15,82 +20,115 @@ from draftwood.errors import DraftwoodError
 from draftwood.request import Event, FinishReason
 
 Listener = Callable[[Event], None]
+T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class _Submit:
-    sequences: list[Sequence]
-    listener: Listener
+class ComputeThread:
+    """Does what it is told, in order, and in between gives every busy worker a step."""
 
+    _shared: ComputeThread | None = None
+    _guard = threading.Lock()
 
-@dataclass(frozen=True)
-class _Cancel:
-    request_id: int
+    def __init__(self) -> None:
+        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._workers: list[Worker] = []
+        threading.Thread(target=self._run, name="draftwood-compute", daemon=True).start()
 
+    @classmethod
+    def shared(cls) -> ComputeThread:
+        """The process's one compute thread."""
+        with cls._guard:
+            if cls._shared is None:
+                cls._shared = cls()
+            return cls._shared
 
-class _Stop:
-    pass
+    def post(self, order: Callable[[], None]) -> None:
+        """Carry out `order` before the next step."""
+        self._orders.put(order)
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Run `function` there and wait for what it returns or raises."""
+        answer: Future[T] = Future()
+
+        def order() -> None:
+            try:
+                answer.set_result(function())
+            except BaseException as error:
+                answer.set_exception(error)
+
+        self.post(order)
+        return answer.result()
+
+    def enlist(self, worker: Worker) -> None:
+        """Give `worker` its turns from now on."""
+        self._workers.append(worker)
+
+    def dismiss(self, worker: Worker) -> None:
+        """No more turns for `worker`."""
+        self._workers.remove(worker)
+
+    def _run(self) -> None:
+        while True:
+            busy = [worker for worker in self._workers if worker.busy]
+            while not busy or not self._orders.empty():
+                self._orders.get()()
+                busy = [worker for worker in self._workers if worker.busy]
+            for worker in busy:
+                worker.turn()
 
 
 class Worker:
-    """Runs steps while there is work and sleeps while there is none."""
+    """One engine's place on the compute thread."""
 
-    def __init__(self, engine: Engine, num_threads: int | None = None) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._num_threads = num_threads
-        self._orders: queue.SimpleQueue[_Submit | _Cancel | _Stop] = queue.SimpleQueue()
+        self._thread = ComputeThread.shared()
         self._listeners: dict[int, tuple[Listener, int]] = {}  # request -> (who, answers to come)
-        self._thread = threading.Thread(target=self._run, name="draftwood-engine", daemon=True)
-        self._thread.start()
+        self._closed = False
+        self._thread.post(lambda: self._thread.enlist(self))
 
     def submit(self, sequences: list[Sequence], listener: Listener) -> None:
-        """Run all answers of one request; `listener` gets every event, on the engine's thread."""
-        if not self._thread.is_alive():
-            raise DraftwoodError("This engine is closed; make a new one.")
-        self._orders.put(_Submit(sequences, listener))
+        """Run all answers of one request; `listener` gets every event, on the compute thread."""
+        if self._closed:
+            raise DraftwoodError("This LLM is closed; make a new one.")
+        self._thread.post(lambda: self._accept(sequences, listener))
 
     def cancel(self, request_id: int) -> None:
         """End a request's answers before the next step; unknown or finished ones are left alone."""
-        self._orders.put(_Cancel(request_id))
+        self._thread.post(lambda: self._end(request_id, FinishReason.CANCELLED))
 
     def close(self) -> None:
-        """Cancel everything and end the thread."""
-        self._orders.put(_Stop())
-        self._thread.join()
+        """Cancel everything; when this returns, no step is running and none will."""
+        if not self._closed:
+            self._closed = True
+            self._thread.call(self._leave)
 
-    def _run(self) -> None:
-        if self._num_threads is not None:
-            torch.set_num_threads(self._num_threads)  # OpenMP keeps this number for each thread
-        while self._obey():
-            try:
-                events = self._engine.step()
-            except Exception as failure:
-                events = self._give_up(failure)
-            for event in events:
-                self._tell(event)
+    @property
+    def busy(self) -> bool:
+        """Whether the next turn has something to do."""
+        return self._engine.scheduler.has_work
+
+    def turn(self) -> None:
+        """One step, and the news it brings."""
+        try:
+            events = self._engine.step()
+        except Exception as failure:
+            events = self._give_up(failure)
+        for event in events:
+            self._tell(event)
+
+    def _leave(self) -> None:
         for request_id in list(self._listeners):
             self._end(request_id, FinishReason.CANCELLED)
+        self._thread.dismiss(self)
 
-    def _obey(self) -> bool:
-        """Carry out all orders, waiting for one if there is nothing else to do; False when told to stop."""
-        while not (self._orders.empty() and self._engine.scheduler.has_work):
-            order = self._orders.get()
-            if isinstance(order, _Stop):
-                return False
-            if isinstance(order, _Cancel):
-                self._end(order.request_id, FinishReason.CANCELLED)
-            else:
-                self._accept(order)
-        return True
-
-    def _accept(self, order: _Submit) -> None:
-        request_id = order.sequences[0].request_id
-        self._listeners[request_id] = (order.listener, len(order.sequences))
+    def _accept(self, sequences: list[Sequence], listener: Listener) -> None:
+        self._listeners[sequences[0].request_id] = (listener, len(sequences))
         try:
-            self._engine.scheduler.add(order.sequences)
+            self._engine.scheduler.add(sequences)
         except DraftwoodError as refusal:
             now = self._engine.scheduler.clock()
-            for seq in order.sequences:
+            for seq in sequences:
                 self._tell(seq.event(0, 0, FinishReason.ERROR, now, error=str(refusal)))
 
     def _end(self, request_id: int, reason: FinishReason, error: str | None = None) -> None:

@@ -1,0 +1,47 @@
+# make demo: everything from a bare Python 3.11 to two columns of text. make test: what CI runs.
+PYTHON ?= python3
+# A CPU build is enough for demo and tests; change TORCH=... for another.
+# It goes first and pinned: from an open range pip would take the newest build, with gigabytes of CUDA libraries.
+TORCH ?= torch==2.13.0
+
+BIN := .venv/bin
+PIP := $(BIN)/pip install -q --disable-pip-version-check
+CORE := src/draftwood/tree.py,src/draftwood/sampling.py,src/draftwood/cache/*,src/draftwood/verifiers/*,src/draftwood/engine/*
+
+.PHONY: demo test check format clean
+
+demo: .venv/.installed
+	$(BIN)/draftwood models --fetch smollm2
+	$(BIN)/draftwood demo
+
+test: check
+	$(BIN)/draftwood models --fetch smollm2
+	$(BIN)/pytest --cov=draftwood --cov-branch --cov-report=
+	$(BIN)/coverage report
+	$(BIN)/coverage report --include='$(CORE)' --fail-under=95
+
+check: .venv/.installed-dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+format: .venv/.installed-dev
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis .coverage build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/.torch:
+	$(PYTHON) -m venv .venv
+	$(PIP) "$(TORCH)"
+	touch $@
+
+.venv/.installed: .venv/.torch pyproject.toml
+	$(PIP) -e .
+	touch $@
+
+.venv/.installed-dev: .venv/.installed pyproject.toml
+	$(PIP) -e ".[dev]"
+	touch $@

@@ -1,0 +1,5 @@
+"""`python -m draftwood`."""
+
+from draftwood.cli import main
+
+main()

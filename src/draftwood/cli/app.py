@@ -1,0 +1,180 @@
+"""The commands."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import draftwood
+from draftwood.cli.flags import EngineFlags, SamplingFlags, command
+from draftwood.cli.screen import Transcript, say, stdout
+from draftwood.errors import InvalidRequest
+
+app = typer.Typer(
+    name="draftwood",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="Start with [bold]draftwood demo[/], or [bold]draftwood chat[/]. "
+    "What a drafter guessed right is printed in [green]green[/].",
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON line for each answer and nothing else.")]
+System = Annotated[str | None, typer.Option("--system", "-s", help="Tell the model who it is.")]
+
+
+def main() -> None:
+    """Entry point."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # no text is worth a crash
+    app()
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        sys.stdout.write(f"draftwood {draftwood.__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Lossless speculative decoding: a drafter guesses, the model checks, the text stays the model's own."""
+
+
+@app.command(rich_help_panel="Answers")
+@command
+def generate(
+    prompt: Annotated[
+        str, typer.Argument(help='The prompt, or "-" to read it from standard input.', show_default=False)
+    ],
+    engine: EngineFlags,
+    sampling: SamplingFlags,
+    raw: Annotated[
+        bool,
+        typer.Option("--raw", help="Continue the prompt as plain text, without the model's chat template."),
+    ] = False,
+    system: System = None,
+    as_json: Json = False,
+) -> None:
+    """Answer one prompt.
+
+    [dim]Examples:[/]
+
+    draftwood generate "Why is the sky blue?"
+
+    draftwood generate --raw "Once upon a time" -n 50 -t 0.8 --seed 1
+
+    cat notes.txt | draftwood generate - --drafter ngram:nodes=8 --json
+    """
+    from draftwood.cli.session import conversation, open_llm, print_answer, report
+
+    params = sampling.params()
+    text = _read_prompt(prompt, raw)
+    if raw and system is not None:
+        raise InvalidRequest(
+            "--raw continues the bare prompt, so --system has no place in it; leave one of them out."
+        )
+    with open_llm(engine) as llm:
+        plain = raw or (system is None and not llm.tokenizer.has_chat_template)
+        transcript = Transcript()
+        print_answer(llm, text if plain else conversation(text, system), params, transcript, quiet=as_json)
+        report(transcript, engine, params, as_json=as_json)
+
+
+def _read_prompt(prompt: str, raw: bool) -> str:
+    text = _read_stdin() if prompt == "-" else prompt
+    if not (text if raw else text.strip()):
+        raise InvalidRequest("The prompt is empty: say something for the model to answer.")
+    return text
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(
+            f"Standard input is not UTF-8 text (byte {error.start}); convert it first, e.g. with iconv."
+        ) from error
+
+
+@app.command(rich_help_panel="Answers")
+@command
+def chat(
+    engine: EngineFlags,
+    sampling: SamplingFlags,
+    system: System = None,
+    as_json: Json = False,
+) -> None:
+    """Talk with the model. Ctrl-C stops an answer, Ctrl-D or /exit leaves, /help tells the rest.
+
+    [dim]Examples:[/]
+
+    draftwood chat
+
+    draftwood chat --system "You answer in one sentence." -t 0.7
+
+    printf 'Hello\\nAnd again?\\n' | draftwood chat --json
+    """
+    from draftwood.cli.chat import Chat
+    from draftwood.cli.session import open_llm
+
+    sampling.params()  # refuse before anything is loaded
+    with open_llm(engine) as llm:
+        Chat(llm, engine, sampling, system, as_json=as_json).run()
+
+
+@app.command(rich_help_panel="Answers")
+@command
+def demo(
+    engine: EngineFlags,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Longest answer.")] = 96,
+    svg: Annotated[Path | None, typer.Option("--svg", help="Also draw the result into this file.")] = None,
+) -> None:
+    """Four prompts, each answered by plain and by speculative decoding, side by side.
+
+    Every side runs alone, so that the times can be compared. The last line is a JSON summary; the exit code
+    is 1 if any answer differs.
+    """
+    from draftwood.cli.demo import run_demo
+
+    if not run_demo(engine, SamplingFlags(max_tokens=max_tokens, seed=0).params(), svg):
+        raise typer.Exit(1)
+
+
+@app.command(rich_help_panel="What there is")
+@command
+def models(
+    fetch: Annotated[
+        str | None,
+        typer.Option("--fetch", metavar="NAME", help="Download a model, so that later runs need no network."),
+    ] = None,
+) -> None:
+    """Models that can be had by a short name: what is here, what it takes, under which licence."""
+    from draftwood.cli.parts import models_table
+    from draftwood.model import store
+
+    if fetch is None:
+        stdout().print(models_table())
+        say(f"They lie in {store.models_dir()}. A folder, .gguf file or hub id works as well: --model PATH.")
+        return
+    path = store.fetch(fetch, say)
+    sys.stdout.write(f"{path}\n")
+
+
+@app.command(rich_help_panel="What there is")
+@command
+def parts() -> None:
+    """Drafters, trees and acceptance laws, with their settings."""
+    from draftwood.cli.parts import parts_tables
+
+    for table in parts_tables():
+        stdout().print(table)
+    say("Settings go behind a colon: --drafter ngram:nodes=8,branches=2 or --tree beam:nodes=16,depth=4")

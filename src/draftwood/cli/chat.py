@@ -1,0 +1,105 @@
+"""A conversation in a terminal or a pipe."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from draftwood.cli.flags import EngineFlags, SamplingFlags
+from draftwood.cli.screen import Transcript, explain, say
+from draftwood.cli.session import Message, print_answer, report
+from draftwood.errors import DraftwoodError, InvalidRequest
+
+if TYPE_CHECKING:
+    from draftwood.engine.llm import LLM
+
+HELP = """/reset        forget the conversation
+/system TEXT  tell the model who it is, and start over; without TEXT, back to its own idea
+/help         this
+/exit         leave (or Ctrl-D)
+Ctrl-C stops an answer. What the drafter guessed right is green."""
+
+
+class Chat:
+    """Reads lines, answers them, and remembers."""
+
+    def __init__(
+        self, llm: LLM, engine: EngineFlags, sampling: SamplingFlags, system: str | None, *, as_json: bool
+    ) -> None:
+        if not llm.tokenizer.has_chat_template:
+            raise InvalidRequest(
+                f"'{engine.model}' has no chat template, so it is probably a base model; use `draftwood "
+                "generate --raw`, or the model's instruction-tuned version."
+            )
+        self._llm = llm
+        self._engine = engine
+        self._sampling = sampling
+        self._as_json = as_json
+        self._interactive = sys.stdin.isatty() and sys.stdout.isatty()
+        self._messages: list[Message] = []
+        self._start_over(system)
+
+    def run(self) -> None:
+        """Until the end of input or /exit."""
+        if self._interactive:
+            say(f"{self._engine.model} with {self._engine.drafter}. /help lists what you can do.")
+        for line in self._lines():
+            if line.startswith("/"):
+                if line.split()[0] == "/exit":
+                    return
+                self._obey(line)
+            elif line:
+                self._answer_or_explain(line)
+
+    def _lines(self) -> Iterator[str]:
+        if not self._interactive:
+            yield from (line.strip() for line in sys.stdin)
+            return
+        with suppress(ImportError):
+            import readline  # noqa: F401 - input() edits lines once it is imported
+        while True:
+            try:
+                yield input("> ").strip()
+            except EOFError:
+                sys.stdout.write("\n")
+                return
+            except KeyboardInterrupt:
+                say("\nCtrl-D or /exit leaves.")
+
+    def _obey(self, line: str) -> None:
+        order, _, rest = line.partition(" ")
+        if order == "/reset":
+            self._start_over(self._system)
+            say("Forgotten.")
+        elif order == "/system":
+            self._start_over(rest.strip() or None)
+            say("Starting over.")
+        else:
+            say(HELP if order == "/help" else f"There is no {order}.\n{HELP}")
+
+    def _start_over(self, system: str | None) -> None:
+        self._system = system
+        self._messages = [] if system is None else [{"role": "system", "content": system}]
+
+    def _answer_or_explain(self, line: str) -> None:
+        """Somebody at a terminal can mend a mistake; a script cannot, and must hear of it."""
+        try:
+            self._answer(line)
+        except DraftwoodError as error:
+            if not self._interactive:
+                raise
+            explain(f"{error} Say /reset to start over.")
+
+    def _answer(self, line: str) -> None:
+        params = self._sampling.params()
+        asked = [*self._messages, {"role": "user", "content": line}]
+        transcript = Transcript()
+        try:
+            print_answer(self._llm, asked, params, transcript, quiet=self._as_json)
+        except KeyboardInterrupt:
+            say("Stopped.")
+        report(transcript, self._engine, params, as_json=self._as_json)
+        if transcript.text:
+            self._messages = [*asked, {"role": "assistant", "content": transcript.text}]

@@ -1,0 +1,181 @@
+"""`draftwood demo`: the same prompts by plain and by speculative decoding, next to each other.
+
+Both sides run on one engine with one set of weights; a `Switch` in the drafter's place is all that differs.
+Each prompt is read into the cache first, so neither side profits from coming second, and the sides take turns
+in who goes first.
+"""
+
+from __future__ import annotations
+
+import statistics
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from draftwood.cli.demo_prompts import PROMPTS, DemoPrompt
+from draftwood.cli.demo_view import BlockView, ColumnView, draw_svg, summary_table
+from draftwood.cli.flags import EngineFlags
+from draftwood.cli.screen import Transcript, stdout, write_json
+from draftwood.cli.session import check_parts, collect, conversation, fetch_quietly, loading
+from draftwood.drafters.none import NoDrafter
+from draftwood.protocols import BatchView, Budget, Drafter, Features, Randomness
+from draftwood.request import SamplingParams
+from draftwood.tree import TokenTree, Verdict
+
+if TYPE_CHECKING:
+    from draftwood.engine.llm import LLM
+
+
+class Switch:
+    """A drafter that can be told not to guess. To be turned between requests only."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self._silent = NoDrafter()
+        self._current: Drafter = drafter
+        self.law = drafter.law
+        self.max_nodes = drafter.max_nodes
+        self.needs = drafter.needs
+
+    def turn(self, *, on: bool) -> None:
+        """Guess, or do not."""
+        self._current = self._drafter if on else self._silent
+
+    def propose(self, view: BatchView, budget: Budget, rng: Randomness) -> TokenTree:
+        """The drafter's trees, or bare roots."""
+        return self._current.propose(view, budget, rng)
+
+    def observe(self, view: BatchView, tree: TokenTree, verdict: Verdict, features: Features) -> None:
+        """Tell whoever proposed."""
+        self._current.observe(view, tree, verdict, features)
+
+    def release(self, seq_id: int) -> None:
+        """A drafter is told of all sequences, also of those it never saw."""
+        self._drafter.release(seq_id)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One prompt, answered twice."""
+
+    prompt: DemoPrompt
+    plain: Transcript
+    speculative: Transcript
+
+    @property
+    def identical(self) -> bool:
+        """Whether both sides gave the same tokens."""
+        return self.plain.token_ids == self.speculative.token_ids
+
+    @property
+    def ratio(self) -> float:
+        """How much faster speculation was."""
+        before = self.plain.stats.tokens_per_second
+        return self.speculative.stats.tokens_per_second / before if before else 0.0
+
+    def record(self) -> dict[str, Any]:
+        """Its figures, for the summary."""
+        plain, speculative = self.plain.stats, self.speculative.stats
+        return {
+            "prompt": self.prompt.title,
+            "identical": self.identical,
+            "num_tokens": speculative.num_tokens,
+            "steps": speculative.steps,
+            "tokens_per_step": round(speculative.tokens_per_step, 3),
+            "acceptance": round(speculative.acceptance, 3),
+            "plain_tokens_per_second": round(plain.tokens_per_second, 2),
+            "speculative_tokens_per_second": round(speculative.tokens_per_second, 2),
+            "ratio": round(self.ratio, 3),
+        }
+
+
+class View(Protocol):
+    """Somewhere to watch two sides."""
+
+    def begin(self, number: int, prompt: DemoPrompt, plain: Transcript, speculative: Transcript) -> None:
+        """A prompt's turn."""
+        ...
+
+    def changed(self) -> None:
+        """One of the two transcripts has grown."""
+        ...
+
+    def end(self, comparison: Comparison) -> None:
+        """Both sides are done."""
+        ...
+
+    def close(self) -> None:
+        """No more is to come, for whatever reason."""
+        ...
+
+
+def run_demo(flags: EngineFlags, params: SamplingParams, svg: Path | None) -> bool:
+    """Run everything and report; whether all answers were the same."""
+    console = stdout()
+    view: View = (
+        ColumnView(console, flags.drafter) if console.is_terminal else BlockView(console, flags.drafter)
+    )
+    llm, switch = _open(flags)
+    with llm, closing(view):
+        _warm_up(llm, switch)
+        comparisons = [
+            _compare(llm, switch, view, number, prompt, params)
+            for number, prompt in enumerate(PROMPTS, start=1)
+        ]
+    console.print(summary_table(comparisons))
+    if svg is not None:
+        draw_svg(svg, comparisons, flags.drafter)
+    identical = all(comparison.identical for comparison in comparisons)
+    write_json(
+        {
+            "identical": identical,
+            "median_ratio": round(statistics.median(c.ratio for c in comparisons), 3),
+            "model": flags.model,
+            "drafter": flags.drafter,
+            "law": flags.law,
+            "tree": flags.tree,
+            "max_tokens": params.max_tokens,
+            "prompts": [comparison.record() for comparison in comparisons],
+        }
+    )
+    return identical
+
+
+def _open(flags: EngineFlags) -> tuple[LLM, Switch]:
+    from draftwood.assembly import build_drafter
+    from draftwood.engine.llm import LLM
+    from draftwood.model.checkpoint import open_checkpoint
+
+    config = flags.config()
+    check_parts(flags)
+    fetch_quietly(flags.model)
+    with loading(flags.model):
+        checkpoint = open_checkpoint(flags.model)
+        switch = Switch(build_drafter(flags.drafter, flags.tree, checkpoint, config))
+        return LLM(checkpoint, drafter=switch, law=flags.law, config=config), switch
+
+
+def _warm_up(llm: LLM, switch: Switch) -> None:
+    """First forwards are slow on either side; let both be over before anything is timed."""
+    for on in (False, True):
+        switch.turn(on=on)
+        llm.chat(conversation("Say one two one two one two.", None), SamplingParams(max_tokens=8))
+
+
+def _compare(
+    llm: LLM, switch: Switch, view: View, number: int, prompt: DemoPrompt, params: SamplingParams
+) -> Comparison:
+    messages = conversation(prompt.text, None)
+    plain, speculative = Transcript(), Transcript()
+    view.begin(number, prompt, plain, speculative)
+    llm.chat(
+        messages, SamplingParams(max_tokens=1)
+    )  # the prompt's whole pages are in the cache now, for both
+    sides = [(False, plain), (True, speculative)]
+    for on, transcript in sides if number % 2 else reversed(sides):
+        switch.turn(on=on)
+        collect(llm, messages, params, transcript, lambda event: view.changed())
+    comparison = Comparison(prompt, plain, speculative)
+    view.end(comparison)
+    return comparison

@@ -1,0 +1,135 @@
+"""What the commands can be told, as dataclasses; `command` turns their fields into options."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+
+import typer
+
+from draftwood.cli.screen import explain, say
+from draftwood.errors import DraftwoodError
+from draftwood.request import SamplingParams
+
+if TYPE_CHECKING:
+    from draftwood.config import EngineConfig
+
+STOPPED = 130  # what a shell says of a program that Ctrl-C ended
+
+
+def _option(text: str, panel: str, *names: str) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=panel, show_default=True)
+
+
+@dataclass(frozen=True)
+class EngineFlags:
+    """Which parts, and where they run."""
+
+    model: Annotated[
+        str,
+        _option(
+            "An alias (see `draftwood models`), a folder, a .gguf file or a hub id.", "Parts", "--model", "-m"
+        ),
+    ] = "smollm2"
+    drafter: Annotated[
+        str,
+        _option(
+            "Who guesses: none, ngram[:nodes=8,…] or model:NAME (see `draftwood parts`).",
+            "Parts",
+            "--drafter",
+            "-d",
+        ),
+    ] = "ngram"
+    law: Annotated[str, _option("Which guesses are kept: match, walk or block.", "Parts")] = "match"
+    tree: Annotated[
+        str | None,
+        _option("Shape of a draft model's guesses, such as beam:nodes=16; only with model:NAME.", "Parts"),
+    ] = None
+    dtype: Annotated[str, _option("Type of weights: auto, float32, bfloat16, …", "Machine")] = "auto"
+    device: Annotated[str, _option("auto, cpu or cuda.", "Machine")] = "auto"
+    threads: Annotated[int | None, _option("CPU threads; all cores if not given.", "Machine")] = None
+    cache_tokens: Annotated[int, _option("Tokens the key-value cache holds.", "Machine")] = 16384
+
+    def config(self) -> EngineConfig:
+        """Sizes and places."""
+        from draftwood.config import EngineConfig
+
+        return EngineConfig(
+            dtype=self.dtype, device=self.device, threads=self.threads, cache_tokens=self.cache_tokens
+        )
+
+
+@dataclass(frozen=True)
+class SamplingFlags:
+    """How an answer is drawn, and when it ends."""
+
+    max_tokens: Annotated[int, _option("Longest answer.", "Sampling", "--max-tokens", "-n")] = 256
+    temperature: Annotated[
+        float, _option("0 takes the likeliest token.", "Sampling", "--temperature", "-t")
+    ] = 0.0
+    top_p: Annotated[
+        float, _option("Keep the likeliest tokens that make up this probability.", "Sampling")
+    ] = 1.0
+    top_k: Annotated[int, _option("Keep this many tokens; 0: all.", "Sampling")] = 0
+    min_p: Annotated[
+        float, _option("Keep tokens at least this likely, relative to the best.", "Sampling")
+    ] = 0.0
+    seed: Annotated[
+        int | None, _option("The same seed gives the same answer; drawn if not given.", "Sampling")
+    ] = None
+    stop: Annotated[
+        list[str] | None, _option("End before this text; may be given several times.", "Sampling")
+    ] = None
+
+    def params(self) -> SamplingParams:
+        """Checked, and with a seed that can be told afterwards."""
+        return SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            seed=secrets.randbits(63) if self.seed is None else self.seed,
+            stop=tuple(self.stop or ()),
+        )
+
+
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """A command whose dataclass parameters become one option a field, and whose errors become sentences."""
+    own = inspect.signature(function, eval_str=True).parameters.values()
+    groups: dict[str, Any] = {p.name: p.annotation for p in own if is_dataclass(p.annotation)}
+
+    @functools.wraps(function)
+    def run(**values: Any) -> None:
+        with_groups = dict(values)
+        for name, group in groups.items():
+            with_groups[name] = group(**{field.name: with_groups.pop(field.name) for field in fields(group)})
+        _guarded(function, with_groups)
+
+    parameters = [option for p in own for option in (_options(groups[p.name]) if p.name in groups else [p])]
+    run.__signature__ = inspect.Signature([p.replace(kind=p.KEYWORD_ONLY) for p in parameters])  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    return run
+
+
+def _options(group: Any) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
+        for f in fields(group)
+    ]
+
+
+def _guarded(function: Callable[..., None], values: dict[str, Any]) -> None:
+    try:
+        function(**values)
+    except DraftwoodError as error:
+        explain(str(error))
+        raise typer.Exit(1) from error
+    except KeyboardInterrupt as stop:
+        say("\nStopped.")
+        raise typer.Exit(STOPPED) from stop

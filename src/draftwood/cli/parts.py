@@ -1,0 +1,48 @@
+"""Tables of what can be had by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rich.table import Table
+
+from draftwood.model import store
+
+
+def models_table() -> Table:
+    """Models we can fetch."""
+    table = Table("Name", "Here", "Needs", "Licence", "What it is")
+    for model in store.installed_models():
+        here = "no" if model.path is None else "yes"
+        table.add_row(model.alias, here, model.needs, model.licence, model.description)
+    return table
+
+
+def parts_tables() -> Iterator[Table]:
+    """Drafters, trees and laws."""
+    from draftwood.assembly import LOOKUPS, MODEL_DRAFTER, TREES
+    from draftwood.verifiers import LAWS
+
+    drafters = Table("Name", "Settings", "Guesses", title="Drafters (--drafter)", title_justify="left")
+    for name, entry in LOOKUPS.items():
+        drafters.add_row(name, _settings(entry.defaults), entry.description)
+    drafters.add_row(MODEL_DRAFTER, "--tree", "what a smaller model of the same vocabulary says")
+    yield drafters
+    trees = Table("Name", "Settings", "Shape", title="Trees (--tree, with model:NAME)", title_justify="left")
+    for name, entry in TREES.items():
+        trees.add_row(name, _settings(entry.defaults), entry.description)
+    yield trees
+    laws = Table("Name", "Lossless", "Keeps a guess", title="Acceptance laws (--law)", title_justify="left")
+    for name, law in LAWS.items():
+        laws.add_row(name, "yes" if law.lossless else "no", (inspect.getdoc(law) or "").partition("\n")[0])
+    yield laws
+
+
+def _settings(defaults: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key}={_spelled(value)}" for key, value in defaults.items()) or "-"
+
+
+def _spelled(value: Any) -> str:
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)

@@ -1,0 +1,273 @@
+"""Tiny random models and a harness that runs an engine on them; shared by all tests that need a whole engine."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from draftwood.drafters.model import ModelDrafter
+from draftwood.drafters.ngram import NgramDrafter
+from draftwood.drafters.none import NoDrafter
+from draftwood.drafters.scripted import ScriptedDrafter
+from draftwood.engine.controller import FixedBudget
+from draftwood.engine.engine import Engine
+from draftwood.engine.scheduler import Scheduler, SchedulerConfig
+from draftwood.engine.sequence import Sequence as Answer
+from draftwood.engine.text import TextStream
+from draftwood.model.checkpoint import expected_shape
+from draftwood.model.config import ModelConfig
+from draftwood.model.runner import ModelRunner
+from draftwood.protocols import Drafter, Grower, Randomness, Verifier
+from draftwood.request import Event, FinishReason, SamplingParams
+from draftwood.rng import KeyedRng
+
+CPU = torch.device("cpu")
+
+HF_CONFIGS = {
+    "llama": {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
+    "mistral": {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 6},
+    "qwen2": {
+        "model_type": "qwen2",
+        "architectures": ["Qwen2ForCausalLM"],
+        "use_sliding_window": True,
+        "sliding_window": 5,
+        "max_window_layers": 1,
+    },
+    "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 12},
+}
+
+
+def hf_config(family: str = "llama", vocab_size: int = 13, layers: int = 2, **changes: object) -> dict[str, object]:
+    """A config.json of a family, as small as it gets while every part still matters."""
+    return {
+        **HF_CONFIGS[family],
+        "vocab_size": vocab_size,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        **changes,
+    }
+
+
+def tensor_names(config: ModelConfig) -> list[str]:
+    """Every tensor a checkpoint of this config has, by Hugging Face name."""
+    parts = ["input_layernorm.weight", "post_attention_layernorm.weight"]
+    parts += [f"self_attn.{p}_proj.weight" for p in "qkvo"] + [f"mlp.{p}_proj.weight" for p in ("gate", "up", "down")]
+    parts += [f"self_attn.{p}_proj.bias" for p in "qkv"] if config.qkv_bias else []
+    parts += ["self_attn.o_proj.bias"] if config.output_bias else []
+    parts += [f"mlp.{p}_proj.bias" for p in ("gate", "up", "down")] if config.mlp_bias else []
+    parts += ["self_attn.q_norm.weight", "self_attn.k_norm.weight"] if config.qk_norm else []
+    names = ["model.embed_tokens.weight", "model.norm.weight"] + ([] if config.tied_head else ["lm_head.weight"])
+    return names + [f"model.layers.{i}.{part}" for i in range(config.num_layers) for part in parts]
+
+
+def _gaussian(name: str, seed: int, shape: tuple[int, ...]) -> Tensor:
+    digest = hashlib.blake2b(f"{name}/{seed}".encode(), digest_size=6).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+    return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+class TinyCheckpoint:
+    """Random weights that are a pure function of (name, seed); `noise` mixes another seed in, for a likeness."""
+
+    def __init__(self, config: ModelConfig, seed: int = 0, noise: float = 0.0) -> None:
+        self.config = config
+        self.name = f"tiny-{config.family}"
+        self._seed = seed
+        self._noise = noise
+
+    def has(self, name: str) -> bool:
+        return name in tensor_names(self.config)
+
+    def tensor(self, name: str) -> Tensor:
+        shape = expected_shape(name, self.config)
+        assert shape is not None and self.has(name), name
+        value = _gaussian(name, self._seed, shape) + self._noise * _gaussian(name, self._seed + 1000, shape)
+        if "norm" in name:
+            return 1 + 0.1 * value
+        # Sharp enough that a wrong mask, slot or position changes the answer.
+        return value * (1.0 if "embed" in name or "lm_head" in name else 1.6 * shape[-1] ** -0.5 if len(shape) > 1 else 0.3)
+
+    def tokenizer(self):
+        raise NotImplementedError("tiny checkpoints have no texts")
+
+
+def tiny_config(family: str = "llama", vocab_size: int = 13, layers: int = 2, **changes: object) -> ModelConfig:
+    return ModelConfig.from_hf(hf_config(family, vocab_size, layers, **changes))
+
+
+def tiny_runner(
+    config: ModelConfig | None = None,
+    seed: int = 0,
+    noise: float = 0.0,
+    dtype: torch.dtype = torch.float64,
+    num_pages: int = 200,
+    page_size: int = 4,
+) -> ModelRunner:
+    return ModelRunner.load(TinyCheckpoint(config or tiny_config(), seed, noise), dtype, CPU, num_pages, page_size)
+
+
+def tiny_folder(path: Path, family: str = "llama", tokenizer: bool = True, **changes: object) -> Path:
+    """A checkpoint folder on disk: config, safetensors and a byte-level tokenizer with a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    path.mkdir(parents=True, exist_ok=True)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<|end|>"])
+    vocab = backend.get_vocab_size()
+    config = hf_config(family, vocab, eos_token_id=vocab - 1, **changes)
+    (path / "config.json").write_text(json.dumps(config))
+    checkpoint = TinyCheckpoint(ModelConfig.from_hf(config))
+    names = tensor_names(checkpoint.config)
+    save_file({n: checkpoint.tensor(n).float().contiguous() for n in names}, path / "model.safetensors")
+    if tokenizer:
+        backend.save(str(path / "tokenizer.json"))
+        template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+        (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, "eos_token": "<|end|>"}))
+    return path
+
+
+class LetterDecoder:
+    """Token i reads as the i-th letter: texts a person can follow."""
+
+    def push(self, ids: Sequence[int]) -> str:
+        return "".join(chr(ord("a") + i) for i in ids)
+
+    def flush(self) -> str:
+        return ""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One request of a test."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams = field(default_factory=SamplingParams)
+    arrives: int = 0  # the step before which it is added
+    cancelled: int | None = None  # the step before which it is cancelled
+
+
+@dataclass(frozen=True)
+class Regime:
+    """How a schedule is made difficult."""
+
+    max_rows: int = 512
+    max_running: int = 64
+    num_pages: int = 200
+    page_size: int = 4
+
+
+class Harness:
+    """An engine on a tiny target, driven step by step with the integrity of every cache checked after each."""
+
+    def __init__(
+        self,
+        target: ModelRunner,
+        drafter: Drafter,
+        law: Verifier,
+        regime: Regime = Regime(),  # noqa: B008
+        rng: Randomness | None = None,
+    ) -> None:
+        tables = target.cache.tables
+        scheduler = Scheduler(tables, SchedulerConfig(regime.max_rows, regime.max_running))
+        budget = FixedBudget(drafter.max_nodes)
+        self.engine = Engine(target, drafter, law, budget, scheduler, rng or KeyedRng())
+        self.events: list[Event] = []
+
+    def answer(self, i: int, ask: Ask, eos: frozenset[int] = frozenset()) -> Answer:
+        params = ask.params
+        return Answer(
+            id=i,
+            request_id=i,
+            index=0,
+            tokens=list(ask.prompt),
+            params=params,
+            seed=params.seed or 0,
+            max_length=min(len(ask.prompt) + params.max_tokens, self.engine.target.model.config.max_positions),
+            stop_ids=frozenset(params.stop_token_ids) | eos,
+            bad_words=tuple(tuple(ord(c) - ord("a") for c in word) for word in params.bad_words),
+            text=TextStream(LetterDecoder(), params.stop),
+            arrived=0.0,
+        )
+
+    def run(self, asks: Sequence[Ask]) -> list[Answer]:
+        answers = [self.answer(i, ask) for i, ask in enumerate(asks)]
+        scheduler = self.engine.scheduler
+        for step in itertools.count():
+            for ask, answer in zip(asks, answers, strict=True):
+                if ask.arrives == step:
+                    scheduler.add([answer])
+                if ask.cancelled == step:
+                    self.events += scheduler.abort(answer.request_id, FinishReason.CANCELLED)
+            if scheduler.has_work:
+                self.events += self.engine.step()
+            self.check()
+            if not scheduler.has_work and all(ask.arrives <= step for ask in asks):
+                break
+            assert step < 5000, "the engine makes no progress"
+        return answers
+
+    def check(self) -> None:
+        self.engine.target.cache.tables.check()
+        drafter = self.engine.drafter
+        if isinstance(drafter, ModelDrafter):
+            drafter.runner.cache.tables.check()
+
+    def text(self, i: int) -> str:
+        return "".join(event.text for event in self.events if event.request_id == i)
+
+    def finish_reason(self, i: int) -> FinishReason | None:
+        return [e.finish_reason for e in self.events if e.request_id == i][-1]
+
+
+def generated(answers: Sequence[Answer]) -> list[list[int]]:
+    return [answer.tokens[answer.prompt_length :] for answer in answers]
+
+
+DraftMaker = Callable[[torch.dtype], Drafter]
+
+
+def with_model(grower: Grower, noise: float = 0.35, num_pages: int = 200, **model: object) -> DraftMaker:
+    """A draft model that is a noisy likeness of the target, or another model altogether."""
+
+    def make(dtype: torch.dtype) -> Drafter:
+        config = tiny_config(**model) if model else None  # type: ignore[arg-type]
+        return ModelDrafter(tiny_runner(config, noise=noise, dtype=dtype, num_pages=num_pages), grower, max_rows=16)
+
+    return make
+
+
+def no_drafter(dtype: torch.dtype) -> Drafter:
+    return NoDrafter()
+
+
+def ngram(**settings: int) -> DraftMaker:
+    return lambda dtype: NgramDrafter(**settings)
+
+
+def scripted(script: Callable[[Sequence[int]], Sequence[Sequence[int]]], nodes: int, chain: bool) -> DraftMaker:
+    return lambda dtype: ScriptedDrafter(script, nodes, chain=chain)
+
+
+def with_arrivals(asks: Sequence[Ask], every: int) -> list[Ask]:
+    return [replace(ask, arrives=i * every) for i, ask in enumerate(asks)]
