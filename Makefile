@@ -1,7 +1,6 @@
 # make demo: everything from a bare Python 3.11 to two columns of text. make test: what CI runs.
 PYTHON ?= python3
-# A CPU build is enough for demo and tests; change TORCH=... for another.
-# It goes first and pinned: from an open range pip would take the newest build, with gigabytes of CUDA libraries.
+# Installed first, and pinned: a CPU build is enough for demo and tests; change TORCH=... for another.
 TORCH ?= torch==2.13.0
 
 BIN := .venv/bin

@@ -145,6 +145,7 @@ def run_demo(flags: EngineFlags, params: SamplingParams, svg: Path | None) -> bo
 def _open(flags: EngineFlags) -> tuple[LLM, Switch]:
     from draftwood.assembly import build_drafter
     from draftwood.engine.llm import LLM
+    from draftwood.engine.worker import ComputeThread
     from draftwood.model.checkpoint import open_checkpoint
 
     config = flags.config()
@@ -152,7 +153,11 @@ def _open(flags: EngineFlags) -> tuple[LLM, Switch]:
     fetch_quietly(flags.model)
     with loading(flags.model):
         checkpoint = open_checkpoint(flags.model)
-        switch = Switch(build_drafter(flags.drafter, flags.tree, checkpoint, config))
+        # A draft model's weights belong on the thread that will use them.
+        drafter = ComputeThread.shared().call(
+            lambda: build_drafter(flags.drafter, flags.tree, checkpoint, config)
+        )
+        switch = Switch(drafter)
         return LLM(checkpoint, drafter=switch, law=flags.law, config=config), switch
 
 

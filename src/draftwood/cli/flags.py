@@ -130,6 +130,9 @@ def _guarded(function: Callable[..., None], values: dict[str, Any]) -> None:
     except DraftwoodError as error:
         explain(str(error))
         raise typer.Exit(1) from error
+    except MemoryError as error:
+        explain("There is not enough memory for this; try a smaller --cache-tokens or a smaller model.")
+        raise typer.Exit(1) from error
     except KeyboardInterrupt as stop:
         say("\nStopped.")
         raise typer.Exit(STOPPED) from stop
