@@ -1,6 +1,10 @@
 import pytest
 import torch
 
+from draftwood.model.isa import avoid_broken_amx
+
+avoid_broken_amx()  # must come before the first product of the process
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:

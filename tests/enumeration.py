@@ -8,9 +8,11 @@ the string s, the sum over the prefixes s of y of h(s) p(y | s) is p(y), for eve
 from __future__ import annotations
 
 import itertools
+import random
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -154,3 +156,21 @@ def continuation(p: Rows, y: tuple[int, ...], start: int) -> float:
 def assert_lossless(h: dict, p: Rows, vocabulary: int, tolerance: float = 1e-12) -> None:
     error = law_error(h, p, vocabulary)
     assert error <= tolerance, f"criterion (1) is violated by {error:.2e}"
+
+
+def dirichlet(rng: random.Random, vocabulary: int, alpha: float) -> Row:
+    gammas = [rng.gammavariate(alpha, 1) + 1e-9 for _ in range(vocabulary)]
+    return tuple(g / sum(gammas) for g in gammas)
+
+
+def random_rows(seed: int, vocabulary: int, alpha: float = 1.0) -> Rows:
+    return cache(lambda prefix: dirichlet(random.Random(f"{seed}/{prefix}"), vocabulary, alpha))
+
+
+def aligned_rows(p: Rows, seed: int, vocabulary: int, mix: float) -> Rows:
+    noise = random_rows(seed + 10_000, vocabulary)
+    return cache(lambda v: tuple(mix * a + (1 - mix) * b for a, b in zip(p(v), noise(v), strict=True)))
+
+
+def constant(*row: float) -> Rows:
+    return lambda prefix: tuple(x / sum(row) for x in row)

@@ -59,7 +59,7 @@ def hf_config(family: str = "llama", vocab_size: int = 13, layers: int = 2, **ch
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "hidden_act": "silu",
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": False,
         "bos_token_id": None,
         "eos_token_id": None,
         **changes,
@@ -103,7 +103,9 @@ class TinyCheckpoint:
         if "norm" in name:
             return 1 + 0.1 * value
         # Sharp enough that a wrong mask, slot or position changes the answer.
-        return value * (1.0 if "embed" in name or "lm_head" in name else 1.6 * shape[-1] ** -0.5 if len(shape) > 1 else 0.3)
+        if "embed" in name or "lm_head" in name:
+            return value * (0.4 if "lm_head" in name else 1.0)
+        return value * (1.6 * shape[-1] ** -0.5 if len(shape) > 1 else 0.3)
 
     def tokenizer(self):
         raise NotImplementedError("tiny checkpoints have no texts")
@@ -247,7 +249,7 @@ def generated(answers: Sequence[Answer]) -> list[list[int]]:
 DraftMaker = Callable[[torch.dtype], Drafter]
 
 
-def with_model(grower: Grower, noise: float = 0.35, num_pages: int = 200, **model: object) -> DraftMaker:
+def with_model(grower: Grower, noise: float = 0.2, num_pages: int = 200, **model: object) -> DraftMaker:
     """A draft model that is a noisy likeness of the target, or another model altogether."""
 
     def make(dtype: torch.dtype) -> Drafter:

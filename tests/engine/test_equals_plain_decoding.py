@@ -68,7 +68,7 @@ DRAFTERS: dict[str, tuple[DraftMaker, bool]] = {  # name -> (maker, whether its 
     "model-iid": (with_model(Levels((2, 2), Independent())), False),
     "model-without-replacement": (with_model(Levels((3, 2, 1), WithoutReplacement())), False),
     "model-hybrid": (with_model(Levels((3, 2, 1), Hybrid())), False),
-    "model-starved": (with_model(chain(3), num_pages=12), True),
+    "model-starved": (with_model(chain(3), num_pages=20), True),
     "model-other-family": (with_model(Levels((2, 2), Best()), family="qwen3", layers=1), False),
 }
 

@@ -8,6 +8,7 @@ in who goes first.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from draftwood.cli.demo_prompts import PROMPTS, DemoPrompt
 from draftwood.cli.demo_view import BlockView, ColumnView, draw_svg, summary_table
 from draftwood.cli.flags import EngineFlags
-from draftwood.cli.screen import Transcript, stdout, write_json
+from draftwood.cli.screen import Transcript, say, stdout, write_json
 from draftwood.cli.session import check_parts, collect, conversation, fetch_quietly, loading
 from draftwood.drafters.none import NoDrafter
 from draftwood.protocols import BatchView, Budget, Drafter, Features, Randomness
@@ -25,6 +26,9 @@ from draftwood.tree import TokenTree, Verdict
 
 if TYPE_CHECKING:
     from draftwood.engine.llm import LLM
+
+
+STEADY = 1.5  # plain decoding does the same work every step; if its speed varies more, something disturbed it
 
 
 class Switch:
@@ -127,9 +131,16 @@ def run_demo(flags: EngineFlags, params: SamplingParams, svg: Path | None) -> bo
     if svg is not None:
         draw_svg(svg, comparisons, flags.drafter)
     identical = all(comparison.identical for comparison in comparisons)
+    unsteadiness = _unsteadiness(comparisons)
+    if unsteadiness > STEADY:
+        say(
+            f"Plain decoding's own speed varied {unsteadiness:.1f}-fold, so something else kept the machine busy and "
+            "the ratios mean little. Run it again when it is quiet; tokens and steps hold all the same."
+        )
     write_json(
         {
             "identical": identical,
+            "steady": unsteadiness <= STEADY,
             "median_ratio": round(statistics.median(c.ratio for c in comparisons), 3),
             "model": flags.model,
             "drafter": flags.drafter,
@@ -140,6 +151,12 @@ def run_demo(flags: EngineFlags, params: SamplingParams, svg: Path | None) -> bo
         }
     )
     return identical
+
+
+def _unsteadiness(comparisons: Sequence[Comparison]) -> float:
+    """How much faster plain decoding was at its fastest than at its slowest."""
+    rates = [comparison.plain.stats.tokens_per_second for comparison in comparisons]
+    return max(rates) / min(rates) if min(rates) > 0 else 1.0
 
 
 def _open(flags: EngineFlags) -> tuple[LLM, Switch]:

@@ -7,6 +7,7 @@ import torch
 from draftwood.cache.kv import KVCache
 from draftwood.model.batch import ForwardBatch, ForwardOutput
 from draftwood.model.checkpoint import Checkpoint
+from draftwood.model.isa import avoid_broken_amx
 from draftwood.model.transformer import Transformer
 
 
@@ -22,6 +23,8 @@ class ModelRunner:
         cls, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, num_pages: int, page_size: int
     ) -> ModelRunner:
         """Read the weights and set the cache up."""
+        if dtype == torch.bfloat16 and device.type == "cpu":
+            avoid_broken_amx()
         return cls(Transformer(checkpoint, dtype, device), num_pages, page_size)
 
     @property

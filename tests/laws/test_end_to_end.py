@@ -1,0 +1,151 @@
+"""The whole engine under the enumerating source of randomness: drafter, tree attention, pages, commit and law.
+
+A tiny float64 transformer answers one token of prompt with N tokens, over several rounds; the law of the answer over
+all V^N strings is compared with the model's own, computed by teacher forcing with a decoder and
+a processor stack written out again for the purpose.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from functools import cache
+
+import pytest
+from enumeration import Enumerator, law_of
+from reference_model import written_out_logits
+from tiny import Ask, Harness, TinyCheckpoint, generated, tiny_config, tiny_runner
+
+from draftwood.drafters.model import ModelDrafter
+from draftwood.drafters.ngram import NgramDrafter
+from draftwood.growers import (
+    Beam,
+    Best,
+    BestFirst,
+    Hybrid,
+    Independent,
+    Levels,
+    WithoutReplacement,
+    chain,
+)
+from draftwood.request import SamplingParams
+from draftwood.verifiers import LAWS
+
+PROMPT = (0,)
+STACK = SamplingParams(
+    temperature=2.5,
+    top_k=3,
+    top_p=0.93,
+    min_p=0.02,
+    repetition_penalty=1.3,
+    presence_penalty=0.4,
+    frequency_penalty=-0.3,
+    logit_bias={0: 0.5},
+    bad_words=("cb", "d"),
+    max_tokens=3,
+)
+
+
+@cache
+def logits_after(tokens: tuple[int, ...], vocabulary: int) -> tuple[float, ...]:
+    checkpoint = TinyCheckpoint(tiny_config(vocab_size=vocabulary))
+    return tuple(written_out_logits(checkpoint, list(tokens))[-1].tolist())
+
+
+def processed(logits: tuple[float, ...], prompt: tuple[int, ...], answer: tuple[int, ...], s: SamplingParams):
+    """The distribution of the next token, the slow and obvious way."""
+    x = [v + s.logit_bias.get(t, 0.0) for t, v in enumerate(logits)]
+    for word in s.bad_words:
+        ids = tuple(ord(c) - ord("a") for c in word)
+        if len(ids) == 1 or answer[-(len(ids) - 1) :] == ids[:-1]:
+            x[ids[-1]] = -math.inf
+    for t in range(len(x)):
+        if t in prompt + answer:
+            x[t] = x[t] / s.repetition_penalty if x[t] > 0 else x[t] * s.repetition_penalty
+        x[t] -= s.frequency_penalty * answer.count(t) + s.presence_penalty * (t in answer)
+    x = [v / s.temperature for v in x]
+    p = [math.exp(v - max(x)) for v in x]
+    p = [v / sum(p) for v in p]
+    order = sorted(range(len(p)), key=lambda t: -p[t])
+    kept = order[: s.top_k] if s.top_k else order
+    total, so_far, nucleus = sum(p[t] for t in kept), 0.0, []
+    for t in kept:
+        if so_far < s.top_p * total:
+            nucleus.append(t)
+        so_far += p[t]
+    final = [t for t in nucleus if p[t] >= s.min_p * p[order[0]]]
+    mass = sum(p[t] for t in final)
+    return [p[t] / mass if t in final else 0.0 for t in range(len(p))]
+
+
+def own_law(vocabulary: int, params: SamplingParams) -> dict[tuple[int, ...], float]:
+    law = {}
+    for y in itertools.product(range(vocabulary), repeat=params.max_tokens):
+        chance = 1.0
+        for i in range(len(y)):
+            chance *= processed(logits_after((*PROMPT, *y[:i]), vocabulary), PROMPT, y[:i], params)[y[i]]
+        law[y] = chance
+    return law
+
+
+def engine_law(drafter, law: str, vocabulary: int, params: SamplingParams):
+    harness = Harness(tiny_runner(tiny_config(vocab_size=vocabulary)), drafter, LAWS[law]())
+
+    def run(rng: Enumerator):
+        harness.engine.rng = rng
+        harness.events.clear()
+        return tuple(generated(harness.run([Ask(PROMPT, params)]))[0])
+
+    return law_of(run)
+
+
+def drafts_with(grower, vocabulary: int) -> ModelDrafter:
+    return ModelDrafter(tiny_runner(tiny_config(vocab_size=vocabulary), noise=0.4), grower)
+
+
+CASES = {
+    "match, beam": (Beam(nodes=4, width=2, depth=2), "match", 5),
+    "match, sampled": (Levels((1, 1), Independent()), "match", 3),
+    "walk, chosen chain": (chain(2), "walk", 5),
+    "walk, best-first": (BestFirst(nodes=4, width=2, forwards=2), "walk", 5),
+    "walk, independent": (Levels((2, 1), Independent()), "walk", 2),
+    "walk, without replacement": (Levels((2, 1), WithoutReplacement()), "walk", 3),
+    "walk, without replacement, wide": (Levels((2,), WithoutReplacement()), "walk", 3),
+    "walk, hybrid": (Levels((2, 1), Hybrid()), "walk", 3),
+    "block, chosen chain": (chain(2), "block", 5),
+    "block, sampled chain": (Levels((1, 1), Independent()), "block", 3),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_engine_has_the_models_own_law(case: str) -> None:
+    """Three tokens, so up to three rounds: state that leaks from one round into the next shows up here."""
+    grower, law, vocabulary = CASES[case]
+    params = SamplingParams(temperature=3.0, max_tokens=3)
+    h = engine_law(drafts_with(grower, vocabulary), law, vocabulary, params)
+    want = own_law(vocabulary, params)
+    assert max(abs(h.get(y, 0.0) - p) for y, p in want.items()) <= 1e-9
+    assert sum(h.values()) == pytest.approx(1, abs=1e-12)
+
+
+@pytest.mark.parametrize("law", ["match", "walk", "block"])
+def test_lookup_from_the_text_itself_keeps_the_law(law: str) -> None:
+    """A drafter whose guesses depend on what was drawn in earlier rounds."""
+    params = SamplingParams(temperature=3.0, max_tokens=4)
+    h = engine_law(NgramDrafter(nodes=2, longest=1, shortest=1), law, 2, params)
+    assert max(abs(h.get(y, 0.0) - p) for y, p in own_law(2, params).items()) <= 1e-9
+
+
+@pytest.mark.parametrize(
+    ("grower", "law"),
+    [(Levels((2,), Best()), "match"), (Levels((2, 1), Best()), "walk"), (Levels((1, 1), Independent()), "block"),
+     (Levels((2,), Hybrid()), "walk")],
+    ids=["match", "walk", "block", "hybrid"],
+)
+def test_the_whole_sampling_stack_applies_along_every_nodes_own_path(grower, law: str) -> None:
+    """Penalties, bad words and truncation at a tree node see that node's path, not the committed text alone."""
+    h = engine_law(drafts_with(grower, 4), law, 4, STACK)
+    want = own_law(4, STACK)
+    assert max(abs(h.get(y, 0.0) - p) for y, p in want.items()) <= 1e-9
+    assert min(p for p in want.values() if p > 0) > 0
+    assert any(p == 0 for p in want.values()), "the stack removes nothing: it is not tested"

@@ -1,0 +1,497 @@
+"""The command line as a user meets it: what it prints where, and what its exit code says."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import draftwood
+from draftwood.cli import app
+from draftwood.cli.screen import coloured
+from draftwood.engine.llm import LLM
+from draftwood.model import store
+from draftwood.request import Event, FinishReason, SpeculationStats
+from tiny import tiny_folder
+
+KEYS = {
+    "text",
+    "token_ids",
+    "num_tokens",
+    "steps",
+    "drafted",
+    "accepted",
+    "tokens_per_step",
+    "seconds",
+    "tokens_per_second",
+    "finish_reason",
+    "model",
+    "drafter",
+    "law",
+    "seed",
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny_folder(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+@pytest.fixture(autouse=True)
+def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test may see or touch the user's models."""
+    monkeypatch.setenv("DRAFTWOOD_HOME", str(tmp_path / "home"))
+
+
+def run(*arguments: str, input: str | bytes | None = None) -> Any:
+    result = CliRunner().invoke(app, list(arguments), input=input)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def assert_refused(result: Any, *words: str) -> None:
+    """One paragraph on stderr, exit code 1, nothing on stdout."""
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert result.stderr.startswith("Error: ")
+    assert result.stderr.count("\n") == 1
+    assert "Traceback" not in result.stderr
+    for word in words:
+        assert word in result.stderr
+
+
+# --- what comes out
+
+
+def test_version() -> None:
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"draftwood {draftwood.__version__}\n")
+
+
+@pytest.mark.parametrize("command", [(), ("generate",), ("chat",), ("demo",), ("models",), ("parts",)])
+def test_help_is_there_for_every_command(command: tuple[str, ...]) -> None:
+    result = run(*command, "--help")
+    assert result.exit_code == 0
+    assert "Usage" in result.stdout
+
+
+def test_help_lists_the_commands() -> None:
+    text = run("--help").stdout
+    assert all(
+        command in text for command in ("generate", "chat", "demo", "models", "parts", "--install-completion")
+    )
+
+
+@pytest.mark.parametrize("argument", ["--help", "--version"])
+def test_help_and_version_do_not_import_torch(argument: str) -> None:
+    code = (
+        f"import sys; sys.argv = ['draftwood', {argument!r}]\n"
+        "from draftwood.cli import main\n"
+        "try: main()\nexcept SystemExit: pass\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+def test_package_loads_its_names_lazily() -> None:
+    assert set(draftwood.__all__) <= set(dir(draftwood))
+    assert all(getattr(draftwood, name) is not None for name in draftwood.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        draftwood.nonsense  # noqa: B018
+
+
+def test_generate_prints_the_text_and_nothing_else(folder: str) -> None:
+    result = run("generate", "Hello", "-m", folder, "-n", "12")
+    assert result.exit_code == 0
+    assert result.stdout.endswith("\n")
+    assert "\x1b[" not in result.stdout
+    assert result.stderr == ""
+
+
+def test_json_is_one_line_with_every_key(folder: str) -> None:
+    result = run("generate", "Hello", "--model", folder, "--max-tokens", "12", "--json", "--seed", "5")
+    assert result.stdout.count("\n") == 1
+    record = json.loads(result.stdout)
+    assert record.keys() >= KEYS
+    assert record["num_tokens"] == len(record["token_ids"]) == 12
+    assert (record["seed"], record["model"], record["drafter"], record["law"]) == (
+        5,
+        folder,
+        "ngram",
+        "match",
+    )
+    assert record["finish_reason"] == "length"
+
+
+def test_a_drawn_seed_is_told_and_gives_the_same_answer_again(folder: str) -> None:
+    arguments = ("generate", "Hello", "-m", folder, "-n", "8", "-t", "1", "--json")
+    first = json.loads(run(*arguments).stdout)
+    again = json.loads(run(*arguments, "--seed", str(first["seed"])).stdout)
+    assert again["token_ids"] == first["token_ids"]
+
+
+def test_every_drafter_gives_the_same_tokens(folder: str) -> None:
+    def tokens(*drafter: str) -> list[int]:
+        arguments = ("generate", "abababab", "-m", folder, "-n", "16", "--json", "--dtype", "float64")
+        return json.loads(run(*arguments, *drafter).stdout)["token_ids"]
+
+    plain = tokens("--drafter", "none")
+    assert tokens("--drafter", "ngram:nodes=6,shortest=1") == plain
+    assert tokens("--drafter", f"model:{folder}", "--tree", "beam:nodes=6,width=2,depth=3") == plain
+
+
+def test_prompt_from_standard_input(folder: str) -> None:
+    piped = json.loads(run("generate", "-", "-m", folder, "-n", "6", "--json", input="Hello").stdout)
+    given = json.loads(run("generate", "Hello", "-m", folder, "-n", "6", "--json").stdout)
+    assert piped["token_ids"] == given["token_ids"]
+
+
+def test_raw_and_system_change_what_the_model_reads(folder: str) -> None:
+    def prompt_tokens(*flags: str) -> int:
+        return json.loads(run("generate", "Hello", "-m", folder, "-n", "1", "--json", *flags).stdout)[
+            "prompt_tokens"
+        ]
+
+    assert prompt_tokens("--raw") == len("Hello")
+    assert prompt_tokens("--system", "Be kind.") > prompt_tokens() > prompt_tokens("--raw")
+
+
+def test_stop_string_ends_the_answer_and_is_not_part_of_it(folder: str) -> None:
+    arguments = ("generate", "Hello", "-m", folder, "--raw", "-n", "12", "--json")
+    text = json.loads(run(*arguments).stdout)["text"]
+    stop = next(character for character in text[2:] if character != "�")
+    stopped = json.loads(run(*arguments, "--stop", stop, "--stop", "never said").stdout)
+    assert stopped["finish_reason"] == "stop"
+    assert stopped["text"] == text[: text.index(stop)]
+
+
+def test_models_tells_what_is_missing() -> None:
+    result = run("models")
+    assert result.exit_code == 0
+    assert all(word in result.stdout for word in ("smollm2", "no", "98 MB", "Apache-2.0"))
+
+
+def test_models_fetch_prints_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "fetch", lambda alias, progress: tmp_path / alias)
+    result = run("models", "--fetch", "smollm2")
+    assert (result.exit_code, result.stdout) == (0, f"{tmp_path / 'smollm2'}\n")
+
+
+def test_parts_lists_all_of_them() -> None:
+    text = run("parts").stdout
+    assert all(
+        name in text
+        for name in ("ngram", "model:NAME", "beam", "hybrid", "widths=2x2x1", "match", "walk", "block")
+    )
+
+
+def test_guesses_are_coloured_and_escape_sequences_defused() -> None:
+    text = coloured([("plain \x1b[2J", False), ("guessed\n", True)])
+    assert text.plain == "plain [2Jguessed\n"
+    assert [(span.start, span.end, span.style) for span in text.spans if span.style] == [(9, 17, "green")]
+
+
+# --- what is refused
+
+
+def generate_with(folder: str, *arguments: str) -> Any:
+    return run("generate", "Hello", "--model", folder, *arguments)
+
+
+@pytest.mark.parametrize("prompt", ["", "  \n"])
+def test_empty_prompt(prompt: str) -> None:
+    assert_refused(run("generate", prompt), "prompt is empty")
+
+
+def test_empty_standard_input() -> None:
+    assert_refused(run("generate", "-", input=""), "prompt is empty")
+
+
+def test_standard_input_that_is_no_text() -> None:
+    assert_refused(run("generate", "-", input=b"\xff\xfe"), "not UTF-8")
+
+
+def test_prompt_beyond_the_context_window(folder: str) -> None:
+    assert_refused(run("generate", "a" * 600, "-m", folder), "context", "512")
+
+
+def test_prompt_beyond_the_cache(folder: str) -> None:
+    assert_refused(run("generate", "a" * 200, "-m", folder, "--cache-tokens", "128"), "cache", "128")
+
+
+def test_unknown_model() -> None:
+    assert_refused(run("generate", "Hello", "--model", "nonsense"), "'nonsense'", "smollm2")
+
+
+@pytest.mark.parametrize(
+    ("flag", "choices"),
+    [
+        ("--drafter", ("none", "ngram", "model:NAME")),
+        ("--law", ("match", "walk", "block")),
+        ("--tree", ("chain", "beam", "hybrid")),
+        ("--dtype", ("float32", "bfloat16")),
+    ],
+)
+def test_unknown_part_lists_the_choices(folder: str, flag: str, choices: tuple[str, ...]) -> None:
+    assert_refused(generate_with(folder, flag, "nonsense"), "'nonsense'", *choices)
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (("--temperature", "nan"), "temperature"),
+        (("--temperature", "inf"), "temperature"),
+        (("--temperature", "-1"), "temperature"),
+        (("--top-p", "0"), "top_p"),
+        (("--top-k", "-1"), "top_k"),
+        (("--min-p", "2"), "min_p"),
+        (("--max-tokens", "0"), "max_tokens"),
+        (("--seed", str(1 << 64)), "seed"),
+        (("--stop", ""), "stop"),
+        (("--threads", "0"), "threads"),
+        (("--cache-tokens", "0"), "cache_tokens"),
+        (("--device", "nowhere"), "nowhere"),
+        (("--drafter", "ngram:nodes=many"), "nodes"),
+        (("--drafter", "ngram:colour=red"), "colour"),
+    ],
+)
+def test_parameters_out_of_range(folder: str, flags: tuple[str, ...], word: str) -> None:
+    assert_refused(generate_with(folder, *flags), word)
+
+
+@pytest.mark.parametrize(
+    ("flags", "word"),
+    [
+        (("--raw", "--system", "Be kind."), "--system"),
+        (("--drafter", "ngram", "--tree", "beam"), "--tree"),
+        (("--drafter", "ngram:branches=2", "--law", "block"), "block"),
+    ],
+)
+def test_contradictory_parameters(folder: str, flags: tuple[str, ...], word: str) -> None:
+    assert_refused(generate_with(folder, *flags), word)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("generate",), ("nonsense",), ("generate", "Hello", "--top-k", "many"), ("chat", "--nonsense")],
+)
+def test_usage_errors_have_exit_code_2(arguments: tuple[str, ...]) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert "Traceback" not in result.stderr
+
+
+def test_unknown_model_to_fetch() -> None:
+    assert_refused(run("models", "--fetch", "nonsense"), "nonsense", "smollm2")
+
+
+def test_a_failing_engine_is_explained(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stream(*_: object) -> Iterator[Event]:
+        yield Event(
+            0, 0, (), (), "", FinishReason.ERROR, SpeculationStats(), error="The engine failed: out of luck"
+        )
+
+    monkeypatch.setattr(LLM, "stream", stream)
+    assert_refused(generate_with(folder), "out of luck")
+
+
+def test_too_little_memory_is_explained(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(LLM, "_build_engine", build)
+    assert_refused(generate_with(folder), "memory")
+
+
+# --- Ctrl-C and pipes
+
+
+def test_interrupted_fetch_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(*_: object) -> Path:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(store, "_download", download)
+    result = run("models", "--fetch", "smollm2")
+    assert result.exit_code == 130
+    assert "Stopped." in result.stderr
+    assert result.stdout == ""
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_interrupted_loading_is_no_traceback(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LLM, "_build_engine", build)
+    result = generate_with(folder)
+    assert (result.exit_code, result.stdout) == (130, "")
+    assert "Stopped." in result.stderr
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "draftwood", *arguments]
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
+    return subprocess.Popen(command, text=True, env=environment, **pipes)  # type: ignore[call-overload]
+
+
+@pytest.mark.slow
+def test_ctrl_c_while_an_answer_comes(folder: str) -> None:
+    """The real signal in a real process: text stays, one word of explanation, 130."""
+    process = start("generate", "Hello", "-m", folder, "--raw", "-n", "500", "--drafter", "none")
+    assert process.stdout is not None
+    process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Stopped." in errors
+    assert "Traceback" not in errors
+
+
+@pytest.mark.slow
+def test_a_reader_that_leaves_is_no_traceback(folder: str) -> None:
+    process = start("generate", "Hello", "-m", folder, "--raw", "-n", "500", "--drafter", "none")
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.read(1)
+    process.stdout.close()
+    deadline = time.monotonic() + 60
+    while process.poll() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert process.stdin is not None
+    process.stdin.close()
+    assert "Traceback" not in errors
+
+
+# --- chat
+
+
+def test_chat_answers_line_by_line_and_remembers(folder: str) -> None:
+    result = run("chat", "-m", folder, "-n", "5", "--json", input="Hello\n\nAgain\n/exit\nnever read\n")
+    assert result.exit_code == 0
+    first, second = (json.loads(line) for line in result.stdout.splitlines())
+    assert first.keys() >= KEYS
+    assert second["prompt_tokens"] > first["prompt_tokens"] + 5
+
+
+def test_chat_in_a_pipe_prints_plain_answers(folder: str) -> None:
+    result = run("chat", "-m", folder, "-n", "5", input="Hello\nAgain\n")
+    assert result.exit_code == 0
+    assert result.stdout.endswith("\n")
+    assert "\x1b[" not in result.stdout
+    assert result.stderr == ""
+
+
+def test_chat_commands(folder: str) -> None:
+    lines = [
+        "Hello",
+        "/reset",
+        "Hello",
+        "/system Be kind.",
+        "Hello",
+        "/system",
+        "Hello",
+        "/help",
+        "/nonsense",
+    ]
+    result = run("chat", "-m", folder, "-n", "3", "--json", input="\n".join(lines))
+    sizes = [json.loads(line)["prompt_tokens"] for line in result.stdout.splitlines()]
+    assert len(sizes) == 4
+    assert sizes[0] == sizes[1] == sizes[3] < sizes[2]
+    assert "There is no /nonsense" in result.stderr
+    assert "/exit" in result.stderr
+
+
+def test_ctrl_c_stops_one_answer_and_the_chat_goes_on(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = LLM.stream
+    calls = []
+
+    def stream(self: LLM, *arguments: Any) -> Iterator[Event]:
+        calls.append(arguments)
+        events = whole(self, *arguments)
+        yield next(events)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+        yield from events
+
+    monkeypatch.setattr(LLM, "stream", stream)
+    result = run("chat", "-m", folder, "-n", "6", "--drafter", "none", "--json", input="Hello\nAgain\n")
+    assert result.exit_code == 0
+    stopped, answered = (json.loads(line) for line in result.stdout.splitlines())
+    assert (stopped["finish_reason"], stopped["num_tokens"]) == ("cancelled", 1)
+    assert (answered["finish_reason"], answered["num_tokens"]) == ("length", 6)
+    assert "Stopped." in result.stderr
+
+
+def test_chat_that_outgrows_the_window_says_so(folder: str) -> None:
+    result = run("chat", "-m", folder, "-n", "5", input="a" * 600 + "\n")
+    assert_refused(result, "context")
+
+
+def test_chat_needs_a_template(tmp_path: Path) -> None:
+    path = tiny_folder(tmp_path / "base")
+    (path / "tokenizer_config.json").write_text("{}")
+    assert_refused(run("chat", "-m", str(path), input="Hello\n"), "--raw")
+    result = run("generate", "Hello", "-m", str(path), "-n", "2", "--json")
+    assert json.loads(result.stdout)["prompt_tokens"] == len("Hello")
+
+
+# --- demo
+
+
+def demo(folder: str, *arguments: str) -> Any:
+    return run("demo", "-m", folder, "-n", "6", "--dtype", "float64", "--cache-tokens", "4096", *arguments)
+
+
+@pytest.fixture(scope="module")
+def roomy_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Bytes are tokens here, so the demo's prompts need a longer window."""
+    return str(tiny_folder(tmp_path_factory.mktemp("models") / "roomy", max_position_embeddings=4096))
+
+
+def test_demo_compares_and_ends_with_a_summary(roomy_folder: str, tmp_path: Path) -> None:
+    picture = tmp_path / "demo.svg"
+    result = demo(roomy_folder, "--drafter", "ngram:shortest=1", "--svg", str(picture))
+    assert result.exit_code == 0
+    summary = json.loads(result.stdout.splitlines()[-1])
+    assert summary["identical"] is True
+    assert summary["median_ratio"] > 0
+    assert len(summary["prompts"]) == 4
+    assert result.stdout.count("Identical tokens") == 4
+    svg = picture.read_text()
+    assert svg.startswith("<svg")
+    assert "font-face" not in svg
+
+
+def test_demo_with_a_draft_model(roomy_folder: str) -> None:
+    result = demo(roomy_folder, "--drafter", f"model:{roomy_folder}", "--tree", "chain:depth=2")
+    assert json.loads(result.stdout.splitlines()[-1])["prompts"][0]["tokens_per_step"] > 1
+
+
+def test_demo_fails_when_answers_differ(roomy_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole: Callable[..., Iterator[Event]] = LLM.stream
+    calls = []
+
+    def stream(self: LLM, prompt: Any, params: Any) -> Iterator[Event]:
+        calls.append(prompt)
+        yield from whole(self, prompt if len(calls) % 2 else "something else", params)
+
+    monkeypatch.setattr(LLM, "stream", stream)
+    result = demo(roomy_folder)
+    assert result.exit_code == 1
+    assert json.loads(result.stdout.splitlines()[-1])["identical"] is False
+    assert "DIFFER" in result.stdout
