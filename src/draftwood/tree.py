@@ -202,12 +202,11 @@ class TokenTree:
 
     def validate(self) -> None:
         """Raise ValueError unless the packed arrays describe B well-formed trees."""
+        if self.offsets.tolist()[:: self.num_trees] != [0, self.num_nodes]:
+            raise ValueError("offsets do not start at 0 and end at M")
         index = torch.arange(self.num_nodes, device=self.tokens.device)
         is_root = self.parents < 0
         problems = {
-            "offsets do not start at 0 and end at M": bool(
-                (self.offsets[0] != 0) | (self.offsets[-1] != self.num_nodes)
-            ),
             "a tree has no root at its first node": not torch.equal(index[is_root], self.offsets[:-1]),
             "a parent comes after its child": bool((self.parents >= index).any()),
             "a parent lies in another tree": bool(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -45,28 +44,37 @@ class Chat:
         """Until the end of input or /exit."""
         if self._interactive:
             say(f"{self._engine.model} with {self._engine.drafter}. /help lists what you can do.")
-        for line in self._lines():
-            if line.startswith("/"):
-                if line.split()[0] == "/exit":
-                    return
-                self._obey(line)
-            elif line:
-                self._answer_or_explain(line)
-
-    def _lines(self) -> Iterator[str]:
-        if not self._interactive:
-            yield from (line.strip() for line in sys.stdin)
-            return
-        with suppress(ImportError):
-            import readline  # noqa: F401 - input() edits lines once it is imported
-        while True:
+            with suppress(ImportError):
+                import readline  # noqa: F401 - input() edits lines once it is imported
+        going_on = True
+        while going_on:
             try:
-                yield input("> ").strip()
-            except EOFError:
-                sys.stdout.write("\n")
-                return
+                going_on = self._turn()
             except KeyboardInterrupt:
+                if not self._interactive:
+                    raise
                 say("\nCtrl-D or /exit leaves.")
+
+    def _turn(self) -> bool:
+        """Read a line and deal with it; False when it was the last."""
+        line = self._read()
+        if line is None or line.split()[:1] == ["/exit"]:
+            return False
+        if line.startswith("/"):
+            self._obey(line)
+        elif line:
+            self._answer_or_explain(line)
+        return True
+
+    def _read(self) -> str | None:
+        if not self._interactive:
+            line = sys.stdin.readline()
+            return line.strip() if line else None
+        try:
+            return input("> ").strip()
+        except EOFError:
+            sys.stdout.write("\n")
+            return None
 
     def _obey(self, line: str) -> None:
         order, _, rest = line.partition(" ")

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from draftwood.engine.llm import LLM
 
 
-STEADY = 1.5  # plain decoding does the same work every step; if its speed varies more, something disturbed it
+STEADY = 1.5  # steps cost much the same; if they vary more than this, something else disturbed them
 
 
 class Switch:
@@ -134,7 +134,7 @@ def run_demo(flags: EngineFlags, params: SamplingParams, svg: Path | None) -> bo
     unsteadiness = _unsteadiness(comparisons)
     if unsteadiness > STEADY:
         say(
-            f"Plain decoding's own speed varied {unsteadiness:.1f}-fold, so something else kept the machine busy and "
+            f"The time of a step varied {unsteadiness:.1f}-fold: something else kept the machine busy, and "
             "the ratios mean little. Run it again when it is quiet; tokens and steps hold all the same."
         )
     write_json(
@@ -154,9 +154,10 @@ def run_demo(flags: EngineFlags, params: SamplingParams, svg: Path | None) -> bo
 
 
 def _unsteadiness(comparisons: Sequence[Comparison]) -> float:
-    """How much faster plain decoding was at its fastest than at its slowest."""
+    """The worst of: stalls within an answer, and plain decoding's speed between answers."""
     rates = [comparison.plain.stats.tokens_per_second for comparison in comparisons]
-    return max(rates) / min(rates) if min(rates) > 0 else 1.0
+    stalls = [side.unsteadiness for c in comparisons for side in (c.plain, c.speculative)]
+    return max(max(rates) / min(rates), *stalls) if min(rates) > 0 else 1.0
 
 
 def _open(flags: EngineFlags) -> tuple[LLM, Switch]:

@@ -112,7 +112,7 @@ def summary_table(comparisons: Sequence[Comparison]) -> Table:
     table.add_column("Tokens/step", justify="right")
     table.add_column("Accepted", justify="right")
     table.add_column("Plain tok/s", justify="right")
-    table.add_column("Speculative tok/s", justify="right")
+    table.add_column("Spec. tok/s", justify="right")
     table.add_column("Ratio", justify="right", footer=f"{median:.2f}x")
     table.add_column("Identical", footer=_yes(same))
     for comparison in comparisons:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import statistics
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -63,6 +65,7 @@ class Transcript:
     pieces: list[tuple[str, bool]] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     stats: SpeculationStats = field(default_factory=SpeculationStats)
+    moments: list[float] = field(default_factory=list)  # when each event came, in seconds since submission
     finish_reason: FinishReason = FinishReason.CANCELLED  # until an event says otherwise
 
     @property
@@ -70,11 +73,20 @@ class Transcript:
         """What was said."""
         return "".join(text for text, _ in self.pieces)
 
+    @property
+    def unsteadiness(self) -> float:
+        """Mean over median time between events: 1 if nothing held the answer up."""
+        gaps = [after - before for before, after in itertools.pairwise(self.moments)]
+        return (
+            statistics.mean(gaps) / statistics.median(gaps) if gaps and statistics.median(gaps) > 0 else 1.0
+        )
+
     def add(self, event: Event) -> None:
         """Take an event; the engine's own failure is raised here."""
         self.pieces += event.pieces
         self.token_ids += event.token_ids
         self.stats = event.stats
+        self.moments.append(event.stats.seconds)
         self.finish_reason = event.finish_reason or self.finish_reason
         if event.finish_reason is FinishReason.ERROR:
             raise DraftwoodError(event.error or "The answer failed for an unknown reason.")

@@ -1,0 +1,257 @@
+"""The Python interface on a tiny checkpoint folder: blocking, streaming, asynchronous, and everything bad."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from pathlib import Path
+
+import pytest
+from tiny import tiny_folder
+
+from draftwood import LLM, EngineConfig, FinishReason, SamplingParams
+from draftwood.errors import CheckpointError, DraftwoodError, IncompatibleParts, InvalidRequest, TokenizerError
+
+SMALL = EngineConfig(cache_tokens=2048, page_size=16, threads=1)
+PROMPTS = ["the cat sat on the mat", "abcabcabc", "x"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_folder(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path):
+    with LLM(folder, drafter="ngram:shortest=1", config=SMALL) as made:
+        yield made
+
+
+def test_a_batch_equals_one_by_one_and_plain_decoding(llm: LLM, folder: Path) -> None:
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=20)
+    batch = [r.token_ids for r in llm.generate(PROMPTS, params)]
+    assert batch == [llm.generate(p, params).token_ids for p in PROMPTS]
+    with LLM(folder, config=SMALL) as plain:
+        assert batch == [r.token_ids for r in plain.generate(PROMPTS, params)]
+
+
+def test_a_stream_adds_up_to_the_result(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=12, temperature=0.8, seed=1)
+    events = list(llm.stream(PROMPTS[0], params))
+    result = llm.generate(PROMPTS[0], params)
+    assert "".join(e.text for e in events) == result.text
+    assert tuple(t for e in events for t in e.token_ids) == result.token_ids
+    assert [e.finished for e in events].index(True) == len(events) - 1
+    assert "".join(text for e in events for text, _ in e.pieces) == result.text
+    assert result.stats.num_tokens == len(result.token_ids) == 12
+    assert result.finish_reason == FinishReason.LENGTH
+
+
+def test_n_answers_are_different_and_reproducible(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.5, n=3, seed=9, max_tokens=8)
+    first, second = llm.generate(PROMPTS[0], params), llm.generate(PROMPTS[0], params)
+    texts = [c.token_ids for c in first.completions]
+    assert texts == [c.token_ids for c in second.completions]
+    assert len(set(texts)) == 3
+    alone = llm.generate(PROMPTS[0], SamplingParams(temperature=1.5, seed=first.completions[2].seed, max_tokens=8))
+    assert alone.token_ids == texts[2], "the seed of an answer reproduces it"
+
+
+def test_without_a_seed_every_time_is_another(llm: LLM) -> None:
+    params = SamplingParams(temperature=2.0, max_tokens=12)
+    assert llm.generate(PROMPTS[0], params).token_ids != llm.generate(PROMPTS[0], params).token_ids
+
+
+def test_conversations_and_token_ids_are_prompts_too(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=6)
+    chat = llm.chat([{"role": "user", "content": "hi"}], params)
+    assert chat.prompt == "user: hi\nassistant:"
+    ids = llm.tokenizer.encode(chat.prompt, special=False)
+    assert llm.generate([ids], params)[0].token_ids == chat.token_ids
+
+
+def test_async_answers_share_a_batch(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=10, seed=4, temperature=1.0)
+
+    async def both() -> list:
+        return await asyncio.gather(*(llm.agenerate(p, params) for p in PROMPTS))
+
+    assert [r.token_ids for r in asyncio.run(both())] == [r.token_ids for r in llm.generate(PROMPTS, params)]
+
+
+def test_async_streams_and_their_cancellation(llm: LLM) -> None:
+    async def first_two() -> int:
+        seen = 0
+        async for _ in llm.astream(PROMPTS[0], SamplingParams(max_tokens=400)):
+            seen += 1
+            if seen == 2:
+                break
+        return seen
+
+    async def cancelled() -> None:
+        task = asyncio.create_task(llm.agenerate(PROMPTS[0], SamplingParams(max_tokens=400)))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    assert asyncio.run(first_two()) == 2
+    asyncio.run(cancelled())
+    assert llm.generate(PROMPTS[2], SamplingParams(max_tokens=3)).stats.num_tokens == 3
+    assert not llm.engine.scheduler.has_work, "what was abandoned has been cancelled"
+
+
+def test_leaving_a_stream_cancels_it(llm: LLM) -> None:
+    stream = llm.stream(PROMPTS[0], SamplingParams(max_tokens=400))
+    next(stream)
+    stream.close()
+    llm.generate("x", SamplingParams(max_tokens=1))
+    assert not llm.engine.scheduler.has_work
+    llm.engine.scheduler.tables.check()
+
+
+def test_many_threads_may_ask_at_once(llm: LLM) -> None:
+    params = SamplingParams(temperature=1.0, seed=2, max_tokens=9)
+    want = [r.token_ids for r in llm.generate(PROMPTS, params)]
+    got: dict[int, tuple[int, ...]] = {}
+    threads = [
+        threading.Thread(target=lambda i=i: got.update({i: llm.generate(PROMPTS[i % 3], params).token_ids}))
+        for i in range(9)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [got[i] for i in range(9)] == want * 3
+
+
+def test_a_bad_prompt_in_a_batch_leaves_the_others_alone(llm: LLM) -> None:
+    params = SamplingParams(max_tokens=5)
+    results = llm.generate([PROMPTS[0], "", "y" * 5000, "\ud800", [0, 99999], PROMPTS[1]], params)
+    assert [r.finish_reason for r in results] == ["length", "error", "error", "error", "error", "length"]
+    reasons = [r.completions[0].error for r in results]
+    for reason, words in zip(reasons[1:5], ("empty", "context window is 512", "surrogate", "99999"), strict=True):
+        assert reason is not None
+        assert words in reason
+    assert [results[i].token_ids for i in (0, 5)] == [r.token_ids for r in llm.generate(PROMPTS[:2], params)]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "error"),
+    [
+        ("", SamplingParams(), InvalidRequest),
+        ("y" * 5000, SamplingParams(), InvalidRequest),
+        ("\udcff", SamplingParams(), TokenizerError),
+        ("x", SamplingParams(stop_token_ids=(99999,)), InvalidRequest),
+        ("x", SamplingParams(logit_bias={99999: 1.0}), InvalidRequest),
+    ],
+)
+def test_a_single_bad_prompt_raises(llm: LLM, prompt: str, params: SamplingParams, error: type) -> None:
+    with pytest.raises(error):
+        llm.generate(prompt, params)
+
+
+def test_a_prompt_of_the_wrong_kind_is_refused(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="list of token ids"):
+        list(llm.stream([1.5]))  # type: ignore[list-item]
+
+
+def test_a_failing_step_ends_the_running_answers_with_the_reason_and_nothing_else(folder: Path) -> None:
+    with LLM(folder, config=SMALL) as llm:
+        verify = llm.engine.verifier.verify
+        llm.engine.verifier.verify = lambda *_: 1 / 0  # type: ignore[method-assign]
+        broken = llm.generate(["a", "b"], SamplingParams(max_tokens=3))
+        assert [r.finish_reason for r in broken] == ["error", "error"]
+        assert "ZeroDivisionError" in (broken[0].completions[0].error or "")
+        llm.engine.verifier.verify = verify  # type: ignore[method-assign]
+        assert llm.generate("a", SamplingParams(max_tokens=3)).stats.num_tokens == 3
+        llm.engine.scheduler.tables.check()
+
+
+def test_a_full_queue_refuses_one_request_and_keeps_the_rest(folder: Path) -> None:
+    config = EngineConfig(cache_tokens=512, page_size=16, threads=1, max_waiting=1)
+    with LLM(folder, config=config) as llm:
+        results = llm.generate(["a", "b", "c", "d"], SamplingParams(max_tokens=40))
+        reasons = [r.finish_reason for r in results]
+        assert reasons.count(FinishReason.LENGTH) >= 1
+        for result in results:
+            if result.finish_reason == FinishReason.ERROR:
+                assert "queue is full" in (result.completions[0].error or "")
+
+
+def test_a_closed_llm_says_so_and_cancels_what_ran(folder: Path) -> None:
+    llm = LLM(folder, config=SMALL)
+    stream = llm.stream("x", SamplingParams(max_tokens=400))
+    next(stream)
+    llm.close()
+    llm.close()
+    assert list(stream)[-1].finish_reason == FinishReason.CANCELLED
+    with pytest.raises(DraftwoodError, match="closed"):
+        llm.generate("x")
+
+
+def test_bad_words_are_never_written(llm: LLM) -> None:
+    free = llm.generate("x", SamplingParams(max_tokens=30, temperature=1.0, seed=6)).text
+    word = next(letter for letter in free if letter.isascii() and letter.isprintable())
+    banned = llm.generate("x", SamplingParams(max_tokens=30, temperature=1.0, seed=6, bad_words=(word,))).text
+    assert word in free
+    assert word not in banned
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "words"),
+    [
+        ({"drafter": "psychic"}, InvalidRequest, "none, ngram, model:NAME"),
+        ({"drafter": "ngram:colour=3"}, InvalidRequest, "no setting 'colour'"),
+        ({"drafter": "ngram:nodes=many"}, InvalidRequest, "another kind of value"),
+        ({"drafter": "ngram:nodes"}, InvalidRequest, "name=value"),
+        ({"drafter": "ngram:nodes=0"}, InvalidRequest, "cannot be built"),
+        ({"drafter": "ngram", "tree": "beam"}, InvalidRequest, "its own trees"),
+        ({"law": "martial"}, InvalidRequest, "match, walk, block"),
+        ({"law": "block", "drafter": "ngram:branches=2"}, IncompatibleParts, "one path"),
+        ({"drafter": "model:./nowhere.gguf"}, CheckpointError, "nowhere"),
+    ],
+)
+def test_unknown_parts_are_refused_with_the_choices(folder: Path, settings: dict, error: type, words: str) -> None:
+    with pytest.raises(error, match=words):
+        LLM(folder, config=SMALL, **settings)
+
+
+@pytest.mark.parametrize(
+    "tree", [None, "static:widths=2x2", "beam:nodes=6,width=2,depth=2", "best-first", "sampled-chain", "sampled",
+             "without-replacement", "hybrid"]
+)
+def test_a_second_model_drafts_with_any_tree(folder: Path, llm: LLM, tree: str | None) -> None:
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=8)
+    with LLM(folder, drafter=f"model:{folder}", tree=tree, config=SMALL) as fast:
+        got = fast.generate(PROMPTS, params)
+    assert [r.token_ids for r in got] == [r.token_ids for r in llm.generate(PROMPTS, params)]
+    assert sum(r.stats.accepted for r in got) > 0
+
+
+def test_another_vocabulary_cannot_draft(folder: Path, tmp_path: Path) -> None:
+    other = tiny_folder(tmp_path / "other")
+    text = (other / "tokenizer.json").read_text()
+    (other / "tokenizer.json").write_text(text.replace('"!"', '"swapped"'))
+    with pytest.raises(IncompatibleParts, match="vocabularies differ"):
+        LLM(folder, drafter=f"model:{other}", config=SMALL)
+
+
+def test_an_unknown_tree_is_refused(folder: Path) -> None:
+    with pytest.raises(InvalidRequest, match="Unknown tree 'oak'"):
+        LLM(folder, drafter=f"model:{folder}", tree="oak", config=SMALL)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"dtype": "int3"}, {"cache_tokens": 0}, {"page_size": 0}, {"threads": 0}, {"device": "abacus"}],
+)
+def test_impossible_engines_are_refused(folder: Path, settings: dict) -> None:
+    with pytest.raises(InvalidRequest):
+        LLM(folder, config=EngineConfig(**settings))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+def test_every_dtype_answers(folder: Path, dtype: str) -> None:
+    with LLM(folder, config=EngineConfig(dtype=dtype, cache_tokens=512, threads=1)) as llm:
+        assert llm.generate("x", SamplingParams(max_tokens=4)).stats.num_tokens == 4
