@@ -1,0 +1,116 @@
+"""The embedded model itself: logits against transformers, and the same tokens with every kind of speculation."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from reference_model import load_into_transformers
+
+from draftwood import LLM, EngineConfig, SamplingParams
+from draftwood.cache.kv import Span
+from draftwood.engine.worker import ComputeThread
+from draftwood.model.checkpoint import open_checkpoint
+from draftwood.model.runner import ModelRunner
+
+pytestmark = pytest.mark.slow
+
+CHAT = [{"role": "user", "content": "Explain in three sentences why the sky is blue."}]
+CODE = [
+    {
+        "role": "user",
+        "content": "Rename the variable x to total in this code and print the whole code again:\n\n"
+        "def add(numbers):\n    x = 0\n    for n in numbers:\n        x = x + n\n    return x\n",
+    }
+]
+SUMMARY = [
+    {
+        "role": "user",
+        "content": "Summarise in two sentences: The river Elbe rises in the mountains of the Czech Republic and flows "
+        "through Dresden, Magdeburg and Hamburg before it reaches the North Sea. It is about 1,100 kilometres long. "
+        "For centuries the river Elbe has been a road for goods between Bohemia and the North Sea.",
+    }
+]
+PROMPTS = [CHAT, CODE, SUMMARY]
+HF_CONFIG = {
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000.0,
+    "tie_word_embeddings": True,
+}
+CONFIG = EngineConfig(cache_tokens=4096, threads=2)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    with LLM("smollm2", config=CONFIG) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def wanted(plain: LLM) -> dict[float, list[tuple[int, ...]]]:
+    return {t: [r.token_ids for r in plain.generate(PROMPTS, params(t))] for t in (0.0, 0.8)}
+
+
+def params(temperature: float) -> SamplingParams:
+    return SamplingParams(temperature=temperature, seed=11, max_tokens=48)
+
+
+def test_logits_agree_with_transformers(plain: LLM) -> None:
+    """On the compute thread, like everything heavy: a second thread that computes would slow both down."""
+    texts = [plain.tokenizer.encode(plain.tokenizer.render_chat(m), special=False) for m in PROMPTS]
+    for difference in ComputeThread.shared().call(lambda: largest_differences(plain.engine.target, texts)):
+        assert difference <= 1e-4
+
+
+@torch.no_grad()
+def largest_differences(runner: ModelRunner, texts: list[list[int]]) -> list[float]:
+    reference = load_into_transformers(open_checkpoint("smollm2"), HF_CONFIG, torch.float32)
+    tables, found = runner.cache.tables, []
+    for tokens in texts:
+        tables.open(-1, tokens)
+        tables.reserve(-1, len(tokens))
+        span = Span(-1, tokens, tables.num_cached(-1), len(tokens))
+        batch = runner.cache.stage([span], None, torch.arange(span.end - span.start))
+        got, want = runner.forward(batch).logits, reference(torch.tensor([tokens])).logits[0, span.start :]
+        tables.close(-1)
+        found.append(float((got - want).abs().max()))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("drafter", "tree", "law"),
+    [
+        ("ngram", None, "match"),
+        ("ngram:nodes=12,shortest=1,branches=3", None, "match"),
+        ("ngram", None, "walk"),
+        ("ngram", None, "block"),
+        ("model:smollm2", "chain", "match"),
+        ("model:smollm2", "beam", "match"),
+        ("model:smollm2", "hybrid", "match"),
+    ],
+)
+def test_tokens_equal_plain_decoding(wanted: dict, drafter: str, tree: str | None, law: str) -> None:
+    with LLM("smollm2", drafter=drafter, tree=tree, law=law, config=CONFIG) as llm:
+        results = llm.generate(PROMPTS, params(0.0))
+        assert [r.token_ids for r in results] == wanted[0.0]
+        assert sum(r.stats.accepted for r in results) > 0
+        if law == "match":
+            assert [r.token_ids for r in llm.generate(PROMPTS, params(0.8))] == wanted[0.8]
+
+
+def test_a_long_prompt_in_chunks(plain: LLM) -> None:
+    """1,500 tokens of prompt, read in chunks of different sizes, give the same answer."""
+    text = SUMMARY[0]["content"] * 23
+    short = EngineConfig(cache_tokens=4096, threads=2, max_rows=100)
+    want = plain.generate(text, SamplingParams(max_tokens=12)).token_ids
+    with LLM("smollm2", drafter="ngram", config=short) as llm:
+        result = llm.generate(text, SamplingParams(max_tokens=12))
+    assert result.token_ids == want
+    assert result.stats.prompt_tokens > 1000
