@@ -20,7 +20,9 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def provenance() -> dict[str, object]:
     """Everything somebody would need to know to measure the same again."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     return {
         "draftwood": draftwood.__version__,
         "commit": commit.stdout.strip() or None,
@@ -61,7 +63,12 @@ def report(rows: list[tuple[str, float, str, float | None, str]], name: str) -> 
         good = target is None or (value >= target if direction == ">=" else value <= target)
         met &= good
         wanted = "" if target is None else f"{direction} {target:g}"
-        print(f"{what:58s} {value:8.2f} {unit:2s}{wanted:>9s} {'' if target is None else 'ok' if good else 'MISSED'}")
-    figures = {what: {"value": round(value, 4), "unit": unit, "target": target} for what, value, unit, target, _ in rows}
+        print(
+            f"{what:58s} {value:8.2f} {unit:2s}{wanted:>9s} {'' if target is None else 'ok' if good else 'MISSED'}"
+        )
+    figures = {
+        what: {"value": round(value, 4), "unit": unit, "target": target}
+        for what, value, unit, target, _ in rows
+    }
     print(json.dumps({"benchmark": name, "figures": figures, "provenance": provenance()}))
     return met

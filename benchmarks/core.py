@@ -1,6 +1,6 @@
 """The core's figures on a CPU: SmolLM2 in float32, ratios within one run, medians, both sides interleaved.
 
-    python benchmarks/core.py [--rounds 5] [--threads 2]
+python benchmarks/core.py [--rounds 5] [--threads 2]
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from draftwood import LLM, EngineConfig, SamplingParams
 from draftwood.drafters.scripted import ScriptedDrafter
 from draftwood.engine.worker import ComputeThread
 
-PROMPT = [{"role": "user", "content": "Tell me the story of a lighthouse keeper who finds a message in a bottle."}]
+PROMPT = [
+    {"role": "user", "content": "Tell me the story of a lighthouse keeper who finds a message in a bottle."}
+]
 TOKENS = 96
 PARAMS = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
 RIGHT_CHAIN = 4
@@ -52,7 +54,11 @@ def transformers_tokens_per_second(model, prompt: list[int]) -> float:
         start = time.perf_counter()
         with torch.inference_mode():
             out = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS, min_new_tokens=TOKENS, do_sample=False,
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=TOKENS,
+                min_new_tokens=TOKENS,
+                do_sample=False,
                 pad_token_id=2,
             )
         return (out.shape[1] - ids.shape[1]) / (time.perf_counter() - start)
@@ -63,15 +69,23 @@ def transformers_tokens_per_second(model, prompt: list[int]) -> float:
 def products_alone(llm: LLM, rows: int) -> float:
     """Seconds of one step's matrix products on the model's own weights, and nothing else."""
     model = llm.engine.target.model
-    linears = [part for layer in model.layers for part in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+    linears = [
+        part for layer in model.layers for part in (layer.qkv, layer.output, layer.gate_up, layer.down)
+    ]
     linears.append(model.head)
-    inputs = [torch.randn(rows, linear.weight.shape[0]) for linear in linears]
+    sizes = (
+        model.config.hidden_size,
+        model.config.num_heads * model.config.head_dim,
+        model.config.hidden_size,
+    )
+    per_layer = [torch.randn(rows, size) for size in (*sizes, model.config.intermediate_size)]
+    inputs = per_layer * model.config.num_layers + [torch.randn(rows, model.config.hidden_size)]
 
     def run() -> float:
         with torch.inference_mode():
             start = time.perf_counter()
             for linear, x in zip(linears, inputs, strict=True):
-                torch.mm(x, linear.weight)
+                linear(x)
             return time.perf_counter() - start
 
     return ComputeThread.shared().call(run)
@@ -128,7 +142,8 @@ def main() -> int:
     answer = plain.generate([PROMPT], PARAMS)[0]
     prompt = list(answer.prompt_token_ids)
     right, wrong = (
-        LLM("smollm2", drafter=scripted(answer.token_ids, len(prompt), good), config=config) for good in (True, False)
+        LLM("smollm2", drafter=scripted(answer.token_ids, len(prompt), good), config=config)
+        for good in (True, False)
     )
     hf = ComputeThread.shared().call(lambda: transformers_model(plain.checkpoint))
     measured = interleaved(

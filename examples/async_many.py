@@ -15,7 +15,7 @@ async def read_some(llm: LLM, prompt: str, num_characters: int) -> str:
         text += event.text
         if len(text) >= num_characters:
             break
-    await events.aclose()  # type: ignore[attr-defined]  # at once, not when the garbage collector comes by
+    await events.aclose()  # at once, not when the garbage collector comes by
     return text
 
 

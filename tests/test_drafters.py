@@ -17,7 +17,9 @@ from draftwood.rng import KeyedRng
 from draftwood.verifiers import Match
 
 
-def proposal(drafter, tokens: list[int], nodes: int = 100, depth: int = 100, budget: int = 100) -> set[tuple[int, ...]]:
+def proposal(
+    drafter, tokens: list[int], nodes: int = 100, depth: int = 100, budget: int = 100
+) -> set[tuple[int, ...]]:
     from dataclasses import replace
 
     view = replace(view_of(nodes=nodes, depth=depth), tokens=[tokens], lengths=torch.tensor([len(tokens)]))
@@ -70,7 +72,9 @@ def test_limits_of_a_point_tree() -> None:
     assert (tree.tokens, tree.parents) == ([0, 1, 2, 4], [-1, 0, 1, 1])
 
 
-@pytest.mark.parametrize("settings", [{"shortest": 0}, {"shortest": 3, "longest": 2}, {"nodes": 0}, {"branches": 0}])
+@pytest.mark.parametrize(
+    "settings", [{"shortest": 0}, {"shortest": 3, "longest": 2}, {"nodes": 0}, {"branches": 0}]
+)
 def test_impossible_settings_are_refused(settings: dict) -> None:
     with pytest.raises(ValueError, match="n-gram drafter needs"):
         NgramDrafter(**settings)
@@ -92,7 +96,9 @@ def test_a_point_drafter_must_say_something() -> None:
 def test_the_target_as_its_own_draft_model_is_always_right() -> None:
     """Every guess of a chain is accepted: the draft cache is kept right through partial runs and commits."""
     harness = Harness(tiny_runner(), ModelDrafter(tiny_runner(), chain(3)), Match())
-    answers = harness.run([Ask((1, 2, 3), SamplingParams(max_tokens=21)), Ask((5,), SamplingParams(max_tokens=9))])
+    answers = harness.run(
+        [Ask((1, 2, 3), SamplingParams(max_tokens=21)), Ask((5,), SamplingParams(max_tokens=9))]
+    )
     for answer in answers:
         assert answer.accepted == answer.num_generated - answer.steps
     assert answers[0].steps <= 7

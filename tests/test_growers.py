@@ -107,7 +107,9 @@ def test_hybrid_tries_its_draw_first() -> None:
     tree = grown(Levels((3,), Hybrid()))
     assert tree.draw.tolist() == [Draw.POINT, Draw.TAIL, Draw.POINT, Draw.POINT]
     assert tree.tokens.tolist() == [2, 2, 0, 1], "the only token the two likeliest leave"
-    assert paths(grown(Levels((2,), Hybrid()), temperature=0.0)) == {(0,)}, "at temperature 0 nothing is left to draw"
+    assert paths(grown(Levels((2,), Hybrid()), temperature=0.0)) == {(0,)}, (
+        "at temperature 0 nothing is left to draw"
+    )
 
 
 def test_independent_draws_may_repeat() -> None:

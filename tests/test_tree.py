@@ -190,7 +190,10 @@ def test_builder_numbers_columns_alike_and_packs_the_living() -> None:
     q = torch.full((2, 2, 5), 0.2)
     builder.add_drawn(first, torch.tensor([[0, 1], [2, 3]]), torch.ones(2, 2, dtype=torch.bool), Draw.IID, q)
     assert builder.sizes.tolist() == [4, 2], "a child of a dead node is dead"
-    assert builder.ancestors(torch.tensor([[3, 4], [3, 0]])).squeeze(-1).tolist() == [[0b101, 0b1010], [0b101, 0]]
+    assert builder.ancestors(torch.tensor([[3, 4], [3, 0]])).squeeze(-1).tolist() == [
+        [0b101, 0b1010],
+        [0b101, 0],
+    ]
     tree, columns = builder.build()
     tree.validate()
     assert tree.tokens.tolist() == [9, 1, 2, 0, 1, 8, 3, 2]

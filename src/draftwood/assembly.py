@@ -1,6 +1,6 @@
 """From names to parts: `ngram:nodes=8`, `beam:nodes=16,width=4,depth=4`, `model:PATH`. The only place that knows them all.
 
-A name may carry settings behind a colon, separated by commas; `draftwood generate --help` lists them.
+A name may carry settings behind a colon, separated by commas; `draftwood parts` lists them.
 """
 
 from __future__ import annotations
@@ -68,11 +68,19 @@ def _levels(picker: ChildPicker) -> Callable[..., Grower]:
 
 
 TREES: Mapping[str, Entry] = {
-    "chain": Entry(lambda depth: Levels((1,) * depth, Best()), {"depth": 4}, "the likeliest token, again and again"),
-    "static": Entry(_levels(Best()), {"widths": (2, 2, 1)}, "the likeliest children of every node, level by level"),
-    "beam": Entry(Beam, {"nodes": 16, "width": 4, "depth": 4}, "EAGLE-2: expand the likeliest of each level, rerank"),
+    "chain": Entry(
+        lambda depth: Levels((1,) * depth, Best()), {"depth": 4}, "the likeliest token, again and again"
+    ),
+    "static": Entry(
+        _levels(Best()), {"widths": (2, 2, 1)}, "the likeliest children of every node, level by level"
+    ),
+    "beam": Entry(
+        Beam, {"nodes": 16, "width": 4, "depth": 4}, "EAGLE-2: expand the likeliest of each level, rerank"
+    ),
     "best-first": Entry(
-        BestFirst, {"nodes": 16, "width": 4, "forwards": 4}, "grow wherever the draft is likeliest, at any depth"
+        BestFirst,
+        {"nodes": 16, "width": 4, "forwards": 4},
+        "grow wherever the draft is likeliest, at any depth",
     ),
     "sampled-chain": Entry(
         lambda depth: Levels((1,) * depth, Independent()), {"depth": 4}, "a drawn token, again and again"
@@ -81,7 +89,9 @@ TREES: Mapping[str, Entry] = {
     "without-replacement": Entry(
         _levels(WithoutReplacement()), {"widths": (2, 2, 1)}, "children drawn without repeating a sibling"
     ),
-    "hybrid": Entry(_levels(Hybrid()), {"widths": (2, 2, 1)}, "the likeliest children and one drawn from the rest"),
+    "hybrid": Entry(
+        _levels(Hybrid()), {"widths": (2, 2, 1)}, "the likeliest children and one drawn from the rest"
+    ),
 }
 
 LOOKUPS: Mapping[str, Entry] = {
@@ -102,7 +112,9 @@ def split_spec(spec: str) -> tuple[str, dict[str, str]]:
     for part in filter(None, rest.split(",")):
         key, equals, value = part.partition("=")
         if not equals or not value:
-            raise InvalidRequest(f"'{part}' in '{spec}' is not a setting: write name=value, separated by commas.")
+            raise InvalidRequest(
+                f"'{part}' in '{spec}' is not a setting: write name=value, separated by commas."
+            )
         settings[key.strip()] = value.strip()
     return name, settings
 
@@ -144,11 +156,12 @@ def load_model_drafter(
     checkpoint: Checkpoint, tree: str | None, target: Checkpoint, config: EngineConfig
 ) -> ModelDrafter:
     """A second model as drafter, once it is known to speak the target's vocabulary."""
+    grower = build_grower(tree or DEFAULT_TREE)
     check_same_vocabulary(checkpoint, target)
     runner = ModelRunner.load(
         checkpoint, config.torch_dtype(), config.torch_device(), config.num_pages, config.page_size
     )
-    return ModelDrafter(runner, build_grower(tree or DEFAULT_TREE), config.max_rows)
+    return ModelDrafter(runner, grower, config.max_rows)
 
 
 def check_same_vocabulary(draft: Checkpoint, target: Checkpoint) -> None:

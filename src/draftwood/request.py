@@ -85,9 +85,18 @@ class SamplingParams:
                 self.logprobs is None or (_integer(self.logprobs) and 0 <= self.logprobs <= 100),
                 "logprobs must be None or an integer from 0 to 100",
             ),
-            (all(isinstance(s, str) and s for s in self.stop), "stop strings must be texts of at least one character"),
-            (all(isinstance(s, str) and s for s in self.bad_words), "bad words must be texts of at least one character"),
-            (all(_integer(t) and t >= 0 for t in self.stop_token_ids), "stop_token_ids must be integers >= 0"),
+            (
+                all(isinstance(s, str) and s for s in self.stop),
+                "stop strings must be texts of at least one character",
+            ),
+            (
+                all(isinstance(s, str) and s for s in self.bad_words),
+                "bad words must be texts of at least one character",
+            ),
+            (
+                all(_integer(t) and t >= 0 for t in self.stop_token_ids),
+                "stop_token_ids must be integers >= 0",
+            ),
             (
                 all(_integer(t) and t >= 0 and _number(b) for t, b in self.logit_bias.items()),
                 "logit_bias must map token ids to finite numbers",

@@ -56,28 +56,40 @@ class TokenTree:
         """Nothing but the last committed token of each sequence. [B]."""
         num = tokens.shape[0]
         steps = torch.arange(num + 1, device=tokens.device)
-        none = torch.full_like(tokens, -1)
-        return cls(tokens, none, steps, torch.zeros_like(tokens), none)
+        zeros, none = torch.zeros_like(tokens), torch.full_like(tokens, -1)
+        tree = cls(tokens, none, steps, zeros, none)
+        # Plain decoding should not pay for finding out that there is nothing to find out.
+        own = steps[:-1]
+        tree.__dict__.update(
+            sizes=zeros + 1, owner=own, local=zeros, paths=own[:, None], _sibling_links=(none, none)
+        )
+        return tree
 
     @classmethod
-    def of_points(cls, trees: list[tuple[list[int], list[int]]], device: torch.device | None = None) -> TokenTree:
+    def of_points(
+        cls, trees: list[tuple[list[int], list[int]]], device: torch.device | None = None
+    ) -> TokenTree:
         """Deterministic trees from host lists: (tokens, parents inside the own tree) for each sequence."""
-        tokens: list[int] = []
-        parents: list[int] = []
-        offsets = [0]
-        for own_tokens, own_parents in trees:
-            start = offsets[-1]
-            tokens += own_tokens
-            parents += [p if p < 0 else p + start for p in own_parents]
-            offsets.append(len(tokens))
-        packed = torch.tensor(tokens, device=device)
-        return cls(
-            packed,
-            torch.tensor(parents, device=device),
-            torch.tensor(offsets, device=device),
-            torch.zeros_like(packed),
-            torch.full_like(packed, -1),
-        )
+        links = _HostLinks()
+        for tokens, parents in trees:
+            links.add_tree(tokens, parents)
+        columns = [
+            links.tokens,
+            links.parents,
+            links.owner,
+            links.local,
+            links.depth,
+            links.first,
+            links.following,
+        ]
+        packed = torch.tensor(columns, dtype=torch.int64, device=device)
+        tokens, parents, owner, local, depth, first, following = packed
+        offsets = torch.tensor(links.offsets, device=device)
+        tree = cls(tokens, parents, offsets, torch.zeros_like(tokens), torch.full_like(tokens, -1))
+        # The host knows the structure already; finding it again would take dozens of small operations.
+        tree.__dict__.update(owner=owner, local=local, depth=depth, max_depth=max(links.depth, default=0))
+        tree.__dict__.update(_sibling_links=(first, following))
+        return tree
 
     @property
     def num_trees(self) -> int:
@@ -88,6 +100,11 @@ class TokenTree:
     def num_nodes(self) -> int:
         """M, roots included."""
         return self.tokens.shape[0]
+
+    @property
+    def num_drafted(self) -> int:
+        """Nodes that are guesses."""
+        return self.num_nodes - self.num_trees
 
     @cached_property
     def sizes(self) -> Tensor:
@@ -124,7 +141,7 @@ class TokenTree:
     @cached_property
     def max_depth(self) -> int:
         """D, the depth of the deepest node of the batch."""
-        return self.paths.shape[1] - 1
+        return int(self.depth.max())
 
     @cached_property
     def ancestors(self) -> Tensor:
@@ -223,6 +240,41 @@ class TokenTree:
             raise ValueError("; ".join(wrong))
 
 
+@dataclass
+class _HostLinks:
+    """Trees as plain lists, with everything about their structure that one pass can tell."""
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    owner: list[int] = field(default_factory=list)
+    local: list[int] = field(default_factory=list)
+    depth: list[int] = field(default_factory=list)
+    first: list[int] = field(default_factory=list)
+    following: list[int] = field(default_factory=list)
+    offsets: list[int] = field(default_factory=lambda: [0])
+
+    def add_tree(self, tokens: list[int], parents: list[int]) -> None:
+        """Append one tree; `parents` count inside it."""
+        start, tree = self.offsets[-1], len(self.offsets) - 1
+        last_child: dict[int, int] = {}
+        for i, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+            above = parent + start if parent >= 0 else -1
+            self.tokens.append(token)
+            self.parents.append(above)
+            self.owner.append(tree)
+            self.local.append(i)
+            self.depth.append(self.depth[above] + 1 if parent >= 0 else 0)
+            self.first.append(-1)
+            self.following.append(-1)
+            if parent >= 0:
+                if above in last_child:
+                    self.following[last_child[above]] = start + i
+                else:
+                    self.first[above] = start + i
+                last_child[above] = start + i
+        self.offsets.append(len(self.tokens))
+
+
 def _follow(links: Tensor, at: Tensor) -> Tensor:
     return torch.where(at >= 0, links[at.clamp(min=0)], -1)
 
@@ -257,7 +309,9 @@ class Verdict:
         """The step's one copy to the host: the tokens each sequence gains."""
         safe = self.path[:, 1:].clamp(min=0)
         drafted = (tree.sizes - 1).unsqueeze(1)
-        packed = torch.cat([self.length[:, None], self.bonus[:, None], drafted, tree.tokens[safe]], 1).tolist()
+        packed = torch.cat(
+            [self.length[:, None], self.bonus[:, None], drafted, tree.tokens[safe]], 1
+        ).tolist()
         return HostVerdict(
             tokens=[row[3 : 3 + row[0]] + [row[1]] for row in packed],
             accepted=[row[0] for row in packed],

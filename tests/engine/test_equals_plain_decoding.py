@@ -124,11 +124,15 @@ def test_tokens_equal_plain_decoding(name: str, law: str, temperature: float, re
     harness, answers = run(name, law, temperature, REGIMES[regime], torch.float64, requests(temperature))
     assert generated(answers) == plain(temperature, torch.float64)
     if regime == "starved":
-        assert harness.engine.scheduler.num_preemptions > 0, "the cache was not scarce enough to test anything"
+        assert harness.engine.scheduler.num_preemptions > 0, (
+            "the cache was not scarce enough to test anything"
+        )
 
 
 @pytest.mark.parametrize(("name", "law", "temperature"), MATRIX)
-def test_tokens_equal_plain_decoding_in_float32_with_staggered_arrivals(name: str, law: str, temperature: float) -> None:
+def test_tokens_equal_plain_decoding_in_float32_with_staggered_arrivals(
+    name: str, law: str, temperature: float
+) -> None:
     """A request that joins in the middle changes nobody's tokens, nor do they change its own."""
     asks = with_arrivals(requests(temperature), every=2)
     _, answers = run(name, law, temperature, Regime(max_rows=40, num_pages=40), torch.float32, asks)

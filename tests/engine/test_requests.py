@@ -30,7 +30,13 @@ PARAMS = {
     "stop strings": SamplingParams(temperature=1.0, stop=("ib", "j", "ebe")),
     "stop ids": SamplingParams(temperature=1.0, stop_token_ids=(4, 9)),
     "everything": SamplingParams(
-        temperature=0.8, top_k=8, top_p=0.95, min_p=0.01, repetition_penalty=1.1, stop=("hh",), bad_words=("ab",)
+        temperature=0.8,
+        top_k=8,
+        top_p=0.95,
+        min_p=0.01,
+        repetition_penalty=1.1,
+        stop=("hh",),
+        bad_words=("ab",),
     ),
 }
 
@@ -92,8 +98,12 @@ def test_a_stop_string_is_cut_from_the_text_and_its_tokens_stay() -> None:
 def test_max_tokens_and_the_context_window_end_an_answer() -> None:
     from tiny import tiny_config
 
-    harness = Harness(tiny_runner(tiny_config(max_position_embeddings=20)), DRAFTS["bushy"](torch.float64), Match())
-    answers = harness.run([Ask(tuple(range(12)), SamplingParams(max_tokens=50)), Ask((1,), SamplingParams(max_tokens=1))])
+    harness = Harness(
+        tiny_runner(tiny_config(max_position_embeddings=20)), DRAFTS["bushy"](torch.float64), Match()
+    )
+    answers = harness.run(
+        [Ask(tuple(range(12)), SamplingParams(max_tokens=50)), Ask((1,), SamplingParams(max_tokens=1))]
+    )
     assert [len(a.tokens) for a in answers] == [20, 2]
     assert [harness.finish_reason(i) for i in range(2)] == [FinishReason.LENGTH] * 2
 
@@ -104,7 +114,9 @@ def test_logprobs_do_not_depend_on_speculation() -> None:
     for draft in (no_drafter, DRAFTS["bushy"]):
         harness = Harness(tiny_runner(), draft(torch.float64), Match())
         harness.run(asks(params))
-        runs.append([[lp for e in harness.events if e.request_id == i for lp in e.logprobs] for i in range(6)])
+        runs.append(
+            [[lp for e in harness.events if e.request_id == i for lp in e.logprobs] for i in range(6)]
+        )
     for plain, fast in zip(*runs, strict=True):
         assert len(plain) == 18
         assert [lp.token for lp in plain] == [lp.token for lp in fast]
@@ -164,7 +176,10 @@ def test_answers_of_one_request_share_their_prompt() -> None:
     target = tiny_runner()
     harness = Harness(target, NoDrafter(), Match())
     prompt = tuple(range(12)) * 2
-    answers = [harness.answer(i, Ask(prompt, SamplingParams(temperature=1.0, seed=i, max_tokens=3))) for i in range(3)]
+    answers = [
+        harness.answer(i, Ask(prompt, SamplingParams(temperature=1.0, seed=i, max_tokens=3)))
+        for i in range(3)
+    ]
     for answer in answers:
         answer.request_id = 0
     harness.engine.scheduler.add(answers)

@@ -138,8 +138,12 @@ def test_lookup_from_the_text_itself_keeps_the_law(law: str) -> None:
 
 @pytest.mark.parametrize(
     ("grower", "law"),
-    [(Levels((2,), Best()), "match"), (Levels((2, 1), Best()), "walk"), (Levels((1, 1), Independent()), "block"),
-     (Levels((2,), Hybrid()), "walk")],
+    [
+        (Levels((2,), Best()), "match"),
+        (Levels((2, 1), Best()), "walk"),
+        (Levels((1, 1), Independent()), "block"),
+        (Levels((2,), Hybrid()), "walk"),
+    ],
     ids=["match", "walk", "block", "hybrid"],
 )
 def test_the_whole_sampling_stack_applies_along_every_nodes_own_path(grower, law: str) -> None:

@@ -123,7 +123,9 @@ def test_any_mixture_of_draws_under_one_parent_is_exact_for_walk() -> None:
         tail[2] = 0
         tail /= tail.sum()
 
-        def run(source: Enumerator, p: Rows = p, laws: torch.Tensor = torch.stack([q, tail])) -> tuple[int, ...]:
+        def run(
+            source: Enumerator, p: Rows = p, laws: torch.Tensor = torch.stack([q, tail])
+        ) -> tuple[int, ...]:
             drawn = source.pick(laws, torch.tensor([1, 2]))
             tree = TokenTree(
                 tokens=torch.tensor([0, int(drawn[1]), 2, int(drawn[0])]),
@@ -143,7 +145,8 @@ def test_the_example_of_the_block_verification_paper() -> None:
     p, q = constant(1, 2), constant(2, 1)
     grower = Levels((1, 1), Independent())
     accepted = {
-        law.name: sum(w * (len(s) - 1) for s, w in round_law(grower, law, p, q).items()) for law in (Walk(), Block())
+        law.name: sum(w * (len(s) - 1) for s, w in round_law(grower, law, p, q).items())
+        for law in (Walk(), Block())
     }
     assert accepted["walk"] == pytest.approx(10 / 9, abs=1e-12)
     assert accepted["block"] == pytest.approx(11 / 9, abs=1e-12)

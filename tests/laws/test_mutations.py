@@ -165,7 +165,10 @@ def test_siblings_sorted_by_what_the_target_likes() -> None:
             order = sorted(range(1, tree.num_nodes), key=lambda n: -float(p[0, tree.tokens[n]]))
             index = torch.tensor([0, *order])
             return super().verify(
-                replace(tree, tokens=tree.tokens[index], q_row=tree.q_row[index], draw=tree.draw[index]), p, view, rng
+                replace(tree, tokens=tree.tokens[index], q_row=tree.q_row[index], draw=tree.draw[index]),
+                p,
+                view,
+                rng,
             )
 
     assert error_of(Levels((2,), Independent()), Sorting()) > 1e-3

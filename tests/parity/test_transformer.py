@@ -8,6 +8,7 @@ from reference_model import load_into_transformers, written_out_logits
 from tiny import CPU, TinyCheckpoint, hf_config
 
 from draftwood.cache.kv import NodeRows, Span
+from draftwood.model.batch import AttentionShape, Pages
 from draftwood.model.config import ModelConfig
 from draftwood.model.runner import ModelRunner
 from draftwood.ops.cpu import SegmentedAttention
@@ -31,7 +32,9 @@ VARIANTS: dict[str, dict] = {
     "llama-rope-yarn": hf_config(
         "llama", rope_scaling={"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
     ),
-    "smollm": hf_config("llama", num_attention_heads=3, num_key_value_heads=1, hidden_size=48, tie_word_embeddings=True),
+    "smollm": hf_config(
+        "llama", num_attention_heads=3, num_key_value_heads=1, hidden_size=48, tie_word_embeddings=True
+    ),
     "mistral": hf_config("mistral"),
     "mistral-full": hf_config("mistral", sliding_window=None),
     "qwen2": hf_config("qwen2"),
@@ -93,7 +96,9 @@ def test_a_tree_node_sees_its_own_path_and_nothing_else(name: str) -> None:
     checkpoint, runner = runner_of(VARIANTS[name], torch.float64)
     texts = [TEXT[:9], TEXT[4:7]]
     shapes = [([0, 3, 5, 3, 7, 1], [-1, 0, 0, 1, 1, 3]), ([0, 2, 2, 9], [-1, 0, 1, 0])]
-    trees = [([text[-1], *tokens[1:]], parents) for text, (tokens, parents) in zip(texts, shapes, strict=True)]
+    trees = [
+        ([text[-1], *tokens[1:]], parents) for text, (tokens, parents) in zip(texts, shapes, strict=True)
+    ]
     tree = TokenTree.of_points(trees)
     spans = []
     for i, text in enumerate(texts):
@@ -112,8 +117,6 @@ def test_a_tree_node_sees_its_own_path_and_nothing_else(name: str) -> None:
 @pytest.mark.parametrize("window", [None, 3])
 def test_cpu_attention_equals_the_reference(rows: int, window: int | None) -> None:
     """Few rows and many, pages in one run and scattered, with a tree of more than one word of ancestors."""
-    from draftwood.model.batch import AttentionShape
-
     _, runner = runner_of(VARIANTS["llama"], torch.float64)
     cache, generator = runner.cache, torch.Generator().manual_seed(1)
     cache.tables.open(7, TEXT)
@@ -125,24 +128,23 @@ def test_cpu_attention_equals_the_reference(rows: int, window: int | None) -> No
     tree = TokenTree.of_points([([0] * (rows + 1), [-1, *range(rows)]), ([0, 1], [-1, 0])])
     spans = [Span(1, TEXT, 3, 9), Span(0, TEXT, 0, 6)]
     batch = cache.stage(spans, NodeRows.of_tree(tree, torch.tensor([0, 1])))
-    shape = AttentionShape(cache.page_size, window, 0.5, torch.float64)
-    count = batch.tokens.shape[0]
-    query = torch.randn(count, 4, 8, generator=generator, dtype=torch.float64)
-    keys, values = torch.randn(2, 2, 80, 8, generator=generator, dtype=torch.float64)
-    want = DenseAttention.plan(batch, shape).run(query, keys, values)
-    got = SegmentedAttention.plan(batch, shape).run(query, keys, values)
-    assert (got - want).abs().max() <= 1e-12
+    shape = AttentionShape(window, 0.5)
+    query = torch.randn(batch.tokens.shape[0], 4, 8, generator=generator, dtype=torch.float64)
+    pages = Pages(torch.randn(2, 2, 2, 80, 8, generator=generator, dtype=torch.float64), cache.page_size)
+    for layer in (0, 1):
+        want = DenseAttention.plan(batch, pages, shape).run(layer, query)
+        got = SegmentedAttention.plan(batch, pages, shape).run(layer, query)
+        assert (got - want).abs().max() <= 1e-12
 
 
 def test_a_long_chain_of_nodes_needs_more_than_one_word_of_ancestors() -> None:
     """A tree of 150 nodes: bits beyond the first 64 still hide what they must."""
-    checkpoint, runner = runner_of(VARIANTS["llama"], torch.float64)
+    checkpoint, _ = runner_of(VARIANTS["llama"], torch.float64)
+    runner = ModelRunner.load(checkpoint, torch.float64, CPU, num_pages=60, page_size=4)
     text = TEXT[:3]
     guesses = [(7 * i) % 13 for i in range(70)]
     parents = [-1, *range(70), *[0] * 79]  # one long path and a fan of 79
     tree = TokenTree.of_points([([text[-1], *guesses, *[i % 13 for i in range(79)]], parents)])
-    runner.cache.tables.pool.__init__(60)
-    runner.cache.store = torch.zeros(2, 2, 2, 240, 8, dtype=torch.float64)
     runner.cache.tables.open(0, text)
     runner.cache.tables.reserve(0, 160)
     out = runner.forward(runner.cache.stage([Span(0, text, 0, 3)], NodeRows.of_tree(tree, torch.tensor([0]))))

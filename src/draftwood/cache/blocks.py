@@ -114,7 +114,9 @@ class PagePool:
         for page in range(self.num_pages):
             states = (page in self._free, page in self._resting, self._uses[page] > 0)
             assert sum(states) == 1, f"page {page} is in {sum(states)} states: {states}"
-            assert self._uses[page] == held.get(page, 0), f"page {page}: {self._uses[page]} uses, {held.get(page, 0)} users"
+            assert self._uses[page] == held.get(page, 0), (
+                f"page {page}: {self._uses[page]} uses, {held.get(page, 0)} users"
+            )
             assert page not in self._free or page not in self._key, f"free page {page} can still be found"
         assert self._content == {v: k for k, v in self._address.items()}, "content index and addresses differ"
         assert set(self._address) == set(self._key), "a page has a name but no content, or the reverse"
@@ -192,7 +194,11 @@ class PageTables:
     def advance(self, seq_id: int, num_cached: int, tokens: Sequence[int]) -> None:
         """The first `num_cached` tokens are now in the pages; full pages become findable by content."""
         table = self._tables[seq_id]
-        assert table.num_cached <= num_cached <= self.room(seq_id), (table.num_cached, num_cached, self.room(seq_id))
+        assert table.num_cached <= num_cached <= self.room(seq_id), (
+            table.num_cached,
+            num_cached,
+            self.room(seq_id),
+        )
         table.num_cached = num_cached
         full = min(num_cached, len(tokens)) // self.page_size
         for i in range(table.num_remembered, full):
@@ -217,7 +223,9 @@ class PageTables:
         held: dict[int, int] = {}
         for seq_id, table in self._tables.items():
             assert len(set(table.pages)) == len(table.pages), f"sequence {seq_id} holds a page twice"
-            assert table.num_cached <= len(table.pages) * self.page_size, f"sequence {seq_id} has tokens without pages"
+            assert table.num_cached <= len(table.pages) * self.page_size, (
+                f"sequence {seq_id} has tokens without pages"
+            )
             for page in table.pages:
                 held[page] = held.get(page, 0) + 1
         self.pool.check(held)

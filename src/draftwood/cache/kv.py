@@ -10,14 +10,18 @@ A chain is already in place, so nothing moves.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from draftwood.cache.blocks import PageTables
-from draftwood.model.batch import ForwardBatch
+from draftwood.errors import InvalidRequest
+from draftwood.model.batch import ForwardBatch, Pages
 from draftwood.model.config import ModelConfig
 from draftwood.tree import TokenTree, Verdict
 
@@ -43,11 +47,15 @@ class NodeRows:
     ancestors: Tensor  # [K, W] int64
 
     @classmethod
-    def of_tree(cls, tree: TokenTree, span: Tensor) -> NodeRows:
-        """All draft nodes of `tree`, whose b-th tree belongs to span `span[b]`."""
+    def of_tree(cls, tree: TokenTree, span: Tensor) -> NodeRows | None:
+        """All draft nodes of `tree`, whose b-th tree belongs to span `span[b]`; None if there are none."""
+        if tree.num_drafted == 0:
+            return None
         drafted = tree.parents >= 0
         owner = span[tree.owner[drafted]]
-        return cls(owner, tree.local[drafted], tree.tokens[drafted], tree.depth[drafted], tree.ancestors[drafted])
+        return cls(
+            owner, tree.local[drafted], tree.tokens[drafted], tree.depth[drafted], tree.ancestors[drafted]
+        )
 
 
 class KVCache:
@@ -56,12 +64,10 @@ class KVCache:
     def __init__(
         self, config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
+        shape = (config.num_layers, 2, config.num_kv_heads, num_pages * page_size, config.head_dim)
+        self.memory = Pages(_zeros(shape, dtype, device), page_size)
         self.tables = PageTables(num_pages, page_size)
         self.device = device
-        # Heads before slots: one head's keys of a run of pages are one matrix.
-        self.store = torch.zeros(
-            config.num_layers, 2, config.num_kv_heads, num_pages * page_size, config.head_dim, dtype=dtype, device=device
-        )  # [L, 2, H, slots, D]
 
     @property
     def page_size(self) -> int:
@@ -71,7 +77,7 @@ class KVCache:
     @property
     def num_bytes(self) -> int:
         """Memory of all pages."""
-        return self.store.numel() * self.store.element_size()
+        return self.memory.store.numel() * self.memory.store.element_size()
 
     def block_table(self, spans: Sequence[Span]) -> Tensor:
         """The pages of each span's sequence. [S, P], -1 padded."""
@@ -84,42 +90,67 @@ class KVCache:
         page = block_table[span, index // self.page_size]
         return page * self.page_size + index % self.page_size
 
-    def stage(self, spans: Sequence[Span], nodes: NodeRows | None, logit_rows: Tensor | None = None) -> ForwardBatch:
+    def stage(
+        self, spans: Sequence[Span], nodes: NodeRows | None, logit_rows: Tensor | None = None
+    ) -> ForwardBatch:
         """Rows for every pending token of `spans` and every node, with their slots and masks.
 
         Without `logit_rows` (indices into pending tokens followed by nodes), logits are wanted at each span's
         last pending token, then at every node.
         """
-        staged = _Staging.of(spans, nodes, self.device)
+        pending = _pending_rows(spans, self.device)
         table = self.block_table(spans)
-        num_pending = staged.ends[-1]
+        base = torch.tensor([span.end for span in spans], device=self.device)
+        ends = [0, *itertools.accumulate(span.end - span.start for span in spans)]
         if logit_rows is None:
-            last = torch.tensor(staged.ends[1:], device=self.device) - 1
-            extra = torch.arange(num_pending, staged.span.shape[0], device=self.device)
+            last = torch.tensor(ends[1:], device=self.device) - 1
+            extra = torch.arange(
+                ends[-1], ends[-1] + (nodes.tokens.shape[0] if nodes else 0), device=self.device
+            )
             logit_rows = torch.cat([last, extra])
-        order = torch.argsort(staged.span, stable=True)
+        tokens, index, owner = pending
+        batch = ForwardBatch(
+            tokens=tokens,
+            positions=index,
+            slots=self.slots(table, owner, index),
+            visible=index + 1,
+            ancestors=torch.zeros(len(tokens), 1, dtype=torch.int64, device=self.device),
+            row_offsets=torch.tensor(ends, device=self.device),
+            tree_base=base,
+            num_keys=base,
+            block_table=table,
+            logit_rows=logit_rows,
+        )
+        return batch if nodes is None else self._with_nodes(batch, owner, nodes)
+
+    def _with_nodes(self, pending: ForwardBatch, owner: Tensor, nodes: NodeRows) -> ForwardBatch:
+        """The same batch with `nodes` behind their sequences' pending rows."""
+        before = pending.tree_base[nodes.span]
+        index = before + nodes.index - 1
+        owner = torch.cat([owner, nodes.span])
+        order = torch.argsort(owner, stable=True)
         placed = torch.empty_like(order)
         placed[order] = torch.arange(order.shape[0], device=self.device)
-        counts = torch.bincount(staged.span, minlength=len(spans))
-        highest = torch.zeros(len(spans), dtype=torch.int64, device=self.device)
-        highest = highest.scatter_reduce(0, staged.span, staged.index + 1, "amax")
+        counts = torch.bincount(owner, minlength=pending.tree_base.shape[0])
+        words = nodes.ancestors.new_zeros(pending.tokens.shape[0], nodes.ancestors.shape[1])
         return ForwardBatch(
-            tokens=staged.tokens[order],
-            positions=staged.positions[order],
-            slots=self.slots(table, staged.span, staged.index)[order],
-            visible=staged.visible[order],
-            ancestors=staged.ancestors[order],
+            tokens=torch.cat([pending.tokens, nodes.tokens])[order],
+            positions=torch.cat([pending.positions, before - 1 + nodes.depth])[order],
+            slots=torch.cat([pending.slots, self.slots(pending.block_table, nodes.span, index)])[order],
+            visible=torch.cat([pending.visible, before])[order],
+            ancestors=torch.cat([words, nodes.ancestors])[order],
             row_offsets=torch.cat([counts.new_zeros(1), counts.cumsum(0)]),
-            tree_base=staged.base,
-            num_keys=torch.maximum(highest, staged.base),
-            block_table=table,
-            logit_rows=placed[logit_rows],
+            tree_base=pending.tree_base,
+            num_keys=pending.num_keys.scatter_reduce(0, nodes.span, index + 1, "amax"),
+            block_table=pending.block_table,
+            logit_rows=placed[pending.logit_rows],
         )
 
     def commit(self, batch: ForwardBatch, tree: TokenTree, verdict: Verdict, span: Tensor) -> None:
         """Move the keys and values of accepted nodes to where committed tokens live."""
-        index = tree.local[verdict.path.clamp(min=0)]  # [B, D + 1]
-        self.keep(batch.block_table[span], batch.tree_base[span], index, verdict.length)
+        if tree.num_drafted:
+            index = tree.local[verdict.path.clamp(min=0)]  # [B, D + 1]
+            self.keep(batch.block_table[span], batch.tree_base[span], index, verdict.length)
 
     def keep(self, block_table: Tensor, base: Tensor, index: Tensor, length: Tensor) -> None:
         """Move staged nodes `index` [B, D + 1] (root first, `length` of the others count) right behind `base` [B]."""
@@ -130,46 +161,29 @@ class KVCache:
         owner, step = moves.nonzero(as_tuple=True)
         source = self.slots(block_table, owner, base[owner] + index[owner, step] - 1)
         target = self.slots(block_table, owner, base[owner] + step - 1)
-        self.store[:, :, :, target] = self.store[:, :, :, source]
+        self.memory.store[:, :, :, target] = self.memory.store[:, :, :, source]
 
 
-@dataclass(frozen=True)
-class _Staging:
-    """Pending tokens of all spans followed by all nodes, before they are sorted by sequence."""
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that cost no memory until they are written to, where the system can do that."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    try:
+        return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
+    except MemoryError as error:
+        raise InvalidRequest(
+            f"A cache of {num_bytes / 2**30:.1f} GiB does not fit into this machine's memory; lower cache_tokens."
+        ) from error
 
-    tokens: Tensor
-    positions: Tensor
-    span: Tensor
-    index: Tensor  # which key of its sequence a row writes
-    visible: Tensor
-    ancestors: Tensor
-    base: Tensor  # [S]
-    ends: list[int]  # [S + 1] pending rows before each span
 
-    @classmethod
-    def of(cls, spans: Sequence[Span], nodes: NodeRows | None, device: torch.device) -> _Staging:
-        tokens: list[int] = []
-        index: list[int] = []
-        owner: list[int] = []
-        ends = [0]
-        for i, span in enumerate(spans):
-            tokens += span.tokens[span.start : span.end]
-            index += range(span.start, span.end)
-            owner += [i] * (span.end - span.start)
-            ends.append(len(tokens))
-        pending, at, spans_at = torch.tensor([tokens, index, owner], dtype=torch.int64, device=device)
-        base = torch.tensor([span.end for span in spans], device=device)
-        if nodes is None or nodes.tokens.shape[0] == 0:
-            no_tree = torch.zeros(len(tokens), 1, dtype=torch.int64, device=device)
-            return cls(pending, at, spans_at, at, at + 1, no_tree, base, ends)
-        before = base[nodes.span]
-        return cls(
-            tokens=torch.cat([pending, nodes.tokens]),
-            positions=torch.cat([at, before - 1 + nodes.depth]),
-            span=torch.cat([spans_at, nodes.span]),
-            index=torch.cat([at, before + nodes.index - 1]),
-            visible=torch.cat([at + 1, before]),
-            ancestors=torch.cat([nodes.ancestors.new_zeros(len(tokens), nodes.ancestors.shape[1]), nodes.ancestors]),
-            base=base,
-            ends=ends,
-        )
+def _pending_rows(spans: Sequence[Span], device: torch.device) -> Tensor:
+    """Token, index in its sequence, and span of every pending token. [3, N] int64."""
+    tokens: list[int] = []
+    index: list[int] = []
+    owner: list[int] = []
+    for i, span in enumerate(spans):
+        tokens += span.tokens[span.start : span.end]
+        index += range(span.start, span.end)
+        owner += [i] * (span.end - span.start)
+    return torch.tensor([tokens, index, owner], dtype=torch.int64, device=device)

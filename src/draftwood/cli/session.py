@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextlib import closing, nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from draftwood.cli.flags import EngineFlags
 from draftwood.cli.screen import AnswerPrinter, Transcript, figures, say, stderr, write_json
@@ -62,7 +62,7 @@ def collect(
 
     Leaving early, by whatever exception, cancels the request.
     """
-    stream = cast(Generator[Event, None, None], llm.stream(prompt, params))
+    stream = llm.stream(prompt, params)
     with closing(stream) as events:
         for event in events:
             transcript.add(event)

@@ -5,6 +5,8 @@ Knows no drafter, no tree shape and no law by name. Plain decoding is this code 
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,13 @@ from draftwood.telemetry import Timers
 from draftwood.tree import HostVerdict, TokenTree
 
 
+def check_exact(verifier: Verifier, drafter: Drafter) -> None:
+    """Refuse a law with drafts it would not be exact for."""
+    reason = verifier.refuses(drafter.law)
+    if reason is not None:
+        raise IncompatibleParts(f"The law '{verifier.name}' would not be exact here: {reason}.")
+
+
 class Engine:
     """One target model, one drafter, one law."""
 
@@ -33,9 +42,7 @@ class Engine:
         scheduler: Scheduler,
         rng: Randomness,
     ) -> None:
-        reason = verifier.refuses(drafter.law)
-        if reason is not None:
-            raise IncompatibleParts(f"The law '{verifier.name}' would not be exact here: {reason}.")
+        check_exact(verifier, drafter)
         self.target = target
         self.drafter = drafter
         self.verifier = verifier
@@ -68,14 +75,16 @@ class Engine:
 
     def _score(self, plan: Plan, tree: TokenTree, span: Tensor) -> tuple[ForwardBatch, ForwardOutput]:
         """The target's logits at every tree node, in the tree's order."""
-        nodes = NodeRows.of_tree(tree, span)
         spans = plan.spans
-        ends = torch.tensor([s.end - s.start for s in spans], device=span.device).cumsum(0)
+        nodes = NodeRows.of_tree(tree, span)
         # A root is its sequence's last pending token; draft nodes follow all pending tokens.
-        rows = torch.empty_like(tree.tokens)
-        drafted = tree.parents >= 0
-        rows[~drafted] = ends[span] - 1
-        rows[drafted] = int(ends[-1]) + torch.arange(nodes.tokens.shape[0], device=span.device)
+        ends = list(itertools.accumulate(s.end - s.start for s in spans))
+        rows = torch.tensor([ends[i] - 1 for i in plan.sampling], device=span.device)
+        if nodes is not None:
+            drafted = tree.parents >= 0
+            roots, rows = rows, torch.empty_like(tree.tokens)
+            rows[~drafted] = roots
+            rows[drafted] = torch.arange(ends[-1], ends[-1] + tree.num_drafted, device=span.device)
         batch = self.target.cache.stage(spans, nodes, rows)
         with self.timers.measure("target"):
             return batch, self.target.forward(batch, self.drafter.needs)

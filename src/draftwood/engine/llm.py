@@ -1,10 +1,10 @@
 """The Python interface: one object that answers prompts, blocking, streaming or asynchronously.
 
-    from draftwood import LLM, SamplingParams
+from draftwood import LLM, SamplingParams
 
-    llm = LLM("smollm2", drafter="ngram")
-    for result in llm.generate(["Why is the sky blue?"], SamplingParams(max_tokens=64)):
-        print(result.text, result.stats.tokens_per_step)
+llm = LLM("smollm2", drafter="ngram")
+for result in llm.generate(["Why is the sky blue?"], SamplingParams(max_tokens=64)):
+    print(result.text, result.stats.tokens_per_step)
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import itertools
 import queue
 import secrets
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import overload
@@ -24,7 +24,7 @@ import torch
 from draftwood.assembly import build_drafter, build_verifier
 from draftwood.config import EngineConfig
 from draftwood.engine.controller import FixedBudget
-from draftwood.engine.engine import Engine
+from draftwood.engine.engine import Engine, check_exact
 from draftwood.engine.scheduler import Scheduler, SchedulerConfig
 from draftwood.engine.sequence import Sequence as Answer
 from draftwood.engine.text import TextStream
@@ -34,7 +34,15 @@ from draftwood.model.checkpoint import Checkpoint, open_checkpoint
 from draftwood.model.runner import ModelRunner
 from draftwood.model.tokenizer import Detokenizer
 from draftwood.protocols import Drafter, Verifier
-from draftwood.request import Completion, Event, FinishReason, Result, SamplingParams, SpeculationStats, TokenLogprob
+from draftwood.request import (
+    Completion,
+    Event,
+    FinishReason,
+    Result,
+    SamplingParams,
+    SpeculationStats,
+    TokenLogprob,
+)
 from draftwood.rng import KeyedRng, Purpose, fold_seed
 
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]  # a text, its tokens, or a conversation
@@ -119,6 +127,7 @@ class LLM:
             torch.set_num_threads(config.threads)
         if isinstance(drafter, str):
             drafter = build_drafter(drafter, tree, self.checkpoint, config)
+        check_exact(verifier, drafter)  # before the weights are read
         target = ModelRunner.load(
             self.checkpoint, config.torch_dtype(), config.torch_device(), config.num_pages, config.page_size
         )
@@ -145,7 +154,9 @@ class LLM:
     def generate(self, prompts: str, params: SamplingParams | None = None) -> Result: ...
     @overload
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams | None = None) -> list[Result]: ...
-    def generate(self, prompts: str | Sequence[Prompt], params: SamplingParams | None = None) -> Result | list[Result]:
+    def generate(
+        self, prompts: str | Sequence[Prompt], params: SamplingParams | None = None
+    ) -> Result | list[Result]:
         """Answer a prompt, or all of a list in one batch.
 
         A single prompt that cannot run raises. In a list it gets a result with `finish_reason` "error" and the
@@ -160,7 +171,7 @@ class LLM:
         """Answer a conversation: a list of {"role": …, "content": …}."""
         return self._wait([self._prepare(messages, params or SamplingParams())])[0]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Iterator[Event]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Event, None, None]:
         """Answer a prompt event by event. Leaving the loop early cancels the request."""
         answering = self._prepare(prompt, params or SamplingParams())
         inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
@@ -173,7 +184,9 @@ class LLM:
         finally:
             self._cancel(answering)
 
-    async def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncIterator[Event]:
+    async def astream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> AsyncGenerator[Event, None]:
         """`stream` for an event loop. Leaving the loop early, or being cancelled, cancels the request."""
         answering = self._prepare(prompt, params or SamplingParams())
         inbox: asyncio.Queue[Event] = asyncio.Queue()
@@ -223,7 +236,14 @@ class LLM:
             return self._prepare(prompt, params)
         except DraftwoodError as refusal:
             failed = Completion(
-                0, "", (), (), FinishReason.ERROR, SpeculationStats(), seed=params.seed or 0, error=str(refusal)
+                0,
+                "",
+                (),
+                (),
+                FinishReason.ERROR,
+                SpeculationStats(),
+                seed=params.seed or 0,
+                error=str(refusal),
             )
             return Result(prompt if isinstance(prompt, str) else None, (), (failed,))
 
@@ -234,7 +254,9 @@ class LLM:
         request_id = next(self._request_ids)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         banned = tuple(tuple(ids) for word in params.bad_words for ids in self._spellings(word))
-        return _Answering(text, [self._answer(request_id, i, tokens, params, seed, banned) for i in range(params.n)])
+        return _Answering(
+            text, [self._answer(request_id, i, tokens, params, seed, banned) for i in range(params.n)]
+        )
 
     def _answer(
         self,
@@ -281,10 +303,16 @@ class LLM:
                 f"window is {self.checkpoint.config.max_positions} and the cache holds "
                 f"{self.engine.scheduler.tables.capacity}. Shorten the prompt or raise cache_tokens."
             )
-        for name, ids in (("the prompt", tokens), ("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
+        for name, ids in (
+            ("the prompt", tokens),
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", params.logit_bias),
+        ):
             outside = next((token for token in ids if not 0 <= token < vocabulary), None)
             if outside is not None:
-                raise InvalidRequest(f"Token {outside} in {name} is not in the vocabulary (0 to {vocabulary - 1}).")
+                raise InvalidRequest(
+                    f"Token {outside} in {name} is not in the vocabulary (0 to {vocabulary - 1})."
+                )
 
     def _spellings(self, word: str) -> list[list[int]]:
         """A word at the start of a text and inside one are different tokens; both are meant."""
@@ -296,4 +324,3 @@ def _post(loop: asyncio.AbstractEventLoop, inbox: asyncio.Queue[Event], event: E
     """Hand an event to its loop; a loop that is gone has nobody waiting in it."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(inbox.put_nowait, event)
-

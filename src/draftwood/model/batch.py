@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -39,9 +40,25 @@ class ForwardOutput:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What attention needs to know beside the batch."""
+    """What attention needs to know beside batch and cache."""
 
-    page_size: int
     window: int | None  # a row sees only keys less than this many positions before it
     scale: float
-    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Keys and values of all layers in pages; written in place by a forward, moved by a commit."""
+
+    store: Tensor  # [L, 2, H, slots, D]: one head's keys of a run of pages are one matrix
+    page_size: int
+
+    @cached_property
+    def layers(self) -> tuple[Tensor, ...]:
+        """Each layer's keys and values as one tensor to write to. L x [2 H, slots, D]."""
+        return self.store.flatten(1, 2).unbind(0)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of keys and values."""
+        return self.store.dtype

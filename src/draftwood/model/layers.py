@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,45 +13,33 @@ ACTIVATIONS = {
 }
 
 
-@dataclass(frozen=True)
-class Linear:
-    """x W + b with W stored [in, out].
+class RMSNorm:
+    """Root-mean-square norm; half precisions are normalised in float32.
 
-    Measured on two AVX-512 cores, float32: this layout costs one row the same as the usual [out, in] and
-    saves a quarter at four to eight rows, the sizes that verification needs; and a tied embedding can read its
-    columns, so it needs no copy of its own.
+    x / sqrt(mean(x^2) + eps) is x sqrt(n) / hypot(|x|, sqrt(n eps)): four small operations where torch's own takes a
+    dozen. Between products that stream all weights through the caches, their number is what counts.
     """
 
-    weight: Tensor  # [in, out]
-    bias: Tensor | None = None  # [out]
-
-    @classmethod
-    def of_rows(cls, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """From the usual [out, in] layout."""
-        return cls(weight.t().contiguous(), bias)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[N, in] -> [N, out]."""
-        return torch.mm(x, self.weight) if self.bias is None else torch.addmm(self.bias, x, self.weight)
-
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual + (x W + b) in one pass. [N, out], [N, in] -> [N, out]."""
-        out = torch.addmm(residual, x, self.weight)
-        return out if self.bias is None else out.add_(self.bias)
-
-
-@dataclass(frozen=True)
-class RMSNorm:
-    """Root-mean-square norm; half precisions are normalised in float32."""
-
-    weight: Tensor
-    eps: float
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        size = weight.shape[-1]
+        self.weight = weight  # [n], or [heads, n] for several norms side by side
+        self._floor = torch.tensor((size * eps) ** 0.5, dtype=_wide(weight.dtype), device=weight.device)
+        self._scaled = weight * size**0.5 if weight.dtype == self._floor.dtype else None
+        self._root = size**0.5
 
     def __call__(self, x: Tensor) -> Tensor:
         """Over the last dimension."""
-        if x.dtype in (torch.float32, torch.float64):
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        return F.rms_norm(x.float(), self.weight.shape, None, self.eps).to(x.dtype) * self.weight
+        if self._scaled is not None:
+            return (x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._floor)).mul_(
+                self._scaled
+            )
+        wide = x.to(self._floor.dtype)
+        length = torch.hypot(torch.linalg.vector_norm(wide, dim=-1, keepdim=True), self._floor)
+        return (wide / length).mul_(self._root).to(x.dtype) * self.weight
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def pair_adjacent(rows: Tensor, head_dim: int) -> Tensor:
@@ -69,17 +55,24 @@ def pair_adjacent(rows: Tensor, head_dim: int) -> Tensor:
 class Rotary:
     """Rotations e^{i · position · frequency} for all positions, grown on demand."""
 
-    def __init__(self, inverse_frequencies: Tensor, scale: float, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, inverse_frequencies: Tensor, scale: float, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._frequencies = inverse_frequencies.to(device=device, dtype=torch.float64)
         self._scale = scale
         self._dtype = torch.complex128 if dtype == torch.float64 else torch.complex64
         self._table = torch.empty(0, len(inverse_frequencies), dtype=self._dtype, device=device)
 
-    def at(self, positions: Tensor, highest: int) -> Tensor:
-        """Rotations at `positions` [N], none above `highest`. [N, 1, D / 2] complex."""
+    def at(self, positions: Tensor, highest: int, num_turned: int, num_still: int) -> Tensor:
+        """Rotations at `positions` [N], none above `highest`, for heads that turn and heads that do not.
+
+        Values do not turn, but one multiplication by one costs less than taking them apart from queries and keys.
+        [N, num_turned + num_still, D / 2] complex.
+        """
         if highest >= self._table.shape[0]:
             self._grow(highest + 1)
-        return self._table[positions].unsqueeze(1)
+        turned = self._table[positions].unsqueeze(1).expand(-1, num_turned, -1)
+        return torch.cat([turned, torch.ones_like(turned[:, :1]).expand(-1, num_still, -1)], 1)
 
     def _grow(self, length: int) -> None:
         length = 1 << (length - 1).bit_length()
@@ -91,7 +84,9 @@ class Rotary:
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Turn adjacent pairs of each head by `rotation`. [N, heads, D], [N, 1, D / 2] -> [N, heads, D]."""
-    real = torch.float64 if rotation.dtype == torch.complex128 else torch.float32
-    pairs = torch.view_as_complex(x.to(real).unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * rotation).flatten(-2).to(x.dtype)
+    """Turn adjacent pairs of each head by `rotation`. [N, heads * D], [N, heads, D / 2] -> [N, heads, D]."""
+    count, heads, half = rotation.shape
+    wide = _wide(x.dtype)
+    pairs = x.view(count, heads, half, 2) if x.dtype == wide else x.view(count, heads, half, 2).to(wide)
+    turned = torch.view_as_real(torch.view_as_complex(pairs) * rotation).view(count, heads, 2 * half)
+    return turned if x.dtype == wide else turned.to(x.dtype)

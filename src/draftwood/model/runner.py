@@ -34,4 +34,4 @@ class ModelRunner:
 
     def forward(self, batch: ForwardBatch, needs: frozenset[int] = frozenset()) -> ForwardOutput:
         """Run the rows; their keys and values are in the cache afterwards."""
-        return self.model.forward(batch, self.cache.store, self.cache.page_size, needs)
+        return self.model.forward(batch, self.cache.memory, needs)

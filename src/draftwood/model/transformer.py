@@ -5,16 +5,18 @@ Shapes: N rows of a forward · H heads · K key heads · D head size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from draftwood.model.batch import AttentionShape, ForwardBatch, ForwardOutput
+from draftwood.model.batch import AttentionShape, ForwardBatch, ForwardOutput, Pages
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.config import ModelConfig
-from draftwood.model.layers import ACTIVATIONS, Linear, RMSNorm, Rotary, pair_adjacent, rotate
-from draftwood.ops import Attention, plan_attention
+from draftwood.model.layers import ACTIVATIONS, RMSNorm, Rotary, pair_adjacent, rotate
+from draftwood.ops import plan_attention
+from draftwood.ops.linear import DenseLinear, Linear, make_linear
 
 
 @dataclass(frozen=True)
@@ -23,8 +25,7 @@ class Layer:
 
     attention_norm: RMSNorm
     qkv: Linear  # -> [(H + 2 K) * D]
-    query_norm: RMSNorm | None
-    key_norm: RMSNorm | None
+    head_norm: RMSNorm | None  # of queries and keys, side by side
     output: Linear
     mlp_norm: RMSNorm
     gate_up: Linear
@@ -39,70 +40,67 @@ class Transformer:
         self.config = config = checkpoint.config
         self.dtype = dtype
         self.device = device
-        # The largest tensor first: reading it needs a second copy, which costs least while nothing else is there.
+        # The largest tensors first: reading them needs a second copy, which costs least while nothing else is there.
         self.head, self.embedding = loader.head_and_embedding()
         self.layers = [loader.layer(i) for i in range(config.num_layers)]
         self.final_norm = loader.norm("model.norm")
         frequencies, scale = config.rope.inverse_frequencies(config.head_dim)
         self.rotary = Rotary(frequencies, scale, dtype, device)
+        self._activate = ACTIVATIONS[config.activation]
 
     @property
     def num_bytes(self) -> int:
         """Memory of all weights."""
-        found: dict[int, int] = {}
-        holders = [self.head, self.final_norm, *(part for layer in self.layers for part in vars(layer).values())]
-        for holder in holders:
-            for value in vars(holder).values() if holder is not None else ():
-                if isinstance(value, Tensor):
-                    found[value.data_ptr()] = value.numel() * value.element_size()
-        if self.embedding is not None:
-            found[self.embedding.data_ptr()] = self.embedding.numel() * self.embedding.element_size()
-        return sum(found.values())
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """[N] -> [N, hidden]."""
-        if self.embedding is None:
-            return self.head.weight.index_select(1, tokens).t().contiguous()
-        return self.embedding[tokens]
+        holders = [
+            self.head,
+            self.final_norm,
+            *(part for layer in self.layers for part in vars(layer).values()),
+        ]
+        values = [value for holder in holders if holder is not None for value in vars(holder).values()]
+        tensors = [value for value in (*values, self.embedding) if isinstance(value, Tensor)]
+        packed = sum(t.numel() * t.element_size() for t in tensors if t.is_mkldnn)
+        storages = {
+            s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors if not t.is_mkldnn)
+        }
+        return packed + sum(storages.values())
 
     def forward(
-        self, batch: ForwardBatch, store: Tensor, page_size: int, needs: frozenset[int] = frozenset()
+        self, batch: ForwardBatch, cache: Pages, needs: frozenset[int] = frozenset()
     ) -> ForwardOutput:
-        """Run the rows of `batch`, writing their keys and values to `store` [L, 2, K, slots, D]."""
-        scale = self.config.head_dim**-0.5
+        """Run the rows of `batch`, writing their keys and values to `cache`."""
+        config = self.config
         attention = {
-            window: plan_attention(batch, AttentionShape(page_size, window, scale, self.dtype))
-            for window in set(self.config.windows)
+            window: plan_attention(batch, cache, AttentionShape(window, config.head_dim**-0.5))
+            for window in set(config.windows)
         }
-        rotation = self.rotary.at(batch.positions, self.config.max_positions - 1)
-        hidden = self.embed(batch.tokens)
+        turning = config.num_heads + config.num_kv_heads
+        rotation = self.rotary.at(batch.positions, config.max_positions - 1, turning, config.num_kv_heads)
+        hidden = self.embedding[batch.tokens]
         features: dict[int, Tensor] = {}
         for i, layer in enumerate(self.layers):
-            hidden = self._attend(layer, hidden, rotation, store[i], batch.slots, attention[self.config.windows[i]])
+            query_key_value = self._project(layer, hidden, rotation)
+            cache.layers[i].index_copy_(
+                1, batch.slots, query_key_value[:, config.num_heads :].transpose(0, 1)
+            )
+            mixed = attention[config.windows[i]].run(i, query_key_value[:, : config.num_heads])
+            hidden = layer.output.add_to(hidden, mixed)
             hidden = self._feed_forward(layer, hidden)
             if i in needs:
                 features[i] = hidden[batch.logit_rows]
-        wanted = self.final_norm(hidden[batch.logit_rows])
-        return ForwardOutput(self.head(wanted), features)
+        return ForwardOutput(self.head(self.final_norm(hidden[batch.logit_rows])), features)
 
-    def _attend(
-        self, layer: Layer, hidden: Tensor, rotation: Tensor, store: Tensor, slots: Tensor, attention: Attention
-    ) -> Tensor:
-        heads, kv_heads, dim = self.config.num_heads, self.config.num_kv_heads, self.config.head_dim
-        qkv = layer.qkv(layer.attention_norm(hidden)).view(-1, heads + 2 * kv_heads, dim)
-        turning, value = qkv.split((heads + kv_heads, kv_heads), 1)
-        if layer.query_norm is not None and layer.key_norm is not None:
-            query, key = turning.split((heads, kv_heads), 1)
-            turning = torch.cat([layer.query_norm(query), layer.key_norm(key)], 1)
-        turned = rotate(turning, rotation)
-        store[0].index_copy_(1, slots, turned[:, heads:].transpose(0, 1))
-        store[1].index_copy_(1, slots, value.transpose(0, 1))
-        mixed = attention.run(turned[:, :heads], store[0], store[1])
-        return layer.output.add_to(hidden, mixed.reshape(-1, heads * dim))
+    def _project(self, layer: Layer, hidden: Tensor, rotation: Tensor) -> Tensor:
+        """Queries, keys and values of every row, turned to their positions. [N, hidden] -> [N, H + 2 K, D]."""
+        projected = layer.qkv(layer.attention_norm(hidden))
+        if layer.head_norm is not None:
+            heads = projected.view(hidden.shape[0], -1, self.config.head_dim)[:, : -self.config.num_kv_heads]
+            heads.copy_(layer.head_norm(heads))
+        return rotate(projected, rotation)
 
     def _feed_forward(self, layer: Layer, hidden: Tensor) -> Tensor:
-        gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, -1)
-        return layer.down.add_to(hidden, ACTIVATIONS[self.config.activation](gate).mul_(up))
+        both = layer.gate_up(layer.mlp_norm(hidden))
+        size = self.config.intermediate_size
+        return layer.down.add_to(hidden, self._activate(both[:, :size]).mul_(both[:, size:]))
 
 
 class _WeightLoader:
@@ -123,19 +121,20 @@ class _WeightLoader:
     def norm(self, name: str) -> RMSNorm:
         return RMSNorm(self.tensor(f"{name}.weight"), self.config.norm_eps)
 
-    def head_and_embedding(self) -> tuple[Linear, Tensor | None]:
-        if self.config.tied_head:
-            return Linear.of_rows(self.tensor("model.embed_tokens.weight")), None
-        return Linear.of_rows(self.tensor("lm_head.weight")), self.tensor("model.embed_tokens.weight")
+    def head_and_embedding(self) -> tuple[Linear, Tensor]:
+        """The output head and the token embedding [V, hidden], sharing memory where they are tied and can."""
+        embedding = self.tensor("model.embed_tokens.weight")
+        head = make_linear(embedding if self.config.tied_head else self.tensor("lm_head.weight"))
+        if self.config.tied_head and isinstance(head, DenseLinear):
+            embedding = head.weight.t()
+        return head, embedding
 
     def layer(self, i: int) -> Layer:
         name = f"model.layers.{i}"
-        query_norm, key_norm = self._head_norms(f"{name}.self_attn")
         return Layer(
             attention_norm=self.norm(f"{name}.input_layernorm"),
             qkv=self._fused_qkv(f"{name}.self_attn"),
-            query_norm=query_norm,
-            key_norm=key_norm,
+            head_norm=self._head_norm(f"{name}.self_attn"),
             output=self._linear(f"{name}.self_attn.o_proj", self.config.output_bias),
             mlp_norm=self.norm(f"{name}.post_attention_layernorm"),
             gate_up=self._fused_gate_up(f"{name}.mlp"),
@@ -143,31 +142,36 @@ class _WeightLoader:
         )
 
     def _linear(self, name: str, bias: bool) -> Linear:
-        return Linear.of_rows(self.tensor(f"{name}.weight"), self.maybe(f"{name}.bias", bias))
+        return make_linear(self.tensor(f"{name}.weight"), self.maybe(f"{name}.bias", bias))
 
     def _fused_gate_up(self, name: str) -> Linear:
-        parts = [self._linear(f"{name}.{part}_proj", self.config.mlp_bias) for part in ("gate", "up")]
-        return _side_by_side(parts)
+        weights = [self.tensor(f"{name}.{part}_proj.weight") for part in ("gate", "up")]
+        biases = [self.maybe(f"{name}.{part}_proj.bias", self.config.mlp_bias) for part in ("gate", "up")]
+        return make_linear(torch.cat(weights), _joined(biases))
 
     def _fused_qkv(self, name: str) -> Linear:
-        return _side_by_side([self._projection(name, part) for part in "qkv"])
+        weights = [self._projection(f"{name}.{part}_proj.weight", part) for part in "qkv"]
+        biases = (
+            [self._projection(f"{name}.{part}_proj.bias", part) for part in "qkv"]
+            if self.config.qkv_bias
+            else []
+        )
+        return make_linear(torch.cat(weights), _joined(biases))
 
-    def _projection(self, name: str, part: str) -> Linear:
-        weight = self.tensor(f"{name}.{part}_proj.weight")
-        bias = self.maybe(f"{name}.{part}_proj.bias", self.config.qkv_bias)
-        if part != "v":
-            weight = pair_adjacent(weight, self.config.head_dim)
-            bias = None if bias is None else pair_adjacent(bias, self.config.head_dim)
-        return Linear.of_rows(weight, bias)
+    def _projection(self, name: str, part: str) -> Tensor:
+        rows = self.tensor(name)
+        return rows if part == "v" else pair_adjacent(rows, self.config.head_dim)
 
-    def _head_norms(self, name: str) -> tuple[RMSNorm, RMSNorm] | tuple[None, None]:
+    def _head_norm(self, name: str) -> RMSNorm | None:
         if not self.config.qk_norm:
-            return None, None
-        query = pair_adjacent(self.tensor(f"{name}.q_norm.weight"), self.config.head_dim)
-        key = pair_adjacent(self.tensor(f"{name}.k_norm.weight"), self.config.head_dim)
-        return RMSNorm(query, self.config.norm_eps), RMSNorm(key, self.config.norm_eps)
+            return None
+        config = self.config
+        query = pair_adjacent(self.tensor(f"{name}.q_norm.weight"), config.head_dim)
+        key = pair_adjacent(self.tensor(f"{name}.k_norm.weight"), config.head_dim)
+        weights = [query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)]
+        return RMSNorm(torch.cat(weights), config.norm_eps)
 
 
-def _side_by_side(parts: list[Linear]) -> Linear:
-    biases = [part.bias for part in parts if part.bias is not None]
-    return Linear(torch.cat([part.weight for part in parts], 1), torch.cat(biases) if biases else None)
+def _joined(biases: Sequence[Tensor | None]) -> Tensor | None:
+    present = [bias for bias in biases if bias is not None]
+    return torch.cat(present) if present else None

@@ -6,21 +6,21 @@ from typing import Protocol
 
 from torch import Tensor
 
-from draftwood.model.batch import AttentionShape, ForwardBatch
+from draftwood.model.batch import AttentionShape, ForwardBatch, Pages
 from draftwood.ops.cpu import SegmentedAttention
 from draftwood.ops.reference import DenseAttention
 
 
 class Attention(Protocol):
-    """Attention planned for one forward; `run` is called once a layer."""
+    """Attention planned for one forward; `run` is called once a layer, after its keys and values were written."""
 
-    def run(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """[N, heads, D] and two caches [H, slots, D] -> [N, heads, D]."""
+    def run(self, layer: int, query: Tensor) -> Tensor:
+        """[N, heads, D] -> [N, heads * D]."""
         ...
 
 
-def plan_attention(batch: ForwardBatch, shape: AttentionShape) -> Attention:
+def plan_attention(batch: ForwardBatch, cache: Pages, shape: AttentionShape) -> Attention:
     """The fastest attention there is for the batch's device."""
     if batch.tokens.device.type == "cpu":
-        return SegmentedAttention.plan(batch, shape)
-    return DenseAttention.plan(batch, shape)
+        return SegmentedAttention.plan(batch, cache, shape)
+    return DenseAttention.plan(batch, cache, shape)

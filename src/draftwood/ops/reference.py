@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftwood.model.batch import AttentionShape, ForwardBatch
+from draftwood.model.batch import AttentionShape, ForwardBatch, Pages
 from draftwood.tree import BITS
 
 
@@ -43,27 +43,28 @@ def gather_pages(cache: Tensor, block_table: Tensor, page_size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class DenseAttention:
-    """Attention planned once a forward and run once a layer: gathers everything, masks everything."""
+    """Attention that gathers everything and masks everything."""
 
     batch: ForwardBatch
-    shape: AttentionShape
+    cache: Pages
+    scale: float
     mask: Tensor  # [N, keys] bool
     owner: Tensor  # [N]
 
     @classmethod
-    def plan(cls, batch: ForwardBatch, shape: AttentionShape) -> DenseAttention:
+    def plan(cls, batch: ForwardBatch, cache: Pages, shape: AttentionShape) -> DenseAttention:
         """Write the mask out over all pages."""
         counts = batch.row_offsets.diff()
         owner = torch.repeat_interleave(torch.arange(counts.shape[0], device=counts.device), counts)
-        num_keys = batch.block_table.shape[1] * shape.page_size
-        return cls(batch, shape, visible_keys(batch, num_keys, shape.window), owner)
+        num_keys = batch.block_table.shape[1] * cache.page_size
+        return cls(batch, cache, shape.scale, visible_keys(batch, num_keys, shape.window), owner)
 
-    def run(self, query: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        """[N, heads, D] and two caches [H, slots, D] -> [N, heads, D]."""
-        group = query.shape[1] // keys.shape[0]
-        k = gather_pages(keys, self.batch.block_table, self.shape.page_size)[self.owner]  # [N, H, keys, D]
-        v = gather_pages(values, self.batch.block_table, self.shape.page_size)[self.owner]
-        q = query.unflatten(1, (-1, group))  # [N, H, G, D]
-        scores = torch.einsum("nhgd,nhkd->nhgk", q, k) * self.shape.scale
+    def run(self, layer: int, query: Tensor) -> Tensor:
+        """[N, heads, D] -> [N, heads * D]."""
+        keys, values = self.cache.store[layer]
+        k = gather_pages(keys, self.batch.block_table, self.cache.page_size)[self.owner]  # [N, H, keys, D]
+        v = gather_pages(values, self.batch.block_table, self.cache.page_size)[self.owner]
+        q = query.unflatten(1, (keys.shape[0], -1))  # [N, H, G, D]
+        scores = torch.einsum("nhgd,nhkd->nhgk", q, k) * self.scale
         scores = scores.masked_fill(~self.mask[:, None, None], float("-inf"))
-        return torch.einsum("nhgk,nhkd->nhgd", scores.softmax(-1), v).flatten(1, 2)
+        return torch.einsum("nhgk,nhkd->nhgd", scores.softmax(-1), v).flatten(1)

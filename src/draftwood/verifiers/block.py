@@ -74,4 +74,3 @@ def _residual(tree: TokenTree, p: Tensor, weight: Tensor, node: Tensor) -> tuple
     mass = scaled.sum(-1)
     empty = mass <= 0
     return torch.where(empty[:, None], p[node], scaled), mass
-

@@ -21,8 +21,10 @@ class PathWalk:
 
     def child_with(self, rows: Tensor, tokens: Tensor) -> Tensor:
         """The first child of walkers `rows` that holds `tokens`, or -1. [k], [k] -> [k]."""
+        found = torch.full_like(tokens, -1)
+        if self.tree.num_drafted == 0:
+            return found
         child = self.tree.first_child[self.node[rows]]
-        found = torch.full_like(child, -1)
         while bool((child >= 0).any()):
             hit = (child >= 0) & (found < 0) & (self.tree.tokens[child] == tokens)
             found = torch.where(hit, child, found)
