@@ -63,12 +63,9 @@ def report(rows: list[tuple[str, float, str, float | None, str]], name: str) -> 
         good = target is None or (value >= target if direction == ">=" else value <= target)
         met &= good
         wanted = "" if target is None else f"{direction} {target:g}"
-        print(
-            f"{what:58s} {value:8.2f} {unit:2s}{wanted:>9s} {'' if target is None else 'ok' if good else 'MISSED'}"
-        )
+        print(f"{what:58s} {value:8.2f} {unit:2s}{wanted:>9s} {'' if target is None else 'ok' if good else 'MISSED'}")
     figures = {
-        what: {"value": round(value, 4), "unit": unit, "target": target}
-        for what, value, unit, target, _ in rows
+        what: {"value": round(value, 4), "unit": unit, "target": target} for what, value, unit, target, _ in rows
     }
     print(json.dumps({"benchmark": name, "figures": figures, "provenance": provenance()}))
     return met

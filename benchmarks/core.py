@@ -13,16 +13,14 @@ import time
 from collections.abc import Sequence
 
 import torch
-from common import interleaved, report
-from peers import transformers_model
 
+from common import interleaved, report
 from draftwood import LLM, EngineConfig, SamplingParams
 from draftwood.drafters.scripted import ScriptedDrafter
 from draftwood.engine.worker import ComputeThread
+from peers import transformers_model
 
-PROMPT = [
-    {"role": "user", "content": "Tell me the story of a lighthouse keeper who finds a message in a bottle."}
-]
+PROMPT = [{"role": "user", "content": "Tell me the story of a lighthouse keeper who finds a message in a bottle."}]
 TOKENS = 96
 PARAMS = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
 RIGHT_CHAIN = 4
@@ -69,9 +67,7 @@ def transformers_tokens_per_second(model, prompt: list[int]) -> float:
 def products_alone(llm: LLM, rows: int) -> float:
     """Seconds of one step's matrix products on the model's own weights, and nothing else."""
     model = llm.engine.target.model
-    linears = [
-        part for layer in model.layers for part in (layer.qkv, layer.output, layer.gate_up, layer.down)
-    ]
+    linears = [part for layer in model.layers for part in (layer.qkv, layer.output, layer.gate_up, layer.down)]
     linears.append(model.head)
     sizes = (
         model.config.hidden_size,
@@ -142,8 +138,7 @@ def main() -> int:
     answer = plain.generate([PROMPT], PARAMS)[0]
     prompt = list(answer.prompt_token_ids)
     right, wrong = (
-        LLM("smollm2", drafter=scripted(answer.token_ids, len(prompt), good), config=config)
-        for good in (True, False)
+        LLM("smollm2", drafter=scripted(answer.token_ids, len(prompt), good), config=config) for good in (True, False)
     )
     hf = ComputeThread.shared().call(lambda: transformers_model(plain.checkpoint))
     measured = interleaved(

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from tiny import tensor_names
 from torch import Tensor
 
 from draftwood.model.checkpoint import Checkpoint
+from tiny import tensor_names
 
 
 def load_into_transformers(checkpoint: Checkpoint, config: dict, dtype: torch.dtype):
@@ -58,8 +58,7 @@ def written_out_logits(checkpoint: Checkpoint, tokens: list[int]) -> Tensor:
         name = f"model.layers.{i}"
         x = norm(hidden, f"{name}.input_layernorm")
         q, k, v = (
-            linear(x, f"{name}.self_attn.{p}_proj", config.qkv_bias).unflatten(-1, (-1, config.head_dim))
-            for p in "qkv"
+            linear(x, f"{name}.self_attn.{p}_proj", config.qkv_bias).unflatten(-1, (-1, config.head_dim)) for p in "qkv"
         )
         if config.qk_norm:
             q, k = norm(q, f"{name}.self_attn.q_norm"), norm(k, f"{name}.self_attn.k_norm")
@@ -67,9 +66,7 @@ def written_out_logits(checkpoint: Checkpoint, tokens: list[int]) -> Tensor:
         q, k, v = turn(q), turn(k).repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         scores = torch.einsum("thd,shd->hts", q, k) * config.head_dim**-0.5
         seen = (distance >= 0) & (distance < (config.windows[i] or length + 1))
-        mixed = torch.einsum("hts,shd->thd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v).flatten(
-            1
-        )
+        mixed = torch.einsum("hts,shd->thd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v).flatten(1)
         hidden = hidden + linear(mixed, f"{name}.self_attn.o_proj", config.output_bias)
         x = norm(hidden, f"{name}.post_attention_layernorm")
         gate, up = (linear(x, f"{name}.mlp.{p}_proj", config.mlp_bias) for p in ("gate", "up"))

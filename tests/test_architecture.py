@@ -52,9 +52,7 @@ def test_imports_point_downwards(path: Path) -> None:
 
 def test_the_step_knows_no_drafter_and_no_law_by_name() -> None:
     for name in ("engine", "scheduler", "plan", "sequence", "text", "controller", "worker"):
-        assert not {
-            i for i in imports(SOURCE / "engine" / f"{name}.py") if i.startswith(("drafters", "verifiers"))
-        }
+        assert not {i for i in imports(SOURCE / "engine" / f"{name}.py") if i.startswith(("drafters", "verifiers"))}
 
 
 @pytest.mark.parametrize("path", ["engine/scheduler.py", "cache/blocks.py", "engine/text.py", "request.py"])

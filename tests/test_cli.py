@@ -87,9 +87,7 @@ def test_help_is_there_for_every_command(command: tuple[str, ...]) -> None:
 
 def test_help_lists_the_commands() -> None:
     text = run("--help").stdout
-    assert all(
-        command in text for command in ("generate", "chat", "demo", "models", "parts", "--install-completion")
-    )
+    assert all(command in text for command in ("generate", "chat", "demo", "models", "parts", "--install-completion"))
 
 
 @pytest.mark.parametrize("argument", ["--help", "--version"])
@@ -158,9 +156,7 @@ def test_prompt_from_standard_input(folder: str) -> None:
 
 def test_raw_and_system_change_what_the_model_reads(folder: str) -> None:
     def prompt_tokens(*flags: str) -> int:
-        return json.loads(run("generate", "Hello", "-m", folder, "-n", "1", "--json", *flags).stdout)[
-            "prompt_tokens"
-        ]
+        return json.loads(run("generate", "Hello", "-m", folder, "-n", "1", "--json", *flags).stdout)["prompt_tokens"]
 
     assert prompt_tokens("--raw") == len("Hello")
     assert prompt_tokens("--system", "Be kind.") > prompt_tokens() > prompt_tokens("--raw")
@@ -190,8 +186,7 @@ def test_models_fetch_prints_the_path(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_parts_lists_all_of_them() -> None:
     text = run("parts").stdout
     assert all(
-        name in text
-        for name in ("ngram", "model:NAME", "beam", "hybrid", "widths=2x2x1", "match", "walk", "block")
+        name in text for name in ("ngram", "model:NAME", "beam", "hybrid", "widths=2x2x1", "match", "walk", "block")
     )
 
 
@@ -298,9 +293,7 @@ def test_unknown_model_to_fetch() -> None:
 
 def test_a_failing_engine_is_explained(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def stream(*_: object) -> Iterator[Event]:
-        yield Event(
-            0, 0, (), (), "", FinishReason.ERROR, SpeculationStats(), error="The engine failed: out of luck"
-        )
+        yield Event(0, 0, (), (), "", FinishReason.ERROR, SpeculationStats(), error="The engine failed: out of luck")
 
     monkeypatch.setattr(LLM, "stream", stream)
     assert_refused(generate_with(folder), "out of luck")

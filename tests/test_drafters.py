@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from enumeration import view_of
-from tiny import Ask, Harness, generated, tiny_runner
 
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
@@ -15,11 +13,11 @@ from draftwood.protocols import Budget
 from draftwood.request import SamplingParams
 from draftwood.rng import KeyedRng
 from draftwood.verifiers import Match
+from enumeration import view_of
+from tiny import Ask, Harness, generated, tiny_runner
 
 
-def proposal(
-    drafter, tokens: list[int], nodes: int = 100, depth: int = 100, budget: int = 100
-) -> set[tuple[int, ...]]:
+def proposal(drafter, tokens: list[int], nodes: int = 100, depth: int = 100, budget: int = 100) -> set[tuple[int, ...]]:
     from dataclasses import replace
 
     view = replace(view_of(nodes=nodes, depth=depth), tokens=[tokens], lengths=torch.tensor([len(tokens)]))
@@ -72,9 +70,7 @@ def test_limits_of_a_point_tree() -> None:
     assert (tree.tokens, tree.parents) == ([0, 1, 2, 4], [-1, 0, 1, 1])
 
 
-@pytest.mark.parametrize(
-    "settings", [{"shortest": 0}, {"shortest": 3, "longest": 2}, {"nodes": 0}, {"branches": 0}]
-)
+@pytest.mark.parametrize("settings", [{"shortest": 0}, {"shortest": 3, "longest": 2}, {"nodes": 0}, {"branches": 0}])
 def test_impossible_settings_are_refused(settings: dict) -> None:
     with pytest.raises(ValueError, match="n-gram drafter needs"):
         NgramDrafter(**settings)
@@ -96,9 +92,7 @@ def test_a_point_drafter_must_say_something() -> None:
 def test_the_target_as_its_own_draft_model_is_always_right() -> None:
     """Every guess of a chain is accepted: the draft cache is kept right through partial runs and commits."""
     harness = Harness(tiny_runner(), ModelDrafter(tiny_runner(), chain(3)), Match())
-    answers = harness.run(
-        [Ask((1, 2, 3), SamplingParams(max_tokens=21)), Ask((5,), SamplingParams(max_tokens=9))]
-    )
+    answers = harness.run([Ask((1, 2, 3), SamplingParams(max_tokens=21)), Ask((5,), SamplingParams(max_tokens=9))])
     for answer in answers:
         assert answer.accepted == answer.num_generated - answer.steps
     assert answers[0].steps <= 7
@@ -112,7 +106,7 @@ def test_a_draft_cache_without_room_for_everybody_serves_whom_it_can() -> None:
     harness = Harness(tiny_runner(), drafter, Match())
     answers = harness.run(asks)
     assert generated(answers) == want
-    assert 0 < sum(a.accepted for a in answers)
+    assert sum(a.accepted for a in answers) > 0
     assert any(a.drafted == 0 for a in answers) or len({a.drafted for a in answers}) > 1
     assert drafter.runner.cache.tables.pool.num_available == 12, "released with the sequence"
 

@@ -6,7 +6,6 @@ import math
 
 import pytest
 import torch
-from enumeration import TableModel, view_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,6 +24,7 @@ from draftwood.growers import (
 from draftwood.protocols import Budget
 from draftwood.rng import KeyedRng
 from draftwood.tree import Draw
+from enumeration import TableModel, view_of
 
 ROWS = {(): (0.6, 0.3, 0.1), (0,): (0.2, 0.7, 0.1), (1,): (0.1, 0.1, 0.8), (0, 1): (0.5, 0.4, 0.1)}
 
@@ -107,9 +107,7 @@ def test_hybrid_tries_its_draw_first() -> None:
     tree = grown(Levels((3,), Hybrid()))
     assert tree.draw.tolist() == [Draw.POINT, Draw.TAIL, Draw.POINT, Draw.POINT]
     assert tree.tokens.tolist() == [2, 2, 0, 1], "the only token the two likeliest leave"
-    assert paths(grown(Levels((2,), Hybrid()), temperature=0.0)) == {(0,)}, (
-        "at temperature 0 nothing is left to draw"
-    )
+    assert paths(grown(Levels((2,), Hybrid()), temperature=0.0)) == {(0,)}, "at temperature 0 nothing is left to draw"
 
 
 def test_independent_draws_may_repeat() -> None:

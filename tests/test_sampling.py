@@ -95,9 +95,7 @@ def test_equal_probabilities_at_the_edge_all_stay() -> None:
 
 
 def test_penalties_count_the_answer_and_repetition_the_prompt_too() -> None:
-    params = SamplingParams(
-        temperature=1.0, repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25
-    )
+    params = SamplingParams(temperature=1.0, repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25)
     logits = [2.0, -2.0, 1.0, 3.0]
     rows = distribution([logits], params, tokens=[[0, 1, 3, 3]], prompt=1)
     want = torch.softmax(torch.tensor([1.0, -4.0 - 0.75, 1.0, 1.5 - 1.0], dtype=torch.float64), -1).tolist()
@@ -110,9 +108,7 @@ def test_bias_and_bad_words_act_on_greedy_rows() -> None:
     two = SamplingParams(bad_words=("db",))
     assert distribution([LOGITS], two, tokens=[[0, 3]], prompt=1) == [[0, 0, 0, 1]]
     assert distribution([LOGITS], two, tokens=[[0, 2]], prompt=1) == [[0, 1, 0, 0]]
-    assert distribution([LOGITS], two, tokens=[[3]], prompt=1) == [[0, 1, 0, 0]], (
-        "the prompt is not the answer"
-    )
+    assert distribution([LOGITS], two, tokens=[[3]], prompt=1) == [[0, 1, 0, 0]], "the prompt is not the answer"
 
 
 def test_one_sequences_edits_do_not_touch_its_neighbour() -> None:
@@ -122,9 +118,7 @@ def test_one_sequences_edits_do_not_touch_its_neighbour() -> None:
 
 def test_half_precision_logits_become_float32() -> None:
     roots = TokenTree.roots(torch.zeros(1, dtype=torch.int64))
-    p = target_distribution(
-        torch.tensor([LOGITS]).bfloat16(), roots, view_of(SamplingParams(temperature=1.0))
-    )
+    p = target_distribution(torch.tensor([LOGITS]).bfloat16(), roots, view_of(SamplingParams(temperature=1.0)))
     assert p.dtype == torch.float32
 
 
@@ -138,9 +132,7 @@ def test_logprobs_are_the_models_own_along_the_accepted_path() -> None:
     tree = TokenTree.of_points([([0, 2, 1], [-1, 0, 1]), ([0], [-1])])
     logits = torch.log(torch.tensor([[0.1, 0.2, 0.7], [0.5, 0.3, 0.2], [0.9, 0.05, 0.05], [1.0, 1.0, 1.0]]))
     verdict = Verdict(torch.tensor([[0, 1, -1], [3, -1, -1]]), torch.tensor([1, 0]), torch.tensor([1, 0]))
-    asked, silent = token_logprobs(
-        logits, tree, verdict, view_of(SamplingParams(logprobs=2), SamplingParams())
-    )
+    asked, silent = token_logprobs(logits, tree, verdict, view_of(SamplingParams(logprobs=2), SamplingParams()))
     assert [t.token for t in asked] == [2, 1]
     assert [t.logprob for t in asked] == pytest.approx([math.log(0.7), math.log(0.3)], rel=1e-5)
     assert [t.top[0][0] for t in asked] == [2, 0]

@@ -45,9 +45,7 @@ HF_CONFIGS = {
 }
 
 
-def hf_config(
-    family: str = "llama", vocab_size: int = 13, layers: int = 2, **changes: object
-) -> dict[str, object]:
+def hf_config(family: str = "llama", vocab_size: int = 13, layers: int = 2, **changes: object) -> dict[str, object]:
     """A config.json of a family, as small as it gets while every part still matters."""
     return {
         **HF_CONFIGS[family],
@@ -71,16 +69,12 @@ def hf_config(
 def tensor_names(config: ModelConfig) -> list[str]:
     """Every tensor a checkpoint of this config has, by Hugging Face name."""
     parts = ["input_layernorm.weight", "post_attention_layernorm.weight"]
-    parts += [f"self_attn.{p}_proj.weight" for p in "qkvo"] + [
-        f"mlp.{p}_proj.weight" for p in ("gate", "up", "down")
-    ]
+    parts += [f"self_attn.{p}_proj.weight" for p in "qkvo"] + [f"mlp.{p}_proj.weight" for p in ("gate", "up", "down")]
     parts += [f"self_attn.{p}_proj.bias" for p in "qkv"] if config.qkv_bias else []
     parts += ["self_attn.o_proj.bias"] if config.output_bias else []
     parts += [f"mlp.{p}_proj.bias" for p in ("gate", "up", "down")] if config.mlp_bias else []
     parts += ["self_attn.q_norm.weight", "self_attn.k_norm.weight"] if config.qk_norm else []
-    names = ["model.embed_tokens.weight", "model.norm.weight"] + (
-        [] if config.tied_head else ["lm_head.weight"]
-    )
+    names = ["model.embed_tokens.weight", "model.norm.weight"] + ([] if config.tied_head else ["lm_head.weight"])
     return names + [f"model.layers.{i}.{part}" for i in range(config.num_layers) for part in parts]
 
 
@@ -104,7 +98,8 @@ class TinyCheckpoint:
 
     def tensor(self, name: str) -> Tensor:
         shape = expected_shape(name, self.config)
-        assert shape is not None and self.has(name), name
+        assert shape is not None
+        assert self.has(name), name
         value = _gaussian(name, self._seed, shape) + self._noise * _gaussian(name, self._seed + 1000, shape)
         if "norm" in name:
             return 1 + 0.1 * value
@@ -117,9 +112,7 @@ class TinyCheckpoint:
         raise NotImplementedError("tiny checkpoints have no texts")
 
 
-def tiny_config(
-    family: str = "llama", vocab_size: int = 13, layers: int = 2, **changes: object
-) -> ModelConfig:
+def tiny_config(family: str = "llama", vocab_size: int = 13, layers: int = 2, **changes: object) -> ModelConfig:
     return ModelConfig.from_hf(hf_config(family, vocab_size, layers, **changes))
 
 
@@ -131,9 +124,7 @@ def tiny_runner(
     num_pages: int = 200,
     page_size: int = 4,
 ) -> ModelRunner:
-    return ModelRunner.load(
-        TinyCheckpoint(config or tiny_config(), seed, noise), dtype, CPU, num_pages, page_size
-    )
+    return ModelRunner.load(TinyCheckpoint(config or tiny_config(), seed, noise), dtype, CPU, num_pages, page_size)
 
 
 def tiny_folder(path: Path, family: str = "llama", tokenizer: bool = True, **changes: object) -> Path:
@@ -155,9 +146,7 @@ def tiny_folder(path: Path, family: str = "llama", tokenizer: bool = True, **cha
     if tokenizer:
         backend.save(str(path / "tokenizer.json"))
         template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
-        (path / "tokenizer_config.json").write_text(
-            json.dumps({"chat_template": template, "eos_token": "<|end|>"})
-        )
+        (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, "eos_token": "<|end|>"}))
     return path
 
 
@@ -217,9 +206,7 @@ class Harness:
             tokens=list(ask.prompt),
             params=params,
             seed=params.seed or 0,
-            max_length=min(
-                len(ask.prompt) + params.max_tokens, self.engine.target.model.config.max_positions
-            ),
+            max_length=min(len(ask.prompt) + params.max_tokens, self.engine.target.model.config.max_positions),
             stop_ids=frozenset(params.stop_token_ids) | eos,
             bad_words=tuple(tuple(ord(c) - ord("a") for c in word) for word in params.bad_words),
             text=TextStream(LetterDecoder(), params.stop),
@@ -268,9 +255,7 @@ def with_model(grower: Grower, noise: float = 0.2, num_pages: int = 200, **model
 
     def make(dtype: torch.dtype) -> Drafter:
         config = tiny_config(**model) if model else None  # type: ignore[arg-type]
-        return ModelDrafter(
-            tiny_runner(config, noise=noise, dtype=dtype, num_pages=num_pages), grower, max_rows=16
-        )
+        return ModelDrafter(tiny_runner(config, noise=noise, dtype=dtype, num_pages=num_pages), grower, max_rows=16)
 
     return make
 
@@ -283,9 +268,7 @@ def ngram(**settings: int) -> DraftMaker:
     return lambda dtype: NgramDrafter(**settings)
 
 
-def scripted(
-    script: Callable[[Sequence[int]], Sequence[Sequence[int]]], nodes: int, chain: bool
-) -> DraftMaker:
+def scripted(script: Callable[[Sequence[int]], Sequence[Sequence[int]]], nodes: int, chain: bool) -> DraftMaker:
     return lambda dtype: ScriptedDrafter(script, nodes, chain=chain)
 
 

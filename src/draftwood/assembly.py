@@ -1,4 +1,4 @@
-"""From names to parts: `ngram:nodes=8`, `beam:nodes=16,width=4,depth=4`, `model:PATH`. The only place that knows them all.
+"""From names to parts: `ngram:nodes=8`, `beam:nodes=16,width=4`, `model:PATH`. The only place that knows them all.
 
 A name may carry settings behind a colon, separated by commas; `draftwood parts` lists them.
 """
@@ -68,15 +68,9 @@ def _levels(picker: ChildPicker) -> Callable[..., Grower]:
 
 
 TREES: Mapping[str, Entry] = {
-    "chain": Entry(
-        lambda depth: Levels((1,) * depth, Best()), {"depth": 4}, "the likeliest token, again and again"
-    ),
-    "static": Entry(
-        _levels(Best()), {"widths": (2, 2, 1)}, "the likeliest children of every node, level by level"
-    ),
-    "beam": Entry(
-        Beam, {"nodes": 16, "width": 4, "depth": 4}, "EAGLE-2: expand the likeliest of each level, rerank"
-    ),
+    "chain": Entry(lambda depth: Levels((1,) * depth, Best()), {"depth": 4}, "the likeliest token, again and again"),
+    "static": Entry(_levels(Best()), {"widths": (2, 2, 1)}, "the likeliest children of every node, level by level"),
+    "beam": Entry(Beam, {"nodes": 16, "width": 4, "depth": 4}, "EAGLE-2: expand the likeliest of each level, rerank"),
     "best-first": Entry(
         BestFirst,
         {"nodes": 16, "width": 4, "forwards": 4},
@@ -89,9 +83,7 @@ TREES: Mapping[str, Entry] = {
     "without-replacement": Entry(
         _levels(WithoutReplacement()), {"widths": (2, 2, 1)}, "children drawn without repeating a sibling"
     ),
-    "hybrid": Entry(
-        _levels(Hybrid()), {"widths": (2, 2, 1)}, "the likeliest children and one drawn from the rest"
-    ),
+    "hybrid": Entry(_levels(Hybrid()), {"widths": (2, 2, 1)}, "the likeliest children and one drawn from the rest"),
 }
 
 LOOKUPS: Mapping[str, Entry] = {
@@ -112,9 +104,7 @@ def split_spec(spec: str) -> tuple[str, dict[str, str]]:
     for part in filter(None, rest.split(",")):
         key, equals, value = part.partition("=")
         if not equals or not value:
-            raise InvalidRequest(
-                f"'{part}' in '{spec}' is not a setting: write name=value, separated by commas."
-            )
+            raise InvalidRequest(f"'{part}' in '{spec}' is not a setting: write name=value, separated by commas.")
         settings[key.strip()] = value.strip()
     return name, settings
 

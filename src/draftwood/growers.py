@@ -262,16 +262,12 @@ class _Candidates:
     @classmethod
     def none(cls, builder: TreeBuilder, view: BatchView, like: Tensor) -> _Candidates:
         empty = builder.tokens[:, :0]
-        return cls(
-            builder, view, like.new_zeros(builder.num_trees, 1), empty, empty, like.new_zeros(empty.shape)
-        )
+        return cls(builder, view, like.new_zeros(builder.num_trees, 1), empty, empty, like.new_zeros(empty.shape))
 
     def offer(self, columns: Tensor, logits: Tensor, branches: int) -> None:
         """The `branches` likeliest children of the nodes in `columns` [B, k], after `logits` [B, k, V]."""
         temperature = torch.where(self.view.temperature > 0, self.view.temperature, 1)[:, None, None]
-        ranked = torch.log_softmax(logits / temperature.to(logits.dtype), -1).topk(
-            min(branches, logits.shape[-1]), -1
-        )
+        ranked = torch.log_softmax(logits / temperature.to(logits.dtype), -1).topk(min(branches, logits.shape[-1]), -1)
         score = self.scores.gather(1, columns)[..., None] + ranked.values
         depth = self.builder.depth.gather(1, columns)
         alive = self.builder.alive.gather(1, columns) & (depth < self.view.max_depth[:, None])

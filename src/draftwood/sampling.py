@@ -46,11 +46,7 @@ def one_hot(tokens: Tensor, like: Tensor) -> Tensor:
 
 def _edit_logits(logits: Tensor, tree: TokenTree, view: BatchView) -> Tensor:
     """Logit bias, bad words and penalties, for the sequences that ask for them."""
-    edited = [
-        b
-        for b, params in enumerate(view.params)
-        if params.logit_bias or view.bad_words[b] or params.penalises
-    ]
+    edited = [b for b, params in enumerate(view.params) if params.logit_bias or view.bad_words[b] or params.penalises]
     if not edited:
         return logits
     logits = logits.clone()
@@ -100,9 +96,7 @@ def _penalise(logits: Tensor, tree: TokenTree, view: BatchView, b: int, nodes: s
     counts = answer.repeat(logits.shape[0], 1)
     counts.scatter_add_(1, tree.tokens[paths.clamp(min=0)], (paths >= 0).to(logits.dtype))
     if params.repetition_penalty != 1:
-        harsher = torch.where(
-            logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty
-        )
+        harsher = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
         logits = torch.where((counts > 0) | prompt, harsher, logits)
     return logits - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
 
@@ -147,9 +141,7 @@ def _smallest_kept(p: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     return torch.where(unlimited, 0, ranked.gather(1, count - 1))
 
 
-def token_logprobs(
-    logits: Tensor, tree: TokenTree, verdict: Verdict, view: BatchView
-) -> list[list[TokenLogprob]]:
+def token_logprobs(logits: Tensor, tree: TokenTree, verdict: Verdict, view: BatchView) -> list[list[TokenLogprob]]:
     """Log-probabilities of every token the verdict emits, for the sequences that ask for them; others get []."""
     asked = [params.logprobs for params in view.params]
     if all(k is None for k in asked):
@@ -161,9 +153,7 @@ def token_logprobs(
     ]
 
 
-def _path_logprobs(
-    logits: Tensor, tree: TokenTree, path: list[int], bonus: int, k: int
-) -> list[TokenLogprob]:
+def _path_logprobs(logits: Tensor, tree: TokenTree, path: list[int], bonus: int, k: int) -> list[TokenLogprob]:
     rows = torch.log_softmax(logits[path].double(), -1)
     emitted = [*tree.tokens[path[1:]].tolist(), bonus]
     best, tokens = rows.topk(k, -1)

@@ -60,15 +60,11 @@ class TokenTree:
         tree = cls(tokens, none, steps, zeros, none)
         # Plain decoding should not pay for finding out that there is nothing to find out.
         own = steps[:-1]
-        tree.__dict__.update(
-            sizes=zeros + 1, owner=own, local=zeros, paths=own[:, None], _sibling_links=(none, none)
-        )
+        tree.__dict__.update(sizes=zeros + 1, owner=own, local=zeros, paths=own[:, None], _sibling_links=(none, none))
         return tree
 
     @classmethod
-    def of_points(
-        cls, trees: list[tuple[list[int], list[int]]], device: torch.device | None = None
-    ) -> TokenTree:
+    def of_points(cls, trees: list[tuple[list[int], list[int]]], device: torch.device | None = None) -> TokenTree:
         """Deterministic trees from host lists: (tokens, parents inside the own tree) for each sequence."""
         links = _HostLinks()
         for tokens, parents in trees:
@@ -231,9 +227,7 @@ class TokenTree:
             ),
             "a sampled node names no law": bool(((self.draw != Draw.POINT) & (self.q_row < 0)).any()),
             "a point mass names a law": bool(((self.draw == Draw.POINT) & (self.q_row >= 0)).any()),
-            "a law is named that is not there": bool(
-                (self.q_row >= (0 if self.q is None else self.q.shape[0])).any()
-            ),
+            "a law is named that is not there": bool((self.q_row >= (0 if self.q is None else self.q.shape[0])).any()),
         }
         wrong = [text for text, broken in problems.items() if broken]
         if wrong:
@@ -309,11 +303,9 @@ class Verdict:
         """The step's one copy to the host: the tokens each sequence gains."""
         safe = self.path[:, 1:].clamp(min=0)
         drafted = (tree.sizes - 1).unsqueeze(1)
-        packed = torch.cat(
-            [self.length[:, None], self.bonus[:, None], drafted, tree.tokens[safe]], 1
-        ).tolist()
+        packed = torch.cat([self.length[:, None], self.bonus[:, None], drafted, tree.tokens[safe]], 1).tolist()
         return HostVerdict(
-            tokens=[row[3 : 3 + row[0]] + [row[1]] for row in packed],
+            tokens=[[*row[3 : 3 + row[0]], row[1]] for row in packed],
             accepted=[row[0] for row in packed],
             drafted=[row[2] for row in packed],
         )

@@ -143,9 +143,7 @@ def test_pages_follow_each_other_where_they_can() -> None:
             assert tables.reserve(seq, length)
     for seq in (0, 1):
         first = tables.pages(seq)[0]
-        assert tables.pages(seq) == list(range(first, first + 4)), (
-            "two growing sequences keep out of each other's way"
-        )
+        assert tables.pages(seq) == list(range(first, first + 4)), "two growing sequences keep out of each other's way"
 
 
 def test_more_than_there_is_is_refused_whole() -> None:

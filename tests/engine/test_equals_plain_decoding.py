@@ -12,20 +12,6 @@ from functools import cache
 
 import pytest
 import torch
-from tiny import (
-    Ask,
-    DraftMaker,
-    Harness,
-    Regime,
-    generated,
-    ngram,
-    no_drafter,
-    scripted,
-    tiny_config,
-    tiny_runner,
-    with_arrivals,
-    with_model,
-)
 
 from draftwood.growers import (
     Beam,
@@ -40,6 +26,20 @@ from draftwood.growers import (
 )
 from draftwood.request import SamplingParams
 from draftwood.verifiers import LAWS
+from tiny import (
+    Ask,
+    DraftMaker,
+    Harness,
+    Regime,
+    generated,
+    ngram,
+    no_drafter,
+    scripted,
+    tiny_config,
+    tiny_runner,
+    with_arrivals,
+    with_model,
+)
 
 V = 13
 
@@ -124,9 +124,7 @@ def test_tokens_equal_plain_decoding(name: str, law: str, temperature: float, re
     harness, answers = run(name, law, temperature, REGIMES[regime], torch.float64, requests(temperature))
     assert generated(answers) == plain(temperature, torch.float64)
     if regime == "starved":
-        assert harness.engine.scheduler.num_preemptions > 0, (
-            "the cache was not scarce enough to test anything"
-        )
+        assert harness.engine.scheduler.num_preemptions > 0, "the cache was not scarce enough to test anything"
 
 
 @pytest.mark.parametrize(("name", "law", "temperature"), MATRIX)

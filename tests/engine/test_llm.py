@@ -7,7 +7,6 @@ import threading
 from pathlib import Path
 
 import pytest
-from tiny import tiny_folder
 
 from draftwood import LLM, EngineConfig, FinishReason, SamplingParams
 from draftwood.errors import (
@@ -17,6 +16,7 @@ from draftwood.errors import (
     InvalidRequest,
     TokenizerError,
 )
+from tiny import tiny_folder
 
 SMALL = EngineConfig(cache_tokens=2048, page_size=16, threads=1)
 PROMPTS = ["the cat sat on the mat", "abcabcabc", "x"]
@@ -59,9 +59,7 @@ def test_n_answers_are_different_and_reproducible(llm: LLM) -> None:
     texts = [c.token_ids for c in first.completions]
     assert texts == [c.token_ids for c in second.completions]
     assert len(set(texts)) == 3
-    alone = llm.generate(
-        PROMPTS[0], SamplingParams(temperature=1.5, seed=first.completions[2].seed, max_tokens=8)
-    )
+    alone = llm.generate(PROMPTS[0], SamplingParams(temperature=1.5, seed=first.completions[2].seed, max_tokens=8))
     assert alone.token_ids == texts[2], "the seed of an answer reproduces it"
 
 
@@ -138,9 +136,7 @@ def test_a_bad_prompt_in_a_batch_leaves_the_others_alone(llm: LLM) -> None:
     results = llm.generate([PROMPTS[0], "", "y" * 5000, "\ud800", [0, 99999], PROMPTS[1]], params)
     assert [r.finish_reason for r in results] == ["length", "error", "error", "error", "error", "length"]
     reasons = [r.completions[0].error for r in results]
-    for reason, words in zip(
-        reasons[1:5], ("empty", "context window is 512", "surrogate", "99999"), strict=True
-    ):
+    for reason, words in zip(reasons[1:5], ("empty", "context window is 512", "surrogate", "99999"), strict=True):
         assert reason is not None
         assert words in reason
     assert [results[i].token_ids for i in (0, 5)] == [r.token_ids for r in llm.generate(PROMPTS[:2], params)]
@@ -222,9 +218,7 @@ def test_bad_words_are_never_written(llm: LLM) -> None:
         ({"drafter": "model:./nowhere.gguf"}, CheckpointError, "nowhere"),
     ],
 )
-def test_unknown_parts_are_refused_with_the_choices(
-    folder: Path, settings: dict, error: type, words: str
-) -> None:
+def test_unknown_parts_are_refused_with_the_choices(folder: Path, settings: dict, error: type, words: str) -> None:
     with pytest.raises(error, match=words):
         LLM(folder, config=SMALL, **settings)
 

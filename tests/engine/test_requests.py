@@ -6,7 +6,6 @@ import random
 
 import pytest
 import torch
-from tiny import Ask, Harness, Regime, generated, no_drafter, scripted, tiny_runner, with_model
 
 from draftwood.cache.blocks import PageTables
 from draftwood.drafters.none import NoDrafter
@@ -18,6 +17,7 @@ from draftwood.protocols import Budget
 from draftwood.request import FinishReason, SamplingParams
 from draftwood.tree import HostVerdict
 from draftwood.verifiers import Block, Match, Walk
+from tiny import Ask, Harness, Regime, generated, no_drafter, scripted, tiny_runner, with_model
 
 PARAMS = {
     "top-k": SamplingParams(temperature=0.9, top_k=4),
@@ -98,9 +98,7 @@ def test_a_stop_string_is_cut_from_the_text_and_its_tokens_stay() -> None:
 def test_max_tokens_and_the_context_window_end_an_answer() -> None:
     from tiny import tiny_config
 
-    harness = Harness(
-        tiny_runner(tiny_config(max_position_embeddings=20)), DRAFTS["bushy"](torch.float64), Match()
-    )
+    harness = Harness(tiny_runner(tiny_config(max_position_embeddings=20)), DRAFTS["bushy"](torch.float64), Match())
     answers = harness.run(
         [Ask(tuple(range(12)), SamplingParams(max_tokens=50)), Ask((1,), SamplingParams(max_tokens=1))]
     )
@@ -114,9 +112,7 @@ def test_logprobs_do_not_depend_on_speculation() -> None:
     for draft in (no_drafter, DRAFTS["bushy"]):
         harness = Harness(tiny_runner(), draft(torch.float64), Match())
         harness.run(asks(params))
-        runs.append(
-            [[lp for e in harness.events if e.request_id == i for lp in e.logprobs] for i in range(6)]
-        )
+        runs.append([[lp for e in harness.events if e.request_id == i for lp in e.logprobs] for i in range(6)])
     for plain, fast in zip(*runs, strict=True):
         assert len(plain) == 18
         assert [lp.token for lp in plain] == [lp.token for lp in fast]
@@ -176,10 +172,7 @@ def test_answers_of_one_request_share_their_prompt() -> None:
     target = tiny_runner()
     harness = Harness(target, NoDrafter(), Match())
     prompt = tuple(range(12)) * 2
-    answers = [
-        harness.answer(i, Ask(prompt, SamplingParams(temperature=1.0, seed=i, max_tokens=3)))
-        for i in range(3)
-    ]
+    answers = [harness.answer(i, Ask(prompt, SamplingParams(temperature=1.0, seed=i, max_tokens=3))) for i in range(3)]
     for answer in answers:
         answer.request_id = 0
     harness.engine.scheduler.add(answers)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from reference_model import load_into_transformers
 
 from draftwood import LLM, EngineConfig, SamplingParams
 from draftwood.cache.kv import Span
 from draftwood.engine.worker import ComputeThread
 from draftwood.model.checkpoint import open_checkpoint
 from draftwood.model.runner import ModelRunner
+from reference_model import load_into_transformers
 
 pytestmark = pytest.mark.slow
 

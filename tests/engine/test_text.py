@@ -2,9 +2,9 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import LetterDecoder
 
 from draftwood.engine.text import TextStream
+from tiny import LetterDecoder
 
 
 def stream(letters: str, stop: tuple[str, ...], takes: list[bool]) -> tuple[str, bool, list[str]]:

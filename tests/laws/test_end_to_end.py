@@ -12,9 +12,6 @@ import math
 from functools import cache
 
 import pytest
-from enumeration import Enumerator, law_of
-from reference_model import written_out_logits
-from tiny import Ask, Harness, TinyCheckpoint, generated, tiny_config, tiny_runner
 
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
@@ -30,6 +27,9 @@ from draftwood.growers import (
 )
 from draftwood.request import SamplingParams
 from draftwood.verifiers import LAWS
+from enumeration import Enumerator, law_of
+from reference_model import written_out_logits
+from tiny import Ask, Harness, TinyCheckpoint, generated, tiny_config, tiny_runner
 
 PROMPT = (0,)
 STACK = SamplingParams(

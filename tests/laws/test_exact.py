@@ -7,6 +7,20 @@ import random
 
 import pytest
 import torch
+
+from draftwood.growers import (
+    Beam,
+    BestFirst,
+    Hybrid,
+    Independent,
+    Levels,
+    StaticShape,
+    WithoutReplacement,
+    chain,
+)
+from draftwood.protocols import Budget, Grower
+from draftwood.tree import Draw, TokenTree
+from draftwood.verifiers import LAWS, Block, Match, Walk
 from enumeration import (
     Enumerator,
     Rows,
@@ -23,21 +37,6 @@ from enumeration import (
     target_rows,
     view_of,
 )
-
-from draftwood.growers import (
-    Beam,
-    Best,
-    BestFirst,
-    Hybrid,
-    Independent,
-    Levels,
-    StaticShape,
-    WithoutReplacement,
-    chain,
-)
-from draftwood.protocols import Budget, Grower
-from draftwood.tree import Draw, TokenTree
-from draftwood.verifiers import LAWS, Block, Match, Walk
 
 SEEDS = 30
 
@@ -116,16 +115,14 @@ def test_no_guesses_at_all(law: str) -> None:
 
 
 def test_any_mixture_of_draws_under_one_parent_is_exact_for_walk() -> None:
-    """A point mass, an independent draw and a tail draw as siblings: each row is the law given what was tried before."""
+    """A point mass, an independent draw and a tail draw as siblings: each row is its law given the earlier ones."""
     for seed in range(SEEDS):
         p, rng = random_rows(seed, 4), random.Random(seed)
-        q, tail = torch.tensor([dirichlet(rng, 4, 1.0), dirichlet(rng, 4, 1.0)], dtype=torch.float64)
-        tail[2] = 0
-        tail /= tail.sum()
+        laws = torch.tensor([dirichlet(rng, 4, 1.0), dirichlet(rng, 4, 1.0)], dtype=torch.float64)
+        laws[1, 2] = 0
+        laws[1] /= laws[1].sum()
 
-        def run(
-            source: Enumerator, p: Rows = p, laws: torch.Tensor = torch.stack([q, tail])
-        ) -> tuple[int, ...]:
+        def run(source: Enumerator, p: Rows = p, laws: torch.Tensor = laws) -> tuple[int, ...]:
             drawn = source.pick(laws, torch.tensor([1, 2]))
             tree = TokenTree(
                 tokens=torch.tensor([0, int(drawn[1]), 2, int(drawn[0])]),
@@ -145,8 +142,7 @@ def test_the_example_of_the_block_verification_paper() -> None:
     p, q = constant(1, 2), constant(2, 1)
     grower = Levels((1, 1), Independent())
     accepted = {
-        law.name: sum(w * (len(s) - 1) for s, w in round_law(grower, law, p, q).items())
-        for law in (Walk(), Block())
+        law.name: sum(w * (len(s) - 1) for s, w in round_law(grower, law, p, q).items()) for law in (Walk(), Block())
     }
     assert accepted["walk"] == pytest.approx(10 / 9, abs=1e-12)
     assert accepted["block"] == pytest.approx(11 / 9, abs=1e-12)
@@ -156,15 +152,13 @@ def test_the_example_of_the_block_verification_paper() -> None:
 def test_block_accepts_at_least_what_walk_accepts(seed: int) -> None:
     p, q = random_rows(seed, 3), random_rows(seed + 77, 3)
     grower = Levels((1, 1), Independent())
-    walk, block = (
-        sum(w * len(s) for s, w in round_law(grower, law, p, q).items()) for law in (Walk(), Block())
-    )
+    walk, block = (sum(w * len(s) for s, w in round_law(grower, law, p, q).items()) for law in (Walk(), Block()))
     assert block >= walk - 1e-12
 
 
 @pytest.mark.parametrize("tree", ["chain", "static", "beam", "best-first"])
 def test_on_chosen_trees_every_law_accepts_the_target_mass_in_the_tree(tree: str) -> None:
-    """For a deterministic tree no lossless law can do better than the sum of p over its nodes, and all of ours do it."""
+    """For a deterministic tree no lossless law beats the sum of p over its nodes, and all of ours reach it."""
     grower, vocabulary = TREES[tree]
     for seed in range(5):
         p, q = random_rows(seed, vocabulary), random_rows(seed + 9, vocabulary)

@@ -10,6 +10,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+
+from draftwood import growers
+from draftwood.growers import Best, Children, Frontier, Independent, Levels, WithoutReplacement
+from draftwood.protocols import Budget
+from draftwood.tree import Draw
+from draftwood.verifiers import Block, Walk, block, walk
 from enumeration import (
     Enumerator,
     TableModel,
@@ -22,12 +28,6 @@ from enumeration import (
     target_rows,
     view_of,
 )
-
-from draftwood import growers
-from draftwood.growers import Best, Children, Frontier, Independent, Levels, WithoutReplacement
-from draftwood.protocols import Budget
-from draftwood.tree import Draw
-from draftwood.verifiers import Block, Walk, block, walk
 
 P, Q = random_rows(11, 3), random_rows(12, 3)
 SAMPLED_CHAIN = Levels((1, 1), Independent())
@@ -134,7 +134,7 @@ def test_block_with_the_residual_of_a_single_token(monkeypatch: pytest.MonkeyPat
     right = block._residual
 
     def unweighted(tree, p, weight, node):
-        residual, mass = right(tree, p, weight, node)
+        _, mass = right(tree, p, weight, node)
         token_wise, _ = right(tree, p, torch.ones_like(weight), node)
         return token_wise, mass
 

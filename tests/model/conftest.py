@@ -63,9 +63,7 @@ def hf_tensors(*, bias: bool = False, head: bool = True) -> dict[str, torch.Tens
 def interleave(weight: np.ndarray, heads: int) -> np.ndarray:
     """Rows as llama.cpp's converter orders them: written from its definition, one row at a time."""
     half = HEAD_DIM // 2
-    order = [
-        head * HEAD_DIM + part * half + i for head in range(heads) for i in range(half) for part in (0, 1)
-    ]
+    order = [head * HEAD_DIM + part * half + i for head in range(heads) for i in range(half) for part in (0, 1)]
     return weight[order]
 
 

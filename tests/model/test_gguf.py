@@ -98,8 +98,6 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 def test_a_type_without_dequantisation_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "int.gguf"
-    path.write_bytes(
-        b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + struct.pack("<Q1sIQIQ", 1, b"t", 1, 4, 26, 0) + bytes(64)
-    )
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + struct.pack("<Q1sIQIQ", 1, b"t", 1, 4, 26, 0) + bytes(64))
     with pytest.raises(CheckpointError, match="I32, which cannot be dequantised"):
         read_gguf(path).dequantize("t")

@@ -8,9 +8,7 @@ from draftwood.model import isa
 @pytest.mark.parametrize(
     ("announced", "works", "expected"), [(True, False, True), (True, True, False), (False, False, False)]
 )
-def test_amx_is_avoided_only_where_it_is_announced_and_broken(
-    monkeypatch, announced, works, expected
-) -> None:
+def test_amx_is_avoided_only_where_it_is_announced_and_broken(monkeypatch, announced, works, expected) -> None:
     monkeypatch.delenv(isa.VARIABLE, raising=False)
     monkeypatch.setattr(isa, "announces_amx", lambda: announced)
     monkeypatch.setattr(isa, "amx_works", lambda: works)

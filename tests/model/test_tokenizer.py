@@ -45,9 +45,7 @@ def train(pre_tokenizer: pre_tokenizers.PreTokenizer) -> tuple[list[str], list[s
     tokenizer.pre_tokenizer = pre_tokenizer
     tokenizer.train_from_iterator(TEXTS * 3 + [str(n) for n in range(1990, 2030)], trainer)
     model = json.loads(tokenizer.to_str())["model"]
-    return sorted(model["vocab"], key=model["vocab"].__getitem__), [
-        " ".join(pair) for pair in model["merges"]
-    ]
+    return sorted(model["vocab"], key=model["vocab"].__getitem__), [" ".join(pair) for pair in model["merges"]]
 
 
 def byte_level_fields(rule: str, **changes: Any) -> dict[str, Any]:
@@ -195,9 +193,7 @@ def splits(ids: list[int], rng: random.Random) -> Iterable[list[int]]:
         ids = ids[size:]
 
 
-@pytest.mark.parametrize(
-    "fields", [byte_level_fields("smollm"), sentencepiece_fields()], ids=["bytes", "spm"]
-)
+@pytest.mark.parametrize("fields", [byte_level_fields("smollm"), sentencepiece_fields()], ids=["bytes", "spm"])
 def test_streaming_equals_decoding_however_it_is_split(fields: dict[str, Any]) -> None:
     """Random ids: broken UTF-8, markers, a leading space and ids past the vocabulary included."""
     tokenizer = Tokenizer.from_gguf(fields)

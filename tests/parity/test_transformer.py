@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from reference_model import load_into_transformers, written_out_logits
-from tiny import CPU, TinyCheckpoint, hf_config
 
 from draftwood.cache.kv import NodeRows, Span
 from draftwood.model.batch import AttentionShape, Pages
@@ -14,6 +12,8 @@ from draftwood.model.runner import ModelRunner
 from draftwood.ops.cpu import SegmentedAttention
 from draftwood.ops.reference import DenseAttention
 from draftwood.tree import TokenTree
+from reference_model import load_into_transformers, written_out_logits
+from tiny import CPU, TinyCheckpoint, hf_config
 
 VARIANTS: dict[str, dict] = {
     "llama": hf_config("llama"),
@@ -96,9 +96,7 @@ def test_a_tree_node_sees_its_own_path_and_nothing_else(name: str) -> None:
     checkpoint, runner = runner_of(VARIANTS[name], torch.float64)
     texts = [TEXT[:9], TEXT[4:7]]
     shapes = [([0, 3, 5, 3, 7, 1], [-1, 0, 0, 1, 1, 3]), ([0, 2, 2, 9], [-1, 0, 1, 0])]
-    trees = [
-        ([text[-1], *tokens[1:]], parents) for text, (tokens, parents) in zip(texts, shapes, strict=True)
-    ]
+    trees = [([text[-1], *tokens[1:]], parents) for text, (tokens, parents) in zip(texts, shapes, strict=True)]
     tree = TokenTree.of_points(trees)
     spans = []
     for i, text in enumerate(texts):

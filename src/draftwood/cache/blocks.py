@@ -223,9 +223,7 @@ class PageTables:
         held: dict[int, int] = {}
         for seq_id, table in self._tables.items():
             assert len(set(table.pages)) == len(table.pages), f"sequence {seq_id} holds a page twice"
-            assert table.num_cached <= len(table.pages) * self.page_size, (
-                f"sequence {seq_id} has tokens without pages"
-            )
+            assert table.num_cached <= len(table.pages) * self.page_size, f"sequence {seq_id} has tokens without pages"
             for page in table.pages:
                 held[page] = held.get(page, 0) + 1
         self.pool.check(held)

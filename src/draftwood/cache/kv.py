@@ -53,9 +53,7 @@ class NodeRows:
             return None
         drafted = tree.parents >= 0
         owner = span[tree.owner[drafted]]
-        return cls(
-            owner, tree.local[drafted], tree.tokens[drafted], tree.depth[drafted], tree.ancestors[drafted]
-        )
+        return cls(owner, tree.local[drafted], tree.tokens[drafted], tree.depth[drafted], tree.ancestors[drafted])
 
 
 class KVCache:
@@ -90,9 +88,7 @@ class KVCache:
         page = block_table[span, index // self.page_size]
         return page * self.page_size + index % self.page_size
 
-    def stage(
-        self, spans: Sequence[Span], nodes: NodeRows | None, logit_rows: Tensor | None = None
-    ) -> ForwardBatch:
+    def stage(self, spans: Sequence[Span], nodes: NodeRows | None, logit_rows: Tensor | None = None) -> ForwardBatch:
         """Rows for every pending token of `spans` and every node, with their slots and masks.
 
         Without `logit_rows` (indices into pending tokens followed by nodes), logits are wanted at each span's
@@ -104,9 +100,7 @@ class KVCache:
         ends = [0, *itertools.accumulate(span.end - span.start for span in spans)]
         if logit_rows is None:
             last = torch.tensor(ends[1:], device=self.device) - 1
-            extra = torch.arange(
-                ends[-1], ends[-1] + (nodes.tokens.shape[0] if nodes else 0), device=self.device
-            )
+            extra = torch.arange(ends[-1], ends[-1] + (nodes.tokens.shape[0] if nodes else 0), device=self.device)
             logit_rows = torch.cat([last, extra])
         tokens, index, owner = pending
         batch = ForwardBatch(

@@ -79,9 +79,7 @@ def generate(
     params = sampling.params()
     text = _read_prompt(prompt, raw)
     if raw and system is not None:
-        raise InvalidRequest(
-            "--raw continues the bare prompt, so --system has no place in it; leave one of them out."
-        )
+        raise InvalidRequest("--raw continues the bare prompt, so --system has no place in it; leave one of them out.")
     with open_llm(engine) as llm:
         plain = raw or (system is None and not llm.tokenizer.has_chat_template)
         transcript = Transcript()

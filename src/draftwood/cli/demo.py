@@ -117,15 +117,12 @@ class View(Protocol):
 def run_demo(flags: EngineFlags, params: SamplingParams, svg: Path | None) -> bool:
     """Run everything and report; whether all answers were the same."""
     console = stdout()
-    view: View = (
-        ColumnView(console, flags.drafter) if console.is_terminal else BlockView(console, flags.drafter)
-    )
+    view: View = ColumnView(console, flags.drafter) if console.is_terminal else BlockView(console, flags.drafter)
     llm, switch = _open(flags)
     with llm, closing(view):
         _warm_up(llm, switch)
         comparisons = [
-            _compare(llm, switch, view, number, prompt, params)
-            for number, prompt in enumerate(PROMPTS, start=1)
+            _compare(llm, switch, view, number, prompt, params) for number, prompt in enumerate(PROMPTS, start=1)
         ]
     console.print(summary_table(comparisons))
     if svg is not None:
@@ -172,9 +169,7 @@ def _open(flags: EngineFlags) -> tuple[LLM, Switch]:
     with loading(flags.model):
         checkpoint = open_checkpoint(flags.model)
         # A draft model's weights belong on the thread that will use them.
-        drafter = ComputeThread.shared().call(
-            lambda: build_drafter(flags.drafter, flags.tree, checkpoint, config)
-        )
+        drafter = ComputeThread.shared().call(lambda: build_drafter(flags.drafter, flags.tree, checkpoint, config))
         switch = Switch(drafter)
         return LLM(checkpoint, drafter=switch, law=flags.law, config=config), switch
 
@@ -192,9 +187,7 @@ def _compare(
     messages = conversation(prompt.text, None)
     plain, speculative = Transcript(), Transcript()
     view.begin(number, prompt, plain, speculative)
-    llm.chat(
-        messages, SamplingParams(max_tokens=1)
-    )  # the prompt's whole pages are in the cache now, for both
+    llm.chat(messages, SamplingParams(max_tokens=1))  # the prompt's whole pages are in the cache now, for both
     sides = [(False, plain), (True, speculative)]
     for on, transcript in sides if number % 2 else reversed(sides):
         switch.turn(on=on)

@@ -132,9 +132,7 @@ def summary_table(comparisons: Sequence[Comparison]) -> Table:
 
 def draw_svg(path: Path, comparisons: Sequence[Comparison], drafter: str) -> None:
     """The prompt that gained most, and the table, as a picture."""
-    console = Console(
-        record=True, width=SVG_WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor"
-    )
+    console = Console(record=True, width=SVG_WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     best = max(comparisons, key=lambda comparison: comparison.ratio)
     console.print(_heading(comparisons.index(best) + 1, best.prompt))
     console.print(_columns(best.plain, best.speculative, drafter, console))
@@ -170,17 +168,13 @@ def _panel(side: Transcript, title: str, console: Console, width: int, room: int
 def _rate(side: Transcript) -> str:
     if not side.stats.steps:
         return "waiting"
-    return (
-        f"{side.stats.num_tokens} tokens, {side.stats.steps} steps, {side.stats.tokens_per_second:.1f} tok/s"
-    )
+    return f"{side.stats.num_tokens} tokens, {side.stats.steps} steps, {side.stats.tokens_per_second:.1f} tok/s"
 
 
 def _verdict(comparison: Comparison) -> Text:
     same = ("Identical tokens", "green") if comparison.identical else ("THE ANSWERS DIFFER", "bold red")
     stats = comparison.speculative.stats
-    return Text.assemble(
-        same, f" · {stats.tokens_per_step:.2f} tokens/step · {comparison.ratio:.2f}x as fast"
-    )
+    return Text.assemble(same, f" · {stats.tokens_per_step:.2f} tokens/step · {comparison.ratio:.2f}x as fast")
 
 
 def _yes(value: bool) -> str:

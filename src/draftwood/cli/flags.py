@@ -31,9 +31,7 @@ class EngineFlags:
 
     model: Annotated[
         str,
-        _option(
-            "An alias (see `draftwood models`), a folder, a .gguf file or a hub id.", "Parts", "--model", "-m"
-        ),
+        _option("An alias (see `draftwood models`), a folder, a .gguf file or a hub id.", "Parts", "--model", "-m"),
     ] = "smollm2"
     drafter: Annotated[
         str,
@@ -58,9 +56,7 @@ class EngineFlags:
         """Sizes and places."""
         from draftwood.config import EngineConfig
 
-        return EngineConfig(
-            dtype=self.dtype, device=self.device, threads=self.threads, cache_tokens=self.cache_tokens
-        )
+        return EngineConfig(dtype=self.dtype, device=self.device, threads=self.threads, cache_tokens=self.cache_tokens)
 
 
 @dataclass(frozen=True)
@@ -68,22 +64,12 @@ class SamplingFlags:
     """How an answer is drawn, and when it ends."""
 
     max_tokens: Annotated[int, _option("Longest answer.", "Sampling", "--max-tokens", "-n")] = 256
-    temperature: Annotated[
-        float, _option("0 takes the likeliest token.", "Sampling", "--temperature", "-t")
-    ] = 0.0
-    top_p: Annotated[
-        float, _option("Keep the likeliest tokens that make up this probability.", "Sampling")
-    ] = 1.0
+    temperature: Annotated[float, _option("0 takes the likeliest token.", "Sampling", "--temperature", "-t")] = 0.0
+    top_p: Annotated[float, _option("Keep the likeliest tokens that make up this probability.", "Sampling")] = 1.0
     top_k: Annotated[int, _option("Keep this many tokens; 0: all.", "Sampling")] = 0
-    min_p: Annotated[
-        float, _option("Keep tokens at least this likely, relative to the best.", "Sampling")
-    ] = 0.0
-    seed: Annotated[
-        int | None, _option("The same seed gives the same answer; drawn if not given.", "Sampling")
-    ] = None
-    stop: Annotated[
-        list[str] | None, _option("End before this text; may be given several times.", "Sampling")
-    ] = None
+    min_p: Annotated[float, _option("Keep tokens at least this likely, relative to the best.", "Sampling")] = 0.0
+    seed: Annotated[int | None, _option("The same seed gives the same answer; drawn if not given.", "Sampling")] = None
+    stop: Annotated[list[str] | None, _option("End before this text; may be given several times.", "Sampling")] = None
 
     def params(self) -> SamplingParams:
         """Checked, and with a seed that can be told afterwards."""

@@ -53,9 +53,7 @@ def write_json(record: dict[str, Any]) -> None:
 
 def coloured(pieces: Iterable[tuple[str, bool]]) -> Text:
     """A text with its guessed parts in colour, fit for a terminal."""
-    return Text.assemble(
-        *((text.translate(_CONTROLS), GUESSED if guessed else "") for text, guessed in pieces)
-    )
+    return Text.assemble(*((text.translate(_CONTROLS), GUESSED if guessed else "") for text, guessed in pieces))
 
 
 @dataclass
@@ -77,9 +75,7 @@ class Transcript:
     def unsteadiness(self) -> float:
         """Mean over median time between events: 1 if nothing held the answer up."""
         gaps = [after - before for before, after in itertools.pairwise(self.moments)]
-        return (
-            statistics.mean(gaps) / statistics.median(gaps) if gaps and statistics.median(gaps) > 0 else 1.0
-        )
+        return statistics.mean(gaps) / statistics.median(gaps) if gaps and statistics.median(gaps) > 0 else 1.0
 
     def add(self, event: Event) -> None:
         """Take an event; the engine's own failure is raised here."""

@@ -33,9 +33,7 @@ class _Growth:
 
     def begin(self, view: BatchView) -> Tensor:
         """Run everything pending, in chunks; logits at the roots. [B, V], zeros without a seat."""
-        logits = torch.zeros(
-            len(view.seq_ids), self.runner.model.config.vocab_size, device=self.runner.device
-        )
+        logits = torch.zeros(len(view.seq_ids), self.runner.model.config.vocab_size, device=self.runner.device)
         logits = logits.to(self.runner.model.dtype)
         behind = list(self.seats)
         while behind:
@@ -82,9 +80,7 @@ class _Growth:
         return logits
 
     def _reserve(self, b: int, num_columns: int) -> bool:
-        return self.runner.cache.tables.reserve(
-            self.view.seq_ids[b], len(self.view.tokens[b]) + num_columns - 1
-        )
+        return self.runner.cache.tables.reserve(self.view.seq_ids[b], len(self.view.tokens[b]) + num_columns - 1)
 
     def _run_nodes(self, builder: TreeBuilder, columns: Tensor, runs: Tensor) -> Tensor:
         owner, place = runs.nonzero(as_tuple=True)
@@ -98,9 +94,7 @@ class _Growth:
             depth=builder.depth[owner, column],
             ancestors=builder.ancestors(columns)[owner, place],
         )
-        batch = self.runner.cache.stage(
-            self._ended_spans(), nodes, torch.arange(len(owner), device=columns.device)
-        )
+        batch = self.runner.cache.stage(self._ended_spans(), nodes, torch.arange(len(owner), device=columns.device))
         return self.runner.forward(batch).logits
 
     def _ended_spans(self) -> list[Span]:
@@ -157,7 +151,8 @@ class ModelDrafter:
 
     def observe(self, view: BatchView, tree: TokenTree, verdict: Verdict, features: Features) -> None:
         """Keep what was accepted of what it ran; the rest stays pending."""
-        assert self._growth is not None and self._columns is not None, "observe() without propose()"
+        assert self._growth is not None, "observe() without propose()"
+        assert self._columns is not None
         columns = self._columns[verdict.path.clamp(min=0)].masked_fill(verdict.path < 0, 0)
         self._growth.keep(columns, verdict.length)
         self._growth = self._columns = None
@@ -172,9 +167,7 @@ class ModelDrafter:
         if budget.max_nodes < 1:
             return []
         staying = set(view.seq_ids)
-        wanting = [
-            b for b, room in enumerate(view.max_nodes.tolist()) if room > 0 and int(view.max_depth[b]) > 0
-        ]
+        wanting = [b for b, room in enumerate(view.max_nodes.tolist()) if room > 0 and int(view.max_depth[b]) > 0]
         return [b for b in wanting if self._find_room(view.seq_ids[b], view.tokens[b], staying)]
 
     def _find_room(self, seq_id: int, tokens: Sequence[int], staying: set[int]) -> bool:

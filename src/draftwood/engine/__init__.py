@@ -1,0 +1,1 @@
+"""The step, who takes part in it, and the interface around it."""

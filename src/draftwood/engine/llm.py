@@ -150,13 +150,13 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @overload
-    def generate(self, prompts: str, params: SamplingParams | None = None) -> Result: ...
+    @overload  # a text is a sequence of texts too, but here it is one prompt
+    def generate(  # pyright: ignore[reportOverlappingOverload]
+        self, prompts: str, params: SamplingParams | None = None
+    ) -> Result: ...
     @overload
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams | None = None) -> list[Result]: ...
-    def generate(
-        self, prompts: str | Sequence[Prompt], params: SamplingParams | None = None
-    ) -> Result | list[Result]:
+    def generate(self, prompts: str | Sequence[Prompt], params: SamplingParams | None = None) -> Result | list[Result]:
         """Answer a prompt, or all of a list in one batch.
 
         A single prompt that cannot run raises. In a list it gets a result with `finish_reason` "error" and the
@@ -184,9 +184,7 @@ class LLM:
         finally:
             self._cancel(answering)
 
-    async def astream(
-        self, prompt: Prompt, params: SamplingParams | None = None
-    ) -> AsyncGenerator[Event, None]:
+    async def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncGenerator[Event, None]:
         """`stream` for an event loop. Leaving the loop early, or being cancelled, cancels the request."""
         answering = self._prepare(prompt, params or SamplingParams())
         inbox: asyncio.Queue[Event] = asyncio.Queue()
@@ -254,9 +252,7 @@ class LLM:
         request_id = next(self._request_ids)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         banned = tuple(tuple(ids) for word in params.bad_words for ids in self._spellings(word))
-        return _Answering(
-            text, [self._answer(request_id, i, tokens, params, seed, banned) for i in range(params.n)]
-        )
+        return _Answering(text, [self._answer(request_id, i, tokens, params, seed, banned) for i in range(params.n)])
 
     def _answer(
         self,
@@ -310,9 +306,7 @@ class LLM:
         ):
             outside = next((token for token in ids if not 0 <= token < vocabulary), None)
             if outside is not None:
-                raise InvalidRequest(
-                    f"Token {outside} in {name} is not in the vocabulary (0 to {vocabulary - 1})."
-                )
+                raise InvalidRequest(f"Token {outside} in {name} is not in the vocabulary (0 to {vocabulary - 1}).")
 
     def _spellings(self, word: str) -> list[list[int]]:
         """A word at the start of a text and inside one are different tokens; both are meant."""

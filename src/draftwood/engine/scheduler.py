@@ -84,9 +84,7 @@ class Scheduler:
         self._admit()
         items: dict[int, PlanItem] = {}
         for seq in sorted(self.running, key=lambda s: (self._pending(s) > 1, s.id)):
-            rows = self.config.max_rows - sum(
-                item.end - item.start + item.max_nodes for item in items.values()
-            )
+            rows = self.config.max_rows - sum(item.end - item.start + item.max_nodes for item in items.values())
             pending = min(self._pending(seq), rows)
             if pending < 1 or seq not in self.running:
                 continue
@@ -105,9 +103,7 @@ class Scheduler:
         shared = spare if ready == len(self.running) else spare // 2
         return min(budget.max_nodes, shared // ready)
 
-    def commit(
-        self, plan: Plan, outcome: HostVerdict, logprobs: list[list[TokenLogprob]] | None = None
-    ) -> list[Event]:
+    def commit(self, plan: Plan, outcome: HostVerdict, logprobs: list[list[TokenLogprob]] | None = None) -> list[Event]:
         """Give every sequence what the step earned it; the one place where sequences change."""
         gains = dict(zip(plan.sampling, range(len(plan.sampling)), strict=True))
         events = []
@@ -128,9 +124,7 @@ class Scheduler:
         except Exception as failure:  # one answer's text must not take its neighbours down
             error = f"{type(failure).__name__}: {failure}"
             self._end(seq)
-            return Event(
-                seq.request_id, seq.index, (), (), "", FinishReason.ERROR, seq.stats(now), error=error
-            )
+            return Event(seq.request_id, seq.index, (), (), "", FinishReason.ERROR, seq.stats(now), error=error)
         self.tables.advance(seq.id, item.end + accepted, seq.tokens)
         if event.finished:
             self._end(seq)

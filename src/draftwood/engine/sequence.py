@@ -40,9 +40,7 @@ class Sequence:
         """Tokens of the answer so far."""
         return len(self.tokens) - self.prompt_length
 
-    def receive(
-        self, gained: Tokens[int], num_accepted: int, num_drafted: int, now: float
-    ) -> FinishReason | None:
+    def receive(self, gained: Tokens[int], num_accepted: int, num_drafted: int, now: float) -> FinishReason | None:
         """Take a step's tokens one by one; whatever ends the answer cuts the rest off, accepted or not."""
         self.steps += 1
         self.drafted += num_drafted

@@ -34,9 +34,7 @@ def render(
     try:
         return _compile(template).render(variables)
     except TemplateError as error:
-        raise TokenizerError(
-            f"The model's chat template refused the conversation: {error.message}"
-        ) from error
+        raise TokenizerError(f"The model's chat template refused the conversation: {error.message}") from error
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise TokenizerError(f"The model's chat template failed on the conversation: {error!r}") from error
 

@@ -70,9 +70,7 @@ def _open_file(path: Path) -> Checkpoint:
     if path.suffix == ".gguf":
         return GgufCheckpoint(path)
     if path.suffix == ".safetensors":
-        raise CheckpointError(
-            f"{path} is only the weights; give the folder it lies in, with its config.json."
-        )
+        raise CheckpointError(f"{path} is only the weights; give the folder it lies in, with its config.json.")
     raise CheckpointError(f"{path} is no model file we can read; give a .gguf file or a safetensors folder.")
 
 
@@ -94,9 +92,7 @@ def _from_hub(name: str) -> Path:
             f"accept its terms and run `hf auth login`; or {advice}."
         ) from error
     except OSError as error:
-        raise CheckpointError(
-            f"{name} could not be downloaded: {_first_line(error)}; or {advice}."
-        ) from error
+        raise CheckpointError(f"{name} could not be downloaded: {_first_line(error)}; or {advice}.") from error
 
 
 def _first_line(error: BaseException) -> str:
@@ -167,9 +163,7 @@ def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read: {error}. Download or convert the model again."
-        ) from error
+        raise CheckpointError(f"{path} cannot be read: {error}. Download or convert the model again.") from error
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
@@ -217,9 +211,7 @@ def _open_safetensors(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
-        raise CheckpointError(
-            f"{path} is damaged or truncated ({_first_line(error)}). Download it again."
-        ) from error
+        raise CheckpointError(f"{path} is damaged or truncated ({_first_line(error)}). Download it again.") from error
 
 
 class GgufCheckpoint:
@@ -233,9 +225,7 @@ class GgufCheckpoint:
                 f"{path} is one part of a split GGUF file; join the parts first (llama-gguf-split --merge)."
             )
         tensors = self._file.tensors
-        factors = (
-            self._file.dequantize("rope_freqs.weight").tolist() if "rope_freqs.weight" in tensors else None
-        )
+        factors = self._file.dequantize("rope_freqs.weight").tolist() if "rope_freqs.weight" in tensors else None
         fields = {"vocab_size": _embedding_rows(self._file), **self._file.fields}
         self.config = ModelConfig.from_gguf(fields, tensors.keys(), factors)
 

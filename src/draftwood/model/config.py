@@ -56,9 +56,7 @@ class ModelConfig:
             self.num_heads % self.num_kv_heads == 0,
             f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key-value heads evenly",
         )
-        require(
-            self.head_dim % 2 == 0, f"head_dim is {self.head_dim}, and rotary embedding needs an even one"
-        )
+        require(self.head_dim % 2 == 0, f"head_dim is {self.head_dim}, and rotary embedding needs an even one")
         require(self.norm_eps > 0, f"norm_eps is {self.norm_eps}, which must be positive")
         require(
             len(self.windows) == self.num_layers,
@@ -318,9 +316,7 @@ def _gguf_rope(
         "its GGUF file carries LongRoPE factor tensors; use the safetensors checkpoint",
     )
     rotated = own.get("rope.dimension_count") or head_dim
-    require(
-        rotated == head_dim, f"only {rotated} of {head_dim} dimensions are rotated; that is not supported"
-    )
+    require(rotated == head_dim, f"only {rotated} of {head_dim} dimensions are rotated; that is not supported")
     theta = _number(own, "rope.freq_base", 10_000.0)
     max_positions = _integer(own, "context_length")
     original = own.get("rope.scaling.original_context_length") or max_positions

@@ -30,9 +30,7 @@ class RMSNorm:
     def __call__(self, x: Tensor) -> Tensor:
         """Over the last dimension."""
         if self._scaled is not None:
-            return (x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._floor)).mul_(
-                self._scaled
-            )
+            return (x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._floor)).mul_(self._scaled)
         wide = x.to(self._floor.dtype)
         length = torch.hypot(torch.linalg.vector_norm(wide, dim=-1, keepdim=True), self._floor)
         return (wide / length).mul_(self._root).to(x.dtype) * self.weight
@@ -55,9 +53,7 @@ def pair_adjacent(rows: Tensor, head_dim: int) -> Tensor:
 class Rotary:
     """Rotations e^{i · position · frequency} for all positions, grown on demand."""
 
-    def __init__(
-        self, inverse_frequencies: Tensor, scale: float, dtype: torch.dtype, device: torch.device
-    ) -> None:
+    def __init__(self, inverse_frequencies: Tensor, scale: float, dtype: torch.dtype, device: torch.device) -> None:
         self._frequencies = inverse_frequencies.to(device=device, dtype=torch.float64)
         self._scale = scale
         self._dtype = torch.complex128 if dtype == torch.float64 else torch.complex64

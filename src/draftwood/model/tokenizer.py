@@ -76,9 +76,7 @@ class Tokenizer:
         backend = gguf_vocabulary.build_tokenizer(fields)
         tokens = fields["tokenizer.ggml.tokens"]
         ids = {name: fields.get(f"tokenizer.ggml.{key}_token_id") for name, key in _GGUF_SPECIAL.items()}
-        special = {
-            name: tokens[index] for name, index in ids.items() if index is not None and index < len(tokens)
-        }
+        special = {name: tokens[index] for name, index in ids.items() if index is not None and index < len(tokens)}
         prefix = token_ids(ids["bos_token"]) if gguf_vocabulary.adds_bos(fields) else ()
         conventions = Conventions(
             eos_ids=frozenset(gguf_eos_ids(fields)),
@@ -125,9 +123,7 @@ class Tokenizer:
         stream = Detokenizer(self, skip_special=skip_special)
         return stream.push(ids) + stream.flush()
 
-    def render_chat(
-        self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True
-    ) -> str:
+    def render_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
         """The prompt for a conversation, by the model's own template."""
         template = self._conventions.chat_template
         if template is None:
@@ -264,9 +260,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path} cannot be read: {error}. Download or convert the model again."
-        ) from error
+        raise CheckpointError(f"{path} cannot be read: {error}. Download or convert the model again.") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} should hold one JSON object. Download or convert the model again.")
     return content
@@ -305,9 +299,7 @@ _GGUF_SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown",
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     given = {name: settings.get(name) for name in _GGUF_SPECIAL}
-    contents = {
-        name: token.get("content") if isinstance(token, dict) else token for name, token in given.items()
-    }
+    contents = {name: token.get("content") if isinstance(token, dict) else token for name, token in given.items()}
     return {name: content for name, content in contents.items() if isinstance(content, str)}
 
 

@@ -59,14 +59,10 @@ class Transformer:
         values = [value for holder in holders if holder is not None for value in vars(holder).values()]
         tensors = [value for value in (*values, self.embedding) if isinstance(value, Tensor)]
         packed = sum(t.numel() * t.element_size() for t in tensors if t.is_mkldnn)
-        storages = {
-            s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors if not t.is_mkldnn)
-        }
+        storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors if not t.is_mkldnn)}
         return packed + sum(storages.values())
 
-    def forward(
-        self, batch: ForwardBatch, cache: Pages, needs: frozenset[int] = frozenset()
-    ) -> ForwardOutput:
+    def forward(self, batch: ForwardBatch, cache: Pages, needs: frozenset[int] = frozenset()) -> ForwardOutput:
         """Run the rows of `batch`, writing their keys and values to `cache`."""
         config = self.config
         attention = {
@@ -79,9 +75,7 @@ class Transformer:
         features: dict[int, Tensor] = {}
         for i, layer in enumerate(self.layers):
             query_key_value = self._project(layer, hidden, rotation)
-            cache.layers[i].index_copy_(
-                1, batch.slots, query_key_value[:, config.num_heads :].transpose(0, 1)
-            )
+            cache.layers[i].index_copy_(1, batch.slots, query_key_value[:, config.num_heads :].transpose(0, 1))
             mixed = attention[config.windows[i]].run(i, query_key_value[:, : config.num_heads])
             hidden = layer.output.add_to(hidden, mixed)
             hidden = self._feed_forward(layer, hidden)
@@ -151,11 +145,7 @@ class _WeightLoader:
 
     def _fused_qkv(self, name: str) -> Linear:
         weights = [self._projection(f"{name}.{part}_proj.weight", part) for part in "qkv"]
-        biases = (
-            [self._projection(f"{name}.{part}_proj.bias", part) for part in "qkv"]
-            if self.config.qkv_bias
-            else []
-        )
+        biases = [self._projection(f"{name}.{part}_proj.bias", part) for part in "qkv"] if self.config.qkv_bias else []
         return make_linear(torch.cat(weights), _joined(biases))
 
     def _projection(self, name: str, part: str) -> Tensor:

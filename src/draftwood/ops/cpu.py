@@ -64,9 +64,9 @@ class SegmentedAttention:
         keys, values = segment.keys_and_values(layer)
         if query.shape[0] == 1:
             # The queries that share a key head lie side by side: they are the rows of one small product.
-            return _blocked(
-                query.view(keys.shape[0], -1, query.shape[2]), keys, values, segment.mask, self.scale
-            ).view(1, -1)
+            return _blocked(query.view(keys.shape[0], -1, query.shape[2]), keys, values, segment.mask, self.scale).view(
+                1, -1
+            )
         mixed = _blocked(query.transpose(0, 1), keys, values, segment.mask, self.scale)
         return mixed.transpose(0, 1).flatten(1)
 

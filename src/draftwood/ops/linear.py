@@ -1,6 +1,6 @@
 """Matrix products with weights laid out for few rows.
 
-Which layout is best depends on the shape; docs/adr/0008 has the measurements. Most weights are stored [in, out]; an output
+Which layout is best depends on the shape; docs/adr/0008 has the measurements. Most weights are stored [in, out]; a
 head is packed by oneDNN, which then scores five rows in the time of one and a third.
 """
 
@@ -64,9 +64,7 @@ class PackedLinear:
 
 def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     """From the usual [out, in] layout to the fastest there is for its device, dtype and shape."""
-    packable = (
-        weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
-    )
+    packable = weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
     if packable and weight.shape[0] >= WIDE:
         return PackedLinear(weight, bias)
     return DenseLinear(weight.t().contiguous(), bias)
