@@ -266,6 +266,12 @@ def test_impossible_engines_are_refused(folder: Path, settings: dict) -> None:
         LLM(folder, config=EngineConfig(**settings))
 
 
+@pytest.mark.parametrize("tokens", [10**11, 10**17])
+def test_a_cache_beyond_all_memory_is_refused_with_its_size(folder: Path, tokens: int) -> None:
+    with pytest.raises(InvalidRequest, match="GiB does not fit"):
+        LLM(folder, config=EngineConfig(cache_tokens=tokens))
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
 def test_every_dtype_answers(folder: Path, dtype: str) -> None:
     with LLM(folder, config=EngineConfig(dtype=dtype, cache_tokens=512, threads=1)) as llm:

@@ -165,7 +165,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     num_bytes = math.prod(shape) * dtype.itemsize
     try:
         return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
-    except MemoryError as error:
+    except (MemoryError, ValueError) as error:
         raise InvalidRequest(
             f"A cache of {num_bytes / 2**30:.1f} GiB does not fit into this machine's memory; lower cache_tokens."
         ) from error

@@ -14,26 +14,23 @@ ACTIVATIONS = {
 
 
 class RMSNorm:
-    """Root-mean-square norm; half precisions are normalised in float32.
+    """Root-mean-square norm; half precisions are normalised in float32, and lengths are summed in float64.
 
-    x / sqrt(mean(x^2) + eps) is x sqrt(n) / hypot(|x|, sqrt(n eps)): four small operations where torch's own takes a
+    x / sqrt(mean(x^2) + eps) is x sqrt(n) / hypot(|x|, sqrt(n eps)): five small operations where torch's own takes a
     dozen. Between products that stream all weights through the caches, their number is what counts.
     """
 
     def __init__(self, weight: Tensor, eps: float) -> None:
         size = weight.shape[-1]
         self.weight = weight  # [n], or [heads, n] for several norms side by side
-        self._floor = torch.tensor((size * eps) ** 0.5, dtype=_wide(weight.dtype), device=weight.device)
-        self._scaled = weight * size**0.5 if weight.dtype == self._floor.dtype else None
-        self._root = size**0.5
+        self._floor = torch.tensor((size * eps) ** 0.5, dtype=torch.float64, device=weight.device)
+        self._scaled = weight.to(_wide(weight.dtype)) * size**0.5
 
     def __call__(self, x: Tensor) -> Tensor:
         """Over the last dimension."""
-        if self._scaled is not None:
-            return (x / torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), self._floor)).mul_(self._scaled)
-        wide = x.to(self._floor.dtype)
-        length = torch.hypot(torch.linalg.vector_norm(wide, dim=-1, keepdim=True), self._floor)
-        return (wide / length).mul_(self._root).to(x.dtype) * self.weight
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64)
+        normed = (x / torch.hypot(length, self._floor).to(self._scaled.dtype)).mul_(self._scaled)
+        return normed if normed.dtype == x.dtype else normed.to(x.dtype)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
