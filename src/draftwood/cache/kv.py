@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -164,11 +164,15 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
     try:
-        return torch.from_numpy(np.zeros(num_bytes, dtype=np.uint8)).view(dtype).view(shape)
-    except (MemoryError, ValueError) as error:
+        memory = mmap.mmap(-1, num_bytes)
+    except (OSError, OverflowError, ValueError) as error:
         raise InvalidRequest(
             f"A cache of {num_bytes / 2**30:.1f} GiB does not fit into this machine's memory; lower cache_tokens."
         ) from error
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        # A token touches every layer and head: with huge pages the first few would claim the whole cache.
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 def _pending_rows(spans: Sequence[Span], device: torch.device) -> Tensor:

@@ -5,7 +5,7 @@ Shapes: N rows of a forward · H heads · K key heads · D head size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.config import ModelConfig
 from draftwood.model.layers import ACTIVATIONS, RMSNorm, Rotary, pair_adjacent, rotate
 from draftwood.ops import plan_attention
-from draftwood.ops.linear import DenseLinear, Linear, make_linear
+from draftwood.ops.linear import Linear, make_linear, make_tied_head
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,10 @@ class Transformer:
     @property
     def num_bytes(self) -> int:
         """Memory of all weights."""
-        holders = [
-            self.head,
-            self.final_norm,
-            *(part for layer in self.layers for part in vars(layer).values()),
-        ]
-        values = [value for holder in holders if holder is not None for value in vars(holder).values()]
-        tensors = [value for value in (*values, self.embedding) if isinstance(value, Tensor)]
-        packed = sum(t.numel() * t.element_size() for t in tensors if t.is_mkldnn)
+        tensors = list(_tensors_of([self.head, self.final_norm, self.embedding, *self.layers]))
+        packed = {id(t): t.numel() * t.element_size() for t in tensors if t.is_mkldnn}
         storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors if not t.is_mkldnn)}
-        return packed + sum(storages.values())
+        return sum(packed.values()) + sum(storages.values())
 
     def forward(self, batch: ForwardBatch, cache: Pages, needs: frozenset[int] = frozenset()) -> ForwardOutput:
         """Run the rows of `batch`, writing their keys and values to `cache`."""
@@ -118,10 +112,9 @@ class _WeightLoader:
     def head_and_embedding(self) -> tuple[Linear, Tensor]:
         """The output head and the token embedding [V, hidden], sharing memory where they are tied and can."""
         embedding = self.tensor("model.embed_tokens.weight")
-        head = make_linear(embedding if self.config.tied_head else self.tensor("lm_head.weight"))
-        if self.config.tied_head and isinstance(head, DenseLinear):
-            embedding = head.weight.t()
-        return head, embedding
+        if self.config.tied_head:
+            return make_tied_head(embedding)
+        return make_linear(self.tensor("lm_head.weight")), embedding
 
     def layer(self, i: int) -> Layer:
         name = f"model.layers.{i}"
@@ -165,3 +158,12 @@ class _WeightLoader:
 def _joined(biases: Sequence[Tensor | None]) -> Tensor | None:
     present = [bias for bias in biases if bias is not None]
     return torch.cat(present) if present else None
+
+
+def _tensors_of(holders: Iterable[object]) -> Iterator[Tensor]:
+    """Every tensor these objects hold, and the objects they hold."""
+    for holder in holders:
+        if isinstance(holder, Tensor):
+            yield holder
+        elif hasattr(holder, "__dict__"):
+            yield from _tensors_of(vars(holder).values())

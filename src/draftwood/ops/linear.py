@@ -62,9 +62,45 @@ class PackedLinear:
         return self(x).add_(residual)
 
 
+class TiedHead:
+    """An output head whose weights are the token embedding's: kept [in, out] for one row, and packed for several.
+
+    The embedding has to be readable in any case, so the second layout costs no memory that a packed head alone saves.
+    """
+
+    def __init__(self, embedding: Tensor) -> None:
+        self._dense = DenseLinear(embedding.t().contiguous())
+        self._packed = PackedLinear(embedding)
+
+    @property
+    def embedding(self) -> Tensor:
+        """[V, hidden], a view."""
+        return self._dense.weight.t()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[N, in] -> [N, out]."""
+        return self._dense(x) if x.shape[0] == 1 else self._packed(x)
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """The product, then the sum."""
+        return self(x).add_(residual)
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Whether packing is possible for its device and dtype, and pays for its shape."""
+    packable = weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+    return packable and weight.shape[0] >= WIDE
+
+
 def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     """From the usual [out, in] layout to the fastest there is for its device, dtype and shape."""
-    packable = weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
-    if packable and weight.shape[0] >= WIDE:
-        return PackedLinear(weight, bias)
-    return DenseLinear(weight.t().contiguous(), bias)
+    return PackedLinear(weight, bias) if can_pack(weight) else DenseLinear(weight.t().contiguous(), bias)
+
+
+def make_tied_head(embedding: Tensor) -> tuple[Linear, Tensor]:
+    """A head that shares the embedding [V, hidden], and the embedding to read tokens from."""
+    if can_pack(embedding):
+        head = TiedHead(embedding)
+        return head, head.embedding
+    head = DenseLinear(embedding.t().contiguous())
+    return head, head.weight.t()
