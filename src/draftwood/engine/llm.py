@@ -13,8 +13,9 @@ import asyncio
 import itertools
 import queue
 import secrets
+import threading
 import time
-from collections.abc import AsyncGenerator, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import overload
@@ -189,7 +190,7 @@ class LLM:
         answering = self._prepare(prompt, params or SamplingParams())
         inbox: asyncio.Queue[Event] = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        self._worker.submit(answering.answers, lambda event: _post(loop, inbox, event))
+        self._worker.submit(answering.answers, lambda event: _call_in(loop, inbox.put_nowait, event))
         try:
             while not answering.done:
                 event = await inbox.get()
@@ -201,29 +202,40 @@ class LLM:
     async def agenerate(self, prompt: Prompt, params: SamplingParams | None = None) -> Result:
         """`generate` for an event loop: one prompt; gather several to batch them."""
         answering = self._prepare(prompt, params or SamplingParams())
-        inbox: asyncio.Queue[Event] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-        self._worker.submit(answering.answers, lambda event: _post(loop, inbox, event))
+        loop, finished = asyncio.get_running_loop(), asyncio.Event()
+        self._listen([answering], lambda: _call_in(loop, finished.set))
         try:
-            while not answering.done:
-                answering.add(await inbox.get())
+            await finished.wait()
         finally:
             self._cancel(answering)
         return answering.result()
 
     def _wait(self, requests: list[_Answering | Result]) -> list[Result]:
-        inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        open_ = {r.answers[0].request_id: r for r in requests if isinstance(r, _Answering)}
-        for request in open_.values():
-            self._worker.submit(request.answers, inbox.put)
+        running = [request for request in requests if isinstance(request, _Answering)]
+        finished = threading.Event()
+        self._listen(running, finished.set)
         try:
-            while not all(request.done for request in open_.values()):
-                event = inbox.get()
-                open_[event.request_id].add(event)
+            if running:
+                finished.wait()
         finally:
-            for request in open_.values():
+            for request in running:
                 self._cancel(request)
         return [r.result() if isinstance(r, _Answering) else r for r in requests]
+
+    def _listen(self, requests: list[_Answering], finished: Callable[[], None]) -> None:
+        """Collect all events on the compute thread and call `finished` after the last.
+
+        Waking the caller for every event would cost more than the event: on two cores it takes one away from the step.
+        """
+        by_id = {request.answers[0].request_id: request for request in requests}
+
+        def hear(event: Event) -> None:
+            by_id[event.request_id].add(event)
+            if all(request.done for request in requests):
+                finished()
+
+        for request in requests:
+            self._worker.submit(request.answers, hear)
 
     def _cancel(self, answering: _Answering) -> None:
         if not answering.done:
@@ -314,7 +326,7 @@ class LLM:
         return [ids for ids in found if ids]
 
 
-def _post(loop: asyncio.AbstractEventLoop, inbox: asyncio.Queue[Event], event: Event) -> None:
-    """Hand an event to its loop; a loop that is gone has nobody waiting in it."""
+def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Event) -> None:
+    """Call `function` in its loop; a loop that is gone has nobody waiting in it."""
     if not loop.is_closed():
-        loop.call_soon_threadsafe(inbox.put_nowait, event)
+        loop.call_soon_threadsafe(function, *arguments)

@@ -51,11 +51,10 @@ class PackedLinear:
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, PACKED_FOR)
         self.bias = bias
-        self._multiply = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, x: Tensor) -> Tensor:
         """[N, in] -> [N, out]."""
-        return self._multiply(x, self.packed, self.bias, "none", [], "")
+        return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """The product, then the sum."""
