@@ -24,6 +24,7 @@ PROMPT = [{"role": "user", "content": "Tell me the story of a lighthouse keeper 
 TOKENS = 96
 PARAMS = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
 RIGHT_CHAIN = 4
+STEPS_OF_PRODUCTS = 40  # about as long as an answer, so that both sides see the same moods of the machine
 
 STARTUP = """
 import json, resource, sys, time
@@ -80,9 +81,10 @@ def products_alone(llm: LLM, rows: int) -> float:
     def run() -> float:
         with torch.inference_mode():
             start = time.perf_counter()
-            for linear, x in zip(linears, inputs, strict=True):
-                linear(x)
-            return time.perf_counter() - start
+            for _ in range(STEPS_OF_PRODUCTS):
+                for linear, x in zip(linears, inputs, strict=True):
+                    linear(x)
+            return (time.perf_counter() - start) / STEPS_OF_PRODUCTS
 
     return ComputeThread.shared().call(run)
 

@@ -84,7 +84,7 @@ class TokenTree:
         tree = cls(tokens, parents, offsets, torch.zeros_like(tokens), torch.full_like(tokens, -1))
         # The host knows the structure already; finding it again would take dozens of small operations.
         tree.__dict__.update(owner=owner, local=local, depth=depth, max_depth=max(links.depth, default=0))
-        tree.__dict__.update(_sibling_links=(first, following))
+        tree.__dict__.update(_sibling_links=(first, following), ancestors=torch.tensor(links.words(), device=device))
         return tree
 
     @property
@@ -245,6 +245,7 @@ class _HostLinks:
     depth: list[int] = field(default_factory=list)
     first: list[int] = field(default_factory=list)
     following: list[int] = field(default_factory=list)
+    ancestors: list[int] = field(default_factory=list)  # bit i: local node i + 1
     offsets: list[int] = field(default_factory=lambda: [0])
 
     def add_tree(self, tokens: list[int], parents: list[int]) -> None:
@@ -260,6 +261,7 @@ class _HostLinks:
             self.depth.append(self.depth[above] + 1 if parent >= 0 else 0)
             self.first.append(-1)
             self.following.append(-1)
+            self.ancestors.append(self.ancestors[above] | 1 << (i - 1) if parent >= 0 else 0)
             if parent >= 0:
                 if above in last_child:
                     self.following[last_child[above]] = start + i
@@ -267,6 +269,12 @@ class _HostLinks:
                     self.first[above] = start + i
                 last_child[above] = start + i
         self.offsets.append(len(self.tokens))
+
+    def words(self) -> list[list[int]]:
+        """The ancestor sets as signed 64-bit words."""
+        count = max(1, -(-max(self.local, default=0) // BITS))
+        sign, mask = 1 << (BITS - 1), (1 << BITS) - 1
+        return [[((bits >> BITS * w & mask) ^ sign) - sign for w in range(count)] for bits in self.ancestors]
 
 
 def _follow(links: Tensor, at: Tensor) -> Tensor:
@@ -309,6 +317,11 @@ class Verdict:
             accepted=[row[0] for row in packed],
             drafted=[row[2] for row in packed],
         )
+
+    @classmethod
+    def of_roots(cls, tree: TokenTree, bonus: Tensor) -> Verdict:
+        """Nothing was guessed, so nothing is accepted."""
+        return cls(tree.offsets[:-1, None], torch.zeros_like(bonus), bonus)
 
 
 @dataclass(frozen=True)

@@ -61,12 +61,12 @@ class Rotary:
         """Rotations at `positions` [N], none above `highest`, for heads that turn and heads that do not.
 
         Values do not turn, but one multiplication by one costs less than taking them apart from queries and keys.
-        [N, num_turned + num_still, D / 2] complex.
+        [N, (num_turned + num_still) * D / 2] complex.
         """
         if highest >= self._table.shape[0]:
             self._grow(highest + 1)
         turned = self._table[positions].unsqueeze(1).expand(-1, num_turned, -1)
-        return torch.cat([turned, torch.ones_like(turned[:, :1]).expand(-1, num_still, -1)], 1)
+        return torch.cat([turned, torch.ones_like(turned[:, :1]).expand(-1, num_still, -1)], 1).flatten(1)
 
     def _grow(self, length: int) -> None:
         length = 1 << (length - 1).bit_length()
@@ -78,9 +78,8 @@ class Rotary:
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Turn adjacent pairs of each head by `rotation`. [N, heads * D], [N, heads, D / 2] -> [N, heads, D]."""
-    count, heads, half = rotation.shape
+    """Turn adjacent pairs by `rotation`. [N, n], [N, n / 2] complex -> [N, n]."""
     wide = _wide(x.dtype)
-    pairs = x.view(count, heads, half, 2) if x.dtype == wide else x.view(count, heads, half, 2).to(wide)
-    turned = torch.view_as_real(torch.view_as_complex(pairs) * rotation).view(count, heads, 2 * half)
-    return turned if x.dtype == wide else turned.to(x.dtype)
+    if x.dtype == wide:
+        return (x.view(rotation.dtype) * rotation).view(wide)
+    return (x.to(wide).view(rotation.dtype) * rotation).view(wide).to(x.dtype)

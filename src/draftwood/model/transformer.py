@@ -68,27 +68,27 @@ class Transformer:
         hidden = self.embedding[batch.tokens]
         features: dict[int, Tensor] = {}
         for i, layer in enumerate(self.layers):
-            query_key_value = self._project(layer, hidden, rotation)
-            cache.layers[i].index_copy_(1, batch.slots, query_key_value[:, config.num_heads :].transpose(0, 1))
-            mixed = attention[config.windows[i]].run(i, query_key_value[:, : config.num_heads])
+            query, key_value = self._project(layer, hidden, rotation)
+            cache.layers[i].index_copy_(1, batch.slots, key_value.transpose(0, 1))
+            mixed = attention[config.windows[i]].run(i, query)
             hidden = layer.output.add_to(hidden, mixed)
             hidden = self._feed_forward(layer, hidden)
             if i in needs:
                 features[i] = hidden[batch.logit_rows]
         return ForwardOutput(self.head(self.final_norm(hidden[batch.logit_rows])), features)
 
-    def _project(self, layer: Layer, hidden: Tensor, rotation: Tensor) -> Tensor:
-        """Queries, keys and values of every row, turned to their positions. [N, hidden] -> [N, H + 2 K, D]."""
+    def _project(self, layer: Layer, hidden: Tensor, rotation: Tensor) -> tuple[Tensor, ...]:
+        """Queries [N, H, D], and keys and values [N, 2 K, D], turned to their positions."""
         projected = layer.qkv(layer.attention_norm(hidden))
         if layer.head_norm is not None:
             heads = projected.view(hidden.shape[0], -1, self.config.head_dim)[:, : -self.config.num_kv_heads]
             heads.copy_(layer.head_norm(heads))
-        return rotate(projected, rotation)
+        turned = rotate(projected, rotation).view(hidden.shape[0], -1, self.config.head_dim)
+        return turned.split_with_sizes((self.config.num_heads, 2 * self.config.num_kv_heads), 1)
 
     def _feed_forward(self, layer: Layer, hidden: Tensor) -> Tensor:
-        both = layer.gate_up(layer.mlp_norm(hidden))
-        size = self.config.intermediate_size
-        return layer.down.add_to(hidden, self._activate(both[:, :size]).mul_(both[:, size:]))
+        gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, -1)
+        return layer.down.add_to(hidden, self._activate(gate).mul_(up))
 
 
 class _WeightLoader:

@@ -11,6 +11,8 @@ from torch import Tensor
 from draftwood.model.batch import AttentionShape, ForwardBatch, Pages
 from draftwood.ops.reference import visible_keys
 
+_blocked = F.scaled_dot_product_attention  # torch's blocked kernel, which never writes all scores out
+
 
 class _Segment:
     """The rows of one sequence, where its keys lie, and what each row may see (None: all of them)."""
@@ -22,14 +24,14 @@ class _Segment:
         self._cache = cache
         if isinstance(slots, slice):
             # All layers' views at once: sixty calls less in a step of thirty layers.
-            self._views = cache.store[:, :, :, slots].flatten(0, 1).unbind(0)
+            self._views = cache.store[:, :, None, :, slots].flatten(0, 1).unbind(0)
 
     def keys_and_values(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Each [H, keys, D], without a copy where the slots are one run."""
+        """Each [1, H, keys, D], without a copy where the slots are one run."""
         if isinstance(self._slots, slice):
             return self._views[2 * layer], self._views[2 * layer + 1]
-        heads = self._cache.layers[layer].index_select(1, self._slots)
-        return heads[: heads.shape[0] // 2], heads[heads.shape[0] // 2 :]
+        keys, values = self._cache.layers[layer].index_select(1, self._slots)[None].chunk(2, 1)
+        return keys, values
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,15 @@ class SegmentedAttention:
 
     def _attend(self, segment: _Segment, layer: int, query: Tensor) -> Tensor:
         keys, values = segment.keys_and_values(layer)
-        if query.shape[0] == 1:
+        rows, heads, dim = query.shape
+        if rows == 1:
             # The queries that share a key head lie side by side: they are the rows of one small product.
-            return _blocked(query.view(keys.shape[0], -1, query.shape[2]), keys, values, segment.mask, self.scale).view(
-                1, -1
-            )
-        mixed = _blocked(query.transpose(0, 1), keys, values, segment.mask, self.scale)
-        return mixed.transpose(0, 1).flatten(1)
+            grouped = query.view(1, keys.shape[1], -1, dim)
+            return _blocked(grouped, keys, values, attn_mask=segment.mask, scale=self.scale).view(1, heads * dim)
+        mixed = _blocked(
+            query.transpose(0, 1)[None], keys, values, attn_mask=segment.mask, scale=self.scale, enable_gqa=True
+        )
+        return mixed[0].transpose(0, 1).flatten(1)
 
 
 def _slots_of(pages: list[int], count: int, page_size: int) -> slice | Tensor:
@@ -84,11 +88,3 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor | None:
     if bool(mask.all()):
         return None
     return torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, float("-inf"))
-
-
-def _blocked(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """torch's blocked kernel, which never writes all scores out. [heads, R, D], [H, T, D] twice -> [heads, R, D]."""
-    gqa = query.shape[0] != keys.shape[0]
-    return F.scaled_dot_product_attention(
-        query[None], keys[None], values[None], attn_mask=mask, scale=scale, enable_gqa=gqa
-    )[0]

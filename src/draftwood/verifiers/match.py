@@ -28,8 +28,10 @@ class Match:
 
     def verify(self, tree: TokenTree, p: Tensor, view: BatchView, rng: Randomness) -> Verdict:
         """Walk down while the target's draw is in the tree."""
-        walk = PathWalk(tree)
         seeds = derive(view.seeds, Purpose.TARGET)
+        if tree.num_drafted == 0:
+            return Verdict.of_roots(tree, rng.pick(p, derive(seeds, view.lengths)))
+        walk = PathWalk(tree)
         bonus = torch.empty_like(walk.node)
         while True:
             active = walk.active.nonzero().view(-1)
