@@ -153,3 +153,21 @@ def test_the_whole_sampling_stack_applies_along_every_nodes_own_path(grower, law
     assert max(abs(h.get(y, 0.0) - p) for y, p in want.items()) <= 1e-9
     assert min(p for p in want.values() if p > 0) > 0
     assert any(p == 0 for p in want.values()), "the stack removes nothing: it is not tested"
+
+
+@pytest.mark.parametrize(
+    ("grower", "law"),
+    [(Beam(nodes=5, width=3, depth=2), "match"), (Levels((2, 1), WithoutReplacement()), "walk"), (chain(2), "block")],
+    ids=["match", "walk", "block"],
+)
+def test_an_end_of_text_inside_the_tree_cuts_the_answer_after_verification(grower, law: str) -> None:
+    """Both sides truncated alike: the law of texts that end at the first stop token."""
+    params = SamplingParams(temperature=3.0, max_tokens=3)
+    stopping = SamplingParams(temperature=3.0, max_tokens=3, stop_token_ids=(1,))
+    want: dict[tuple[int, ...], float] = {}
+    for y, chance in own_law(3, params).items():
+        cut = y[: y.index(1) + 1] if 1 in y else y
+        want[cut] = want.get(cut, 0.0) + chance
+    h = engine_law(drafts_with(grower, 3), law, 3, stopping)
+    assert set(h) == set(want)
+    assert max(abs(h[y] - p) for y, p in want.items()) <= 1e-9

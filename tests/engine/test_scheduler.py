@@ -1,0 +1,125 @@
+"""The scheduler as a state machine: anything may arrive, be cancelled or be accepted, at any step, in a tiny cache."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from draftwood.cache.blocks import PageTables
+from draftwood.engine.plan import Plan
+from draftwood.engine.scheduler import Scheduler, SchedulerConfig
+from draftwood.engine.sequence import Sequence
+from draftwood.engine.text import TextStream
+from draftwood.errors import InvalidRequest
+from draftwood.protocols import Budget
+from draftwood.request import Event, FinishReason, SamplingParams
+from draftwood.tree import HostVerdict
+from tiny import LetterDecoder
+
+PAGES, PAGE, ROWS, RUNNING, WAITING = 9, 3, 7, 4, 6
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """Steps are simulated: every sampling sequence accepts some of the nodes it was given room for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.released: list[int] = []
+        self.tables = PageTables(PAGES, PAGE)
+        config = SchedulerConfig(ROWS, RUNNING, WAITING)
+        self.scheduler = Scheduler(self.tables, config, self.released.append, clock=lambda: 0.0)
+        self.open: dict[int, Sequence] = {}
+        self.ended: list[int] = []
+        self.next_id = 0
+
+    def sequence(self, request: int, index: int, tokens: list[int], max_tokens: int) -> Sequence:
+        self.next_id += 1
+        return Sequence(
+            id=self.next_id,
+            request_id=request,
+            index=index,
+            tokens=list(tokens),
+            params=SamplingParams(temperature=1.0),
+            seed=0,
+            max_length=min(len(tokens) + max_tokens, self.tables.capacity),
+            stop_ids=frozenset({3}),
+            bad_words=(),
+            text=TextStream(LetterDecoder()),
+            arrived=0.0,
+        )
+
+    def hear(self, events: list[Event]) -> None:
+        for event in events:
+            if event.finished:
+                seq = next(s for s in self.open.values() if (s.request_id, s.index) == (event.request_id, event.index))
+                self.ended.append(seq.id)
+                del self.open[seq.id]
+
+    @rule(
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=14), max_tokens=st.integers(1, 12), n=st.integers(1, 3)
+    )
+    def ask(self, tokens: list[int], max_tokens: int, n: int) -> None:
+        request = self.next_id + 1000
+        sequences = [self.sequence(request, i, tokens, max_tokens) for i in range(n)]
+        if len(self.scheduler.waiting) + n > WAITING:
+            with pytest.raises(InvalidRequest):
+                self.scheduler.add(sequences)
+            return
+        self.scheduler.add(sequences)
+        self.open |= {seq.id: seq for seq in sequences}
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        request = data.draw(st.sampled_from(sorted({seq.request_id for seq in self.open.values()})))
+        self.hear(self.scheduler.abort(request, FinishReason.CANCELLED))
+        assert all(seq.request_id != request for seq in self.open.values())
+
+    @rule(nodes=st.integers(0, 6), data=st.data())
+    def step(self, nodes: int, data: st.DataObject) -> None:
+        plan = self.scheduler.schedule(Budget(nodes))
+        self.check_plan(plan, nodes)
+        gains = []
+        for i in plan.sampling:
+            item = plan.items[i]
+            room = min(item.max_nodes, item.seq.max_length - item.end - 1)
+            accepted = data.draw(st.integers(0, max(0, room)))
+            gains.append(
+                (data.draw(st.lists(st.integers(0, 3), min_size=accepted + 1, max_size=accepted + 1)), accepted)
+            )
+        verdict = HostVerdict([g for g, _ in gains], [a for _, a in gains], [a for _, a in gains])
+        self.hear(self.scheduler.commit(plan, verdict))
+
+    def check_plan(self, plan: Plan, nodes: int) -> None:
+        assert sum(item.end - item.start + item.max_nodes for item in plan.items) <= ROWS
+        for item in plan.items:
+            assert item.start == self.tables.num_cached(item.seq.id)
+            assert item.start < item.end <= len(item.seq.tokens)
+            assert 0 <= item.max_nodes <= nodes
+            assert item.end + item.max_nodes <= self.tables.room(item.seq.id), "a node without a page"
+        assert plan.items or not self.scheduler.has_work, "work is waiting and nobody runs"
+
+    @invariant()
+    def nothing_is_lost(self) -> None:
+        self.tables.check()
+        alive = {seq.id for seq in (*self.scheduler.running, *self.scheduler.waiting)}
+        assert alive == set(self.open)
+        assert len(self.scheduler.running) <= RUNNING
+        assert sorted(self.released) == sorted(self.ended), "the drafter hears of every end, once"
+        assert all(len(seq.tokens) <= seq.max_length for seq in self.open.values())
+
+    def teardown(self) -> None:
+        for _ in range(2000):
+            if not self.scheduler.has_work:
+                break
+            plan = self.scheduler.schedule(Budget(2))
+            count = len(plan.sampling)
+            self.hear(self.scheduler.commit(plan, HostVerdict([[1]] * count, [0] * count, [0] * count)))
+        assert not self.open, "somebody starves"
+        assert self.tables.pool.num_available == PAGES, "pages leaked"
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
