@@ -5,7 +5,7 @@ TORCH ?= torch==2.13.0
 
 BIN := .venv/bin
 PIP := $(BIN)/pip install -q --disable-pip-version-check
-CORE := src/draftwood/tree.py,src/draftwood/sampling.py,src/draftwood/cache/*,src/draftwood/verifiers/*,src/draftwood/engine/*
+CORE := src/draftwood/tree.py,src/draftwood/treebuilder.py,src/draftwood/sampling.py,src/draftwood/cache/*,src/draftwood/verifiers/*,src/draftwood/engine/*
 
 .PHONY: demo test check format clean
 

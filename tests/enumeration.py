@@ -19,7 +19,8 @@ from torch import Tensor
 
 from draftwood.protocols import BatchView, Budget, Grower, Verifier
 from draftwood.request import SamplingParams
-from draftwood.tree import TokenTree, TreeBuilder
+from draftwood.tree import TokenTree
+from draftwood.treebuilder import TreeBuilder
 
 Row = tuple[float, ...]
 Rows = Callable[[tuple[int, ...]], Row]  # prefix -> distribution of the next token

@@ -13,7 +13,7 @@ SOURCE = Path(draftwood.__file__).parent
 
 LAYERS = [  # each may import what stands above it
     ("errors",),
-    ("request", "rng", "tree", "telemetry"),
+    ("request", "rng", "tree", "treebuilder", "telemetry"),
     ("protocols",),
     ("sampling", "cache", "ops", "model", "config"),
     ("growers", "drafters", "verifiers"),

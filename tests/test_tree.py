@@ -7,7 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from draftwood.tree import Draw, TokenTree, TreeBuilder, Verdict
+from draftwood.tree import Draw, TokenTree, Verdict
+from draftwood.treebuilder import TreeBuilder
 
 #   tree 0:  t ── a ── c         tree 1:  u        tree 2:  w ── x ── y ── z
 #            └── b  └── d

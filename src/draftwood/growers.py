@@ -19,7 +19,8 @@ from torch import Tensor
 from draftwood.protocols import BatchView, Budget, FrontierModel, Randomness
 from draftwood.rng import Purpose, derive
 from draftwood.sampling import draft_distribution
-from draftwood.tree import POINT_CHAIN, POINT_TREE, DraftLaw, Draw, TreeBuilder
+from draftwood.tree import POINT_CHAIN, POINT_TREE, DraftLaw, Draw
+from draftwood.treebuilder import TreeBuilder
 
 MAX_NODES = 2048
 

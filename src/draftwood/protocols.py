@@ -12,7 +12,8 @@ from typing import Protocol
 from torch import Tensor
 
 from draftwood.request import SamplingParams
-from draftwood.tree import DraftLaw, TokenTree, TreeBuilder, Verdict
+from draftwood.tree import DraftLaw, TokenTree, Verdict
+from draftwood.treebuilder import TreeBuilder
 
 
 @dataclass(frozen=True)

@@ -203,7 +203,7 @@ class TokenTree:
             self,
             tokens=self.tokens[keep],
             parents=torch.where(parents >= 0, renumbered[parents], -1),
-            offsets=_counts_to_offsets(self.owner[keep], self.num_trees),
+            offsets=offsets_of(self.owner[keep], self.num_trees),
             draw=self.draw[keep],
             q_row=self.q_row[keep],
         )
@@ -281,7 +281,8 @@ def _follow(links: Tensor, at: Tensor) -> Tensor:
     return torch.where(at >= 0, links[at.clamp(min=0)], -1)
 
 
-def _counts_to_offsets(owner: Tensor, num_trees: int) -> Tensor:
+def offsets_of(owner: Tensor, num_trees: int) -> Tensor:
+    """Where each tree begins, from the tree every node belongs to. [M] -> [B + 1]."""
     counts = torch.bincount(owner, minlength=num_trees)
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
@@ -331,101 +332,3 @@ class HostVerdict:
     tokens: list[list[int]]  # accepted draft tokens, then the bonus token
     accepted: list[int]
     drafted: list[int]
-
-
-@dataclass
-class TreeBuilder:
-    """A batch of trees while it grows, level by level, on the device.
-
-    All trees share one numbering: column c of [B, C] is node c of every tree, and `alive` says in which trees it
-    exists. Packing at the end drops dead columns; that is an oblivious edit, for they were never drawn.
-    """
-
-    root_tokens: Tensor  # [B]
-    tokens: Tensor = field(init=False)  # [B, C]
-    parents: Tensor = field(init=False)  # [B, C] columns
-    depth: Tensor = field(init=False)  # [B, C]
-    alive: Tensor = field(init=False)  # [B, C] bool
-    draw: Tensor = field(init=False)  # [B, C]
-    q_row: Tensor = field(init=False)  # [B, C]
-    laws: list[Tensor] = field(default_factory=list)  # each [rows, V]
-
-    def __post_init__(self) -> None:
-        column = self.root_tokens[:, None]
-        self.tokens = column
-        self.parents = torch.full_like(column, -1)
-        self.depth = torch.zeros_like(column)
-        self.alive = torch.ones_like(column, dtype=torch.bool)
-        self.draw = torch.zeros_like(column)
-        self.q_row = torch.full_like(column, -1)
-
-    @property
-    def num_trees(self) -> int:
-        """B."""
-        return self.tokens.shape[0]
-
-    @property
-    def num_columns(self) -> int:
-        """Nodes numbered so far, the root included."""
-        return self.tokens.shape[1]
-
-    @property
-    def sizes(self) -> Tensor:
-        """Living draft nodes of each tree, the root not counted. [B]."""
-        return self.alive.sum(1) - 1
-
-    def add(self, parents: Tensor, tokens: Tensor, alive: Tensor, draw: Draw = Draw.POINT) -> Tensor:
-        """Append k point-mass nodes to every tree; returns their columns. All [B, k]."""
-        return self._append(parents, tokens, alive, draw, torch.full_like(tokens, -1))
-
-    def add_drawn(self, parents: Tensor, tokens: Tensor, alive: Tensor, draw: Draw, q: Tensor) -> Tensor:
-        """Append k nodes, each drawn from its row of `q` [B, k, V]; returns their columns."""
-        rows = torch.arange(tokens.numel(), device=tokens.device).view_as(tokens)
-        rows = rows + sum(law.shape[0] for law in self.laws)
-        self.laws.append(q.reshape(-1, q.shape[-1]))
-        return self._append(parents, tokens, alive, draw, rows)
-
-    def _append(self, parents: Tensor, tokens: Tensor, alive: Tensor, draw: Draw, rows: Tensor) -> Tensor:
-        first = self.num_columns
-        alive = alive & self.alive.gather(1, parents)
-        self.tokens = torch.cat([self.tokens, tokens], 1)
-        self.parents = torch.cat([self.parents, parents], 1)
-        self.depth = torch.cat([self.depth, self.depth.gather(1, parents) + 1], 1)
-        self.alive = torch.cat([self.alive, alive], 1)
-        self.draw = torch.cat([self.draw, torch.full_like(tokens, int(draw))], 1)
-        self.q_row = torch.cat([self.q_row, rows], 1)
-        return torch.arange(first, self.num_columns, device=tokens.device).expand_as(tokens)
-
-    def ancestors(self, columns: Tensor) -> Tensor:
-        """Bit sets over columns of the nodes on the way to `columns` [B, k]. [B, k, W]."""
-        num_words = max(1, -(-(self.num_columns - 1) // BITS))
-        steps = [columns]
-        for _ in range(int(self.depth.max())):
-            steps.append(torch.where(steps[-1] > 0, self.parents.gather(1, steps[-1].clamp(min=0)), 0))
-        climb = torch.stack(steps, -1).view(-1, len(steps))
-        local = torch.arange(self.num_columns, device=columns.device)
-        climb = torch.where(climb > 0, climb, -1)
-        return ancestor_words(climb, local, num_words).view(*columns.shape, num_words)
-
-    def keep_only(self, keep: Tensor) -> None:
-        """Kill every column outside `keep` [B, C] because of what it holds: all draws are forgotten with it."""
-        self.alive = self.alive & keep
-        self.alive[:, 0] = True
-        self.draw = torch.zeros_like(self.draw)
-        self.q_row = torch.full_like(self.q_row, -1)
-        self.laws = []
-
-    def build(self) -> tuple[TokenTree, Tensor]:
-        """The packed tree, and the column each of its nodes had. Siblings stay in column order."""
-        owner, columns = self.alive.nonzero(as_tuple=True)
-        renumbered = (self.alive.view(-1).cumsum(0) - 1).view_as(self.alive)
-        parents = self.parents[owner, columns]
-        tree = TokenTree(
-            tokens=self.tokens[owner, columns],
-            parents=torch.where(parents >= 0, renumbered[owner, parents.clamp(min=0)], -1),
-            offsets=_counts_to_offsets(owner, self.num_trees),
-            draw=self.draw[owner, columns],
-            q_row=self.q_row[owner, columns],
-            q=torch.cat(self.laws) if self.laws else None,
-        )
-        return tree, columns

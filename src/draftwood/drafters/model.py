@@ -15,7 +15,8 @@ from torch import Tensor
 from draftwood.cache.kv import NodeRows, Span
 from draftwood.model.runner import ModelRunner
 from draftwood.protocols import BatchView, Budget, Features, Grower, Randomness
-from draftwood.tree import DraftLaw, TokenTree, TreeBuilder, Verdict
+from draftwood.tree import DraftLaw, TokenTree, Verdict
+from draftwood.treebuilder import TreeBuilder
 
 
 @dataclass
