@@ -123,8 +123,9 @@ def tiny_runner(
     dtype: torch.dtype = torch.float64,
     num_pages: int = 200,
     page_size: int = 4,
+    device: torch.device = CPU,
 ) -> ModelRunner:
-    return ModelRunner.load(TinyCheckpoint(config or tiny_config(), seed, noise), dtype, CPU, num_pages, page_size)
+    return ModelRunner.load(TinyCheckpoint(config or tiny_config(), seed, noise), dtype, device, num_pages, page_size)
 
 
 def tiny_folder(path: Path, family: str = "llama", tokenizer: bool = True, **changes: object) -> Path:
