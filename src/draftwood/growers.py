@@ -8,7 +8,7 @@ Shapes: B sequences · k frontier nodes · V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -316,6 +316,29 @@ class _Candidates:
         return self.builder
 
 
+Admission = Callable[[_Candidates, int], Tensor]  # (candidates, where the newest begin) -> columns to expand next
+
+
+def _grow_ranked(
+    model: FrontierModel, view: BatchView, limits: Tensor, forwards: int, branches: int, admit: Admission
+) -> TreeBuilder:
+    """Offer `branches` children of every frontier node, expand whom `admit` lets in, and keep the likeliest of all."""
+    builder = _start(view)
+    if not bool(((limits > 0) & (view.max_depth > 0)).any()):
+        return builder
+    logits = model.begin(view)[:, None]
+    candidates = _Candidates.none(builder, view, logits)
+    columns = torch.zeros_like(builder.root_tokens)[:, None]
+    for forward in range(forwards):
+        newest = candidates.waiting.shape[1]
+        candidates.offer(columns, logits, branches)
+        if forward + 1 == forwards or not bool((candidates.waiting > float("-inf")).any()):
+            break
+        columns = admit(candidates, newest)
+        logits = model.extend(builder, columns)
+    return candidates.finish(limits)
+
+
 @dataclass(frozen=True)
 class Beam:
     """EAGLE-2's tree: each level keeps its `width` likeliest nodes and offers `width` children of each; in the end the
@@ -337,21 +360,11 @@ class Beam:
 
     def grow(self, model: FrontierModel, view: BatchView, budget: Budget, rng: Randomness) -> TreeBuilder:
         """Expand level by level, then choose."""
-        builder = _start(view)
         limits = _limits(view, budget).clamp(max=self.nodes)
-        if not bool(((limits > 0) & (view.max_depth > 0)).any()):
-            return builder
-        logits = model.begin(view)[:, None]
-        candidates = _Candidates.none(builder, view, logits)
-        columns = torch.zeros_like(builder.root_tokens)[:, None]
-        for depth in range(self.depth):
-            first = candidates.waiting.shape[1]
-            candidates.offer(columns, logits, self.width)
-            if depth + 1 == self.depth or int(view.max_depth.max()) <= depth + 1:
-                break
-            columns = candidates.admit(self.width, slice(first, None))
-            logits = model.extend(builder, columns)
-        return candidates.finish(limits)
+        return _grow_ranked(model, view, limits, self.depth, self.width, self._admit)
+
+    def _admit(self, candidates: _Candidates, newest: int) -> Tensor:
+        return candidates.admit(self.width, slice(newest, None))
 
 
 @dataclass(frozen=True)
@@ -374,22 +387,12 @@ class BestFirst:
         return self.nodes
 
     def grow(self, model: FrontierModel, view: BatchView, budget: Budget, rng: Randomness) -> TreeBuilder:
-        """Expand the likeliest, again and again, then choose."""
-        builder = _start(view)
+        """Expand the likeliest, again and again, then choose; no node can stay that has `nodes` likelier siblings."""
         limits = _limits(view, budget).clamp(max=self.nodes)
-        if not bool(((limits > 0) & (view.max_depth > 0)).any()):
-            return builder
-        logits = model.begin(view)[:, None]
-        candidates = _Candidates.none(builder, view, logits)
-        columns = torch.zeros_like(builder.root_tokens)[:, None]
-        for forward in range(self.forwards):
-            # No node can stay that has `nodes` likelier siblings.
-            candidates.offer(columns, logits, self.nodes)
-            if forward + 1 == self.forwards:
-                break
-            columns = candidates.admit(self.width)
-            logits = model.extend(builder, columns)
-        return candidates.finish(limits)
+        return _grow_ranked(model, view, limits, self.forwards, self.nodes, self._admit)
+
+    def _admit(self, candidates: _Candidates, newest: int) -> Tensor:
+        return candidates.admit(self.width)
 
 
 def _check_sizes(nodes: int, width: int, rounds: int) -> None:
