@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from draftwood.model.checkpoint import Checkpoint
 
 SMOLLM2 = {
@@ -24,10 +22,8 @@ def transformers_model(checkpoint: Checkpoint):
     """SmolLM2 in transformers, float32, with our checkpoint's weights and its default attention."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(**SMOLLM2))
-    names = [name for name in model.state_dict() if name != "lm_head.weight"]
     model = LlamaForCausalLM(LlamaConfig(**SMOLLM2)).eval()
+    names = [name for name in model.state_dict() if name != "lm_head.weight"]
     model.load_state_dict({name: checkpoint.tensor(name) for name in names}, strict=False)
     model.tie_weights()
     return model

@@ -62,6 +62,7 @@ def test_static_shape_by_rank() -> None:
 
 def test_ranks_beyond_the_vocabulary_do_not_exist() -> None:
     assert paths(grown(StaticShape(((0,), (7,))))) == {(0,)}
+    assert paths(grown(StaticShape(((0,), (7,), (7, 0), (0, 9))))) == {(0,)}
 
 
 def best_possible(nodes: int, depth: int) -> float:

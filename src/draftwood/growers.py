@@ -228,14 +228,16 @@ class StaticShape:
         builder = _start(view)
         column: dict[tuple[int, ...], int] = {(): 0}
         for depth in range(max(map(len, self.nodes))):
-            level = sorted(node for node in self.nodes if len(node) == depth + 1)
+            level = sorted(node for node in self.nodes if len(node) == depth + 1 and node[:-1] in column)
             parents = sorted({node[:-1] for node in level})
-            if not bool(((view.max_depth > depth) & (_limits(view, budget) > builder.sizes)).any()):
+            if not level or not bool(((view.max_depth > depth) & (_limits(view, budget) > builder.sizes)).any()):
                 break
             columns = _everywhere(builder, [column[parent] for parent in parents])
             logits = model.extend(builder, columns) if depth else model.begin(view)[:, None]
             ranked = logits.topk(min(1 + max(node[-1] for node in level), logits.shape[-1]), -1).indices
             level = [node for node in level if node[-1] < ranked.shape[-1]]
+            if not level:
+                break
             tokens = torch.stack([ranked[:, parents.index(node[:-1]), node[-1]] for node in level], 1)
             wanted = (view.max_depth > depth)[:, None].expand_as(tokens)
             fits = wanted & (wanted.cumsum(1) <= (_limits(view, budget) - builder.sizes)[:, None])

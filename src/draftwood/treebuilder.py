@@ -51,9 +51,9 @@ class TreeBuilder:
         """Living draft nodes of each tree, the root not counted. [B]."""
         return self.alive.sum(1) - 1
 
-    def add(self, parents: Tensor, tokens: Tensor, alive: Tensor, draw: Draw = Draw.POINT) -> Tensor:
+    def add(self, parents: Tensor, tokens: Tensor, alive: Tensor) -> Tensor:
         """Append k point-mass nodes to every tree; returns their columns. All [B, k]."""
-        return self._append(parents, tokens, alive, draw, torch.full_like(tokens, -1))
+        return self._append(parents, tokens, alive, Draw.POINT, torch.full_like(tokens, -1))
 
     def add_drawn(self, parents: Tensor, tokens: Tensor, alive: Tensor, draw: Draw, q: Tensor) -> Tensor:
         """Append k nodes, each drawn from its row of `q` [B, k, V]; returns their columns."""

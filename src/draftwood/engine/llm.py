@@ -115,8 +115,6 @@ class LLM:
         verifier = build_verifier(law) if isinstance(law, str) else law
         self.checkpoint = open_checkpoint(model) if isinstance(model, str | Path) else model
         self.tokenizer = self.checkpoint.tokenizer()
-        self.drafter_name = drafter if isinstance(drafter, str) else type(drafter).__name__
-        self.law_name = verifier.name
         self.engine = ComputeThread.shared().call(lambda: self._build_engine(drafter, tree, verifier))
         self._request_ids = itertools.count()
         self._sequence_ids = itertools.count()

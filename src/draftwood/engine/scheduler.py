@@ -105,7 +105,7 @@ class Scheduler:
 
     def commit(self, plan: Plan, outcome: HostVerdict, logprobs: list[list[TokenLogprob]] | None = None) -> list[Event]:
         """Give every sequence what the step earned it; the one place where sequences change."""
-        gains = dict(zip(plan.sampling, range(len(plan.sampling)), strict=True))
+        gains = {i: b for b, i in enumerate(plan.sampling)}
         events = []
         for i, item in enumerate(plan.items):
             b = gains.get(i)

@@ -64,7 +64,7 @@ class PackedLinear:
 class TiedHead:
     """An output head whose weights are the token embedding's: kept [in, out] for one row, and packed for several.
 
-    The embedding has to be readable in any case, so the second layout costs no memory that a packed head alone saves.
+    The embedding has to be readable beside a packed head in any case; kept [in, out] it serves single rows as well.
     """
 
     def __init__(self, embedding: Tensor) -> None:
