@@ -108,6 +108,9 @@ class TinyCheckpoint:
             return value * (0.4 if "lm_head" in name else 1.0)
         return value * (1.6 * shape[-1] ** -0.5 if len(shape) > 1 else 0.3)
 
+    def matrix(self, name: str) -> Tensor:
+        return self.tensor(name)
+
     def tokenizer(self):
         raise NotImplementedError("tiny checkpoints have no texts")
 

@@ -25,7 +25,8 @@ from draftwood.growers import (
     WithoutReplacement,
 )
 from draftwood.model.checkpoint import Checkpoint, open_checkpoint
-from draftwood.model.runner import ModelRunner
+from draftwood.model.native import Progress
+from draftwood.model.runner import ModelRunner, require_strict
 from draftwood.protocols import Drafter, Grower, Verifier
 from draftwood.verifiers import LAWS
 
@@ -148,10 +149,23 @@ def load_model_drafter(
     """A second model as drafter, once it is known to speak the target's vocabulary."""
     grower = build_grower(tree or DEFAULT_TREE)
     check_same_vocabulary(checkpoint, target)
+    return ModelDrafter(load_runner(checkpoint, config), grower, config.max_rows)
+
+
+def load_runner(checkpoint: Checkpoint, config: EngineConfig, progress: Progress = lambda *_: None) -> ModelRunner:
+    """A model with a cache, as the configuration wants both."""
     runner = ModelRunner.load(
-        checkpoint, config.torch_dtype(), config.torch_device(), config.num_pages, config.page_size
+        checkpoint,
+        config.torch_dtype(),
+        config.torch_device(),
+        config.num_pages,
+        config.page_size,
+        config.weight_format(),
+        progress,
     )
-    return ModelDrafter(runner, grower, config.max_rows)
+    if config.strict:
+        require_strict(runner.model)
+    return runner
 
 
 def check_same_vocabulary(draft: Checkpoint, target: Checkpoint) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from draftwood.errors import InvalidRequest
+from draftwood.model.weights import FORMATS, WeightFormat
 
 DTYPES = {
     "float32": torch.float32,
@@ -22,6 +23,10 @@ class EngineConfig:
 
     dtype: str = "auto"  # float32 on a CPU, bfloat16 on an accelerator
     device: str = "auto"
+    weights: str = "stored"  # what matrices are stored as; anything else than "stored" may round them
+    strict: bool = (
+        False  # the same tokens whatever drafter, tree, batch and chunking, bit for bit; refused if it cannot be
+    )
     threads: int | None = None  # None: all cores
     cache_tokens: int = 16384  # committed tokens and draft nodes that all sequences share
     page_size: int = 64
@@ -32,6 +37,12 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.dtype != "auto" and self.dtype not in DTYPES:
             raise InvalidRequest(f"Unknown dtype '{self.dtype}': choose one of auto, {', '.join(DTYPES)}.")
+        if self.weights not in FORMATS:
+            raise InvalidRequest(f"Unknown weights '{self.weights}': choose one of {', '.join(FORMATS)}.")
+        if self.weights != "stored" and self.dtype not in ("auto", "float32"):
+            raise InvalidRequest(
+                f"Weights stored as {self.weights} are computed with in float32, not {self.dtype}; leave dtype alone."
+            )
         for name in ("cache_tokens", "page_size", "max_rows", "max_running", "max_waiting"):
             if getattr(self, name) < 1:
                 raise InvalidRequest(f"{name} must be at least 1.")
@@ -55,8 +66,14 @@ class EngineConfig:
             raise InvalidRequest("No CUDA device is available here; use device='cpu'.")
         return device
 
+    def weight_format(self) -> WeightFormat:
+        """How matrices are stored, checked to be possible on the device."""
+        if self.weights != "stored" and self.torch_device().type != "cpu":
+            raise InvalidRequest(f"Weights stored as {self.weights} run on a CPU only so far; use device='cpu'.")
+        return FORMATS[self.weights]
+
     def torch_dtype(self) -> torch.dtype:
-        """The dtype of weights and cache."""
+        """The dtype that is computed in."""
         if self.dtype == "auto":
             return torch.float32 if self.torch_device().type == "cpu" else torch.bfloat16
         return DTYPES[self.dtype]

@@ -47,7 +47,14 @@ class EngineFlags:
         str | None,
         _option("Shape of a draft model's guesses, such as beam:nodes=16; only with model:NAME.", "Parts"),
     ] = None
-    dtype: Annotated[str, _option("Type of weights: auto, float32, bfloat16, …", "Machine")] = "auto"
+    weights: Annotated[
+        str,
+        _option("What weights are stored as: stored (nothing is rounded), float32, bfloat16, int8, …", "Machine"),
+    ] = "stored"
+    dtype: Annotated[str, _option("What is computed in: auto, float32, bfloat16, …", "Machine")] = "auto"
+    strict: Annotated[
+        bool, _option("The same bits whatever drafter, tree, batch and chunking; refused if it cannot be.", "Machine")
+    ] = False
     device: Annotated[str, _option("auto, cpu or cuda.", "Machine")] = "auto"
     threads: Annotated[int | None, _option("CPU threads; all cores if not given.", "Machine")] = None
     cache_tokens: Annotated[int, _option("Tokens the key-value cache holds.", "Machine")] = 16384
@@ -56,7 +63,14 @@ class EngineFlags:
         """Sizes and places."""
         from draftwood.config import EngineConfig
 
-        return EngineConfig(dtype=self.dtype, device=self.device, threads=self.threads, cache_tokens=self.cache_tokens)
+        return EngineConfig(
+            dtype=self.dtype,
+            device=self.device,
+            weights=self.weights,
+            strict=self.strict,
+            threads=self.threads,
+            cache_tokens=self.cache_tokens,
+        )
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from typing import overload
 
 import torch
 
-from draftwood.assembly import build_drafter, build_verifier
+from draftwood.assembly import build_drafter, build_verifier, load_runner
 from draftwood.config import EngineConfig
 from draftwood.engine.controller import FixedBudget
 from draftwood.engine.engine import Engine, check_exact
@@ -32,7 +32,7 @@ from draftwood.engine.text import TextStream
 from draftwood.engine.worker import ComputeThread, Worker
 from draftwood.errors import DraftwoodError, InvalidRequest
 from draftwood.model.checkpoint import Checkpoint, open_checkpoint
-from draftwood.model.runner import ModelRunner
+from draftwood.model.native import Progress
 from draftwood.model.tokenizer import Detokenizer
 from draftwood.protocols import Drafter, Verifier
 from draftwood.request import (
@@ -110,8 +110,10 @@ class LLM:
         law: str | Verifier = "match",
         tree: str | None = None,
         config: EngineConfig | None = None,
+        progress: Progress = lambda *_: None,
     ) -> None:
         self.config = config or EngineConfig()
+        self._progress = progress
         verifier = build_verifier(law) if isinstance(law, str) else law
         self.checkpoint = open_checkpoint(model) if isinstance(model, str | Path) else model
         self.tokenizer = self.checkpoint.tokenizer()
@@ -127,9 +129,7 @@ class LLM:
         if isinstance(drafter, str):
             drafter = build_drafter(drafter, tree, self.checkpoint, config)
         check_exact(verifier, drafter)  # before the weights are read
-        target = ModelRunner.load(
-            self.checkpoint, config.torch_dtype(), config.torch_device(), config.num_pages, config.page_size
-        )
+        target = load_runner(self.checkpoint, config, self._progress)
         limits = SchedulerConfig(config.max_rows, config.max_running, config.max_waiting)
         scheduler = Scheduler(target.cache.tables, limits)
         return Engine(target, drafter, verifier, FixedBudget(drafter.max_nodes), scheduler, KeyedRng())

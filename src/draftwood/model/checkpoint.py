@@ -20,7 +20,8 @@ from torch import Tensor
 from ..errors import CheckpointError
 from . import store
 from .config import ModelConfig
-from .gguf import GgufFile, read_gguf
+from .gguf import GgufFile, read_gguf, read_groups
+from .weights import Matrix
 
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer
@@ -42,6 +43,10 @@ class Checkpoint(Protocol):
 
     def tensor(self, name: str) -> Tensor:
         """Read one tensor: in its stored float type, or float32 if it was quantised."""
+        ...
+
+    def matrix(self, name: str) -> Matrix:
+        """Read one matrix: as `tensor`, or in groups of whole numbers if it is stored so."""
         ...
 
     def tokenizer(self) -> Tokenizer:
@@ -130,6 +135,10 @@ class SafetensorsCheckpoint:
                 "use the original checkpoint, or a GGUF file."
             )
         return _checked(name, value, self.config)
+
+    def matrix(self, name: str) -> Matrix:
+        """The tensor: these files hold no groups."""
+        return self.tensor(name)
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer in the same folder."""
@@ -241,7 +250,18 @@ class GgufCheckpoint:
         value = torch.from_numpy(self._file.dequantize(stored.name))
         value = value.to(_STORED_TYPES.get(stored.type, torch.float32))
         value = _checked(name, value, self.config)
-        return _from_interleaved(name, value, self.config)
+        order = _row_order(name, self.config)
+        return value if order is None else value[order]
+
+    def matrix(self, name: str) -> Matrix:
+        """A quantised tensor as it is, if its blocks are groups of ours; else the tensor."""
+        stored = self._file.tensors.get(gguf_name(name) or "")
+        groups = None if stored is None else read_groups(stored)
+        if groups is None:
+            return self.tensor(name)
+        _checked(name, groups.codes, self.config)
+        order = _row_order(name, self.config)
+        return groups if order is None else groups[order]
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer stated in the file's metadata."""
@@ -286,17 +306,16 @@ def _embedding_rows(file: GgufFile) -> int | None:
     return embedding.shape[0] if embedding else None
 
 
-def _from_interleaved(name: str, value: Tensor, config: ModelConfig) -> Tensor:
-    """Undo the row order of Llama's GGUF files.
+def _row_order(name: str, config: ModelConfig) -> Tensor | None:
+    """Which row of a GGUF tensor each row of ours is, None if that is the same.
 
     llama.cpp rotates neighbouring rows (0, 1), (2, 3) ... of a Llama head, Hugging Face rows i and i + d/2;
     its converter therefore interleaves the two halves of each q and k head. Qwen's files keep the order.
     """
     heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])
     if config.family != "llama" or heads is None:
-        return value
-    pairs = value.reshape(heads, config.head_dim // 2, 2, -1)
-    return pairs.transpose(1, 2).reshape(value.shape).contiguous()
+        return None
+    return torch.arange(heads * config.head_dim).view(heads, -1, 2).transpose(1, 2).flatten()
 
 
 def _missing(name: str, where: str) -> CheckpointError:

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..errors import CheckpointError
+from .weights import Quantised, Storage
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -278,4 +280,53 @@ _QUICK: dict[str, Callable[[np.ndarray], np.ndarray]] = {
     "Q4_0": _q4_0,
     "Q4_1": _q4_1,
     "Q8_0": _q8_0,
+}
+
+
+def read_groups(tensor: GgufTensor) -> Quantised | None:
+    """The tensor's own codes and scales, where its blocks are groups of ours: Q8_0, Q4_0 and Q4_1."""
+    reader = _GROUPS.get(tensor.type)
+    if reader is None or len(tensor.shape) != 2:
+        return None
+    storage, codes, scale, minimum = reader(tensor.data)
+    rows = tensor.shape[0]
+    return Quantised(
+        storage,
+        torch.from_numpy(codes.reshape(rows, -1)),
+        torch.from_numpy(scale.reshape(rows, -1)),
+        None if minimum is None else torch.from_numpy(minimum.reshape(rows, -1)),
+    )
+
+
+_Groups = tuple[Storage, np.ndarray, np.ndarray, np.ndarray | None]
+
+
+def _half_column(blocks: np.ndarray, first: int) -> np.ndarray:
+    return blocks[:, first : first + 2].copy().view(np.float16)[:, 0]
+
+
+def _nibble_codes(packed: np.ndarray) -> np.ndarray:
+    return np.concatenate([packed & 15, packed >> 4], axis=1)
+
+
+def _q8_0_groups(data: np.ndarray) -> _Groups:
+    blocks = data.reshape(-1, 34)
+    return Storage.INT8, blocks[:, 2:] ^ 128, _half_column(blocks, 0), None  # two's complement to 128 too high
+
+
+def _q4_0_groups(data: np.ndarray) -> _Groups:
+    blocks = data.reshape(-1, 18)
+    scale = _half_column(blocks, 0)
+    return Storage.INT4, _nibble_codes(blocks[:, 2:]), scale, scale * np.float16(-8)  # exact: a power of two
+
+
+def _q4_1_groups(data: np.ndarray) -> _Groups:
+    blocks = data.reshape(-1, 20)
+    return Storage.INT4, _nibble_codes(blocks[:, 4:]), _half_column(blocks, 0), _half_column(blocks, 2)
+
+
+_GROUPS: dict[str, Callable[[np.ndarray], _Groups]] = {
+    "Q8_0": _q8_0_groups,
+    "Q4_0": _q4_0_groups,
+    "Q4_1": _q4_1_groups,
 }

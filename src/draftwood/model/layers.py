@@ -63,10 +63,14 @@ class Rotary:
         Values do not turn, but one multiplication by one costs less than taking them apart from queries and keys.
         [N, (num_turned + num_still) * D / 2] complex.
         """
-        if highest >= self._table.shape[0]:
-            self._grow(highest + 1)
-        turned = self._table[positions].unsqueeze(1).expand(-1, num_turned, -1)
+        turned = self.table(highest + 1)[positions].unsqueeze(1).expand(-1, num_turned, -1)
         return torch.cat([turned, torch.ones_like(turned[:, :1]).expand(-1, num_still, -1)], 1).flatten(1)
+
+    def table(self, length: int) -> Tensor:
+        """Rotations at all positions below `length`, and perhaps more. [positions, D / 2] complex."""
+        if length > self._table.shape[0]:
+            self._grow(length)
+        return self._table
 
     def _grow(self, length: int) -> None:
         length = 1 << (length - 1).bit_length()

@@ -2,30 +2,90 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from draftwood.cache.kv import KVCache
-from draftwood.model.batch import ForwardBatch, ForwardOutput
+from draftwood.errors import InvalidRequest
+from draftwood.model.batch import ForwardBatch, ForwardOutput, Pages
 from draftwood.model.checkpoint import Checkpoint
+from draftwood.model.config import ModelConfig
 from draftwood.model.isa import avoid_broken_amx
+from draftwood.model.native import NativeTransformer, Progress
 from draftwood.model.transformer import Transformer
+from draftwood.model.weights import FORMATS, WeightFormat
+from draftwood.ops.native import kernels, why_missing
+
+
+class Model(Protocol):
+    """Weights that can run a forward."""
+
+    config: ModelConfig
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all weights."""
+        ...
+
+    @property
+    def strict(self) -> bool:
+        """Whether a row's logits are the same, bit for bit, whatever other rows are computed with it."""
+        ...
+
+    def forward(self, batch: ForwardBatch, cache: Pages, needs: frozenset[int] = frozenset()) -> ForwardOutput:
+        """Run the rows of `batch`, writing their keys and values to `cache`."""
+        ...
+
+
+def load_model(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    weights: WeightFormat = FORMATS["stored"],
+    progress: Progress = lambda *_: None,
+) -> Model:
+    """The fastest decoder there is for this device and dtype."""
+    library = kernels() if device.type == "cpu" and dtype == torch.float32 else None
+    if library is not None:
+        return NativeTransformer(library, checkpoint, weights, progress)
+    if dtype == torch.bfloat16 and device.type == "cpu":
+        avoid_broken_amx()
+    return Transformer(checkpoint, dtype, device, weights)
+
+
+def require_strict(model: Model) -> None:
+    """Refuse a model whose numbers depend on what else is in the batch."""
+    if model.strict:
+        return
+    if model.device.type != "cpu":
+        raise InvalidRequest("Strict mode runs on a CPU only so far; use device='cpu'.")
+    reason = f"there are none here: {why_missing()}" if why_missing() else f"they compute in float32, not {model.dtype}"
+    raise InvalidRequest(f"Strict mode needs our own kernels, and {reason}.")
 
 
 class ModelRunner:
     """Runs forwards against its cache."""
 
-    def __init__(self, model: Transformer, num_pages: int, page_size: int) -> None:
+    def __init__(self, model: Model, num_pages: int, page_size: int) -> None:
         self.model = model
         self.cache = KVCache(model.config, num_pages, page_size, model.dtype, model.device)
 
     @classmethod
     def load(
-        cls, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, num_pages: int, page_size: int
+        cls,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_pages: int,
+        page_size: int,
+        weights: WeightFormat = FORMATS["stored"],
+        progress: Progress = lambda *_: None,
     ) -> ModelRunner:
         """Read the weights and set the cache up."""
-        if dtype == torch.bfloat16 and device.type == "cpu":
-            avoid_broken_amx()
-        return cls(Transformer(checkpoint, dtype, device), num_pages, page_size)
+        return cls(load_model(checkpoint, dtype, device, weights, progress), num_pages, page_size)
 
     @property
     def device(self) -> torch.device:

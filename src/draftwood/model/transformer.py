@@ -15,8 +15,9 @@ from draftwood.model.batch import AttentionShape, ForwardBatch, ForwardOutput, P
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.config import ModelConfig
 from draftwood.model.layers import ACTIVATIONS, RMSNorm, Rotary, pair_adjacent, rotate
+from draftwood.model.weights import FORMATS, Storage, WeightFormat, as_numbers, round_inputs, store_as
 from draftwood.ops import plan_attention
-from draftwood.ops.linear import Linear, make_linear, make_tied_head
+from draftwood.ops.linear import Linear, RoundedInputs, make_linear, make_tied_head
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,16 @@ class Layer:
 class Transformer:
     """Weights and the forward over paged keys and values."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
-        loader = _WeightLoader(checkpoint, dtype, device)
+    strict = False  # torch's products choose their order of summation by the number of rows
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        weights: WeightFormat = FORMATS["stored"],
+    ) -> None:
+        loader = _WeightLoader(checkpoint, dtype, device, weights)
         self.config = config = checkpoint.config
         self.dtype = dtype
         self.device = device
@@ -92,16 +101,32 @@ class Transformer:
 
 
 class _WeightLoader:
-    """Reads a checkpoint tensor by tensor into the layout the forward wants."""
+    """Reads a checkpoint tensor by tensor into the layout the forward wants.
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
+    Quantised formats are rounded and then held as the numbers they stand for: the definition of what they compute,
+    not a way to save memory. That is what `NativeTransformer` is for.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, weights: WeightFormat) -> None:
         self.checkpoint = checkpoint
         self.config: ModelConfig = checkpoint.config
         self.dtype = dtype
         self.device = device
+        self.weights = weights
 
     def tensor(self, name: str) -> Tensor:
         return self.checkpoint.tensor(name).to(device=self.device, dtype=self.dtype)
+
+    def matrix(self, name: str, storage: Storage | None) -> Tensor:
+        weight = self.checkpoint.matrix(name)
+        rounded = as_numbers(weight if storage is None else store_as(storage, weight))
+        return rounded[:, : weight.shape[1]].to(device=self.device, dtype=self.dtype)
+
+    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        return self._with_inputs_rounded(make_linear(weight, bias))
+
+    def _with_inputs_rounded(self, linear: Linear) -> Linear:
+        return RoundedInputs(linear, round_inputs) if self.weights.byte_activations else linear
 
     def maybe(self, name: str, present: bool) -> Tensor | None:
         return self.tensor(name) if present else None
@@ -111,10 +136,11 @@ class _WeightLoader:
 
     def head_and_embedding(self) -> tuple[Linear, Tensor]:
         """The output head and the token embedding [V, hidden], sharing memory where they are tied and can."""
-        embedding = self.tensor("model.embed_tokens.weight")
+        embedding = self.matrix("model.embed_tokens.weight", self.weights.head)
         if self.config.tied_head:
-            return make_tied_head(embedding)
-        return make_linear(self.tensor("lm_head.weight")), embedding
+            head, embedding = make_tied_head(embedding)
+            return self._with_inputs_rounded(head), embedding
+        return self.linear(self.matrix("lm_head.weight", self.weights.head)), embedding
 
     def layer(self, i: int) -> Layer:
         name = f"model.layers.{i}"
@@ -129,20 +155,22 @@ class _WeightLoader:
         )
 
     def _linear(self, name: str, bias: bool) -> Linear:
-        return make_linear(self.tensor(f"{name}.weight"), self.maybe(f"{name}.bias", bias))
+        return self.linear(self.matrix(f"{name}.weight", self.weights.layers), self.maybe(f"{name}.bias", bias))
 
     def _fused_gate_up(self, name: str) -> Linear:
-        weights = [self.tensor(f"{name}.{part}_proj.weight") for part in ("gate", "up")]
+        weights = [self.matrix(f"{name}.{part}_proj.weight", self.weights.layers) for part in ("gate", "up")]
         biases = [self.maybe(f"{name}.{part}_proj.bias", self.config.mlp_bias) for part in ("gate", "up")]
-        return make_linear(torch.cat(weights), _joined(biases))
+        return self.linear(torch.cat(weights), _joined(biases))
 
     def _fused_qkv(self, name: str) -> Linear:
-        weights = [self._projection(f"{name}.{part}_proj.weight", part) for part in "qkv"]
-        biases = [self._projection(f"{name}.{part}_proj.bias", part) for part in "qkv"] if self.config.qkv_bias else []
-        return make_linear(torch.cat(weights), _joined(biases))
+        weights = [
+            self._turning(self.matrix(f"{name}.{part}_proj.weight", self.weights.layers), part) for part in "qkv"
+        ]
+        present = "qkv" if self.config.qkv_bias else ""
+        biases = [self._turning(self.tensor(f"{name}.{part}_proj.bias"), part) for part in present]
+        return self.linear(torch.cat(weights), _joined(biases))
 
-    def _projection(self, name: str, part: str) -> Tensor:
-        rows = self.tensor(name)
+    def _turning(self, rows: Tensor, part: str) -> Tensor:
         return rows if part == "v" else pair_adjacent(rows, self.config.head_dim)
 
     def _head_norm(self, name: str) -> RMSNorm | None:

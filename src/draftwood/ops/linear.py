@@ -6,6 +6,7 @@ head is packed by oneDNN, which then scores five rows in the time of one and a t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -83,6 +84,22 @@ class TiedHead:
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """The product, then the sum."""
         return self(x).add_(residual)
+
+
+@dataclass(frozen=True)
+class RoundedInputs:
+    """A product whose inputs are rounded first."""
+
+    inner: Linear
+    rounding: Callable[[Tensor], Tensor]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[N, in] -> [N, out]."""
+        return self.inner(self.rounding(x))
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """The product, then the sum."""
+        return self.inner.add_to(residual, self.rounding(x))
 
 
 def can_pack(weight: Tensor) -> bool:

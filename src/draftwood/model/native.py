@@ -1,0 +1,267 @@
+"""The decoder on our own CPU kernels: the same function as `Transformer`, in one call of C a forward.
+
+Every number is summed in an order that does not depend on the other rows of a forward, so a row's logits are the same,
+bit for bit, whatever tree, batch or chunk it is computed in.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftwood.model.batch import ForwardBatch, ForwardOutput, Pages
+from draftwood.model.checkpoint import Checkpoint
+from draftwood.model.config import ModelConfig
+from draftwood.model.layers import Rotary
+from draftwood.model.weights import (
+    GROUP,
+    Matrix,
+    Quantised,
+    Storage,
+    WeightFormat,
+    as_numbers,
+    exact_storage,
+    join_rows,
+    store_as,
+)
+from draftwood.ops.native import Kernels, structs
+
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
+Progress = Callable[[int, int], None]  # matrices packed, of how many
+
+_ARENA = 32 << 20
+_CHUNK = 4096  # rows packed at a time: bounds the memory that quantising needs
+
+
+class _Arena:
+    """Memory for weights, in large pages where the system has them: fewer misses when all of it is read every step."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._blocks: list[Tensor] = []  # the kernels know addresses only: this keeps them valid
+        self._free = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, num_bytes: int) -> Tensor:
+        """Some zeroed bytes, aligned to a cache line."""
+        size = -(-num_bytes // 64) * 64
+        if size > len(self._free):
+            block = mmap.mmap(-1, max(size, _ARENA))
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                block.madvise(mmap.MADV_HUGEPAGE)
+            self._free = torch.frombuffer(block, dtype=torch.uint8)
+            self._blocks.append(self._free)
+        taken, self._free = self._free[:num_bytes], self._free[size:]
+        self.num_bytes += num_bytes
+        return taken
+
+
+class _Packer:
+    """Turns a checkpoint's tensors into the structs that the kernels read; owns their memory."""
+
+    def __init__(self, library: Kernels, checkpoint: Checkpoint, weights: WeightFormat, progress: Progress) -> None:
+        self._library = library
+        self._checkpoint = checkpoint
+        self._weights = weights
+        self._progress = progress
+        self._packed = 0
+        self.arena = _Arena()
+
+    def floats(self, name: str, present: bool = True) -> int | None:
+        """A vector in float32, by its address."""
+        return self._keep(self._checkpoint.tensor(name).float()) if present else None
+
+    def matrix(self, names: Sequence[str], storage: Storage | None, bias: bool = False) -> structs.Matrix:
+        """Matrices that share their inputs, one below the other; `storage` None keeps them as they are stored."""
+        return self._pack(self._parts(names, bias), storage)
+
+    def gated(self, names: Sequence[str], storage: Storage | None, bias: bool) -> structs.Matrix:
+        """Gate and up in turn by half panels, so that one tile of the product has what belongs together."""
+        return self._pack(self._parts(names, bias), storage, structs.PANEL // 2)
+
+    def _parts(self, names: Sequence[str], bias: bool) -> tuple[list[Matrix], list[Tensor]]:
+        biases = [self._checkpoint.tensor(f"{name}.bias").float()[:, None] for name in names] if bias else []
+        return [self._checkpoint.matrix(f"{name}.weight") for name in names], biases
+
+    def _pack(
+        self, parts: tuple[list[Matrix], list[Tensor]], storage: Storage | None, panel: int | None = None
+    ) -> structs.Matrix:
+        weights = join_rows(parts[0], panel)
+        storage = exact_storage(weights) if storage is None else storage
+        packed = self._allocate(storage, _padded(weights.shape[0]), _padded(weights.shape[1]))
+        for start in range(0, weights.shape[0], _CHUNK):
+            self._fill(packed, store_as(storage, weights[start : start + _CHUNK]), start)
+        if parts[1]:
+            bias = as_numbers(join_rows(parts[1], panel))[:, 0]
+            packed.bias = self._keep(F.pad(bias, (0, packed.outputs - len(bias))))
+        self._packed += 1
+        self._progress(self._packed, 4 * self._checkpoint.config.num_layers + 1)
+        return packed
+
+    def _allocate(self, storage: Storage, outputs: int, inputs: int) -> structs.Matrix:
+        halves = outputs * inputs // GROUP * 2
+        scale = self.arena.take(halves).data_ptr() if storage >= Storage.INT8 else None
+        minimum = self.arena.take(halves).data_ptr() if storage == Storage.INT4 else None
+        words = self.arena.take(outputs * inputs * _BITS[storage] // 8).data_ptr()
+        return structs.Matrix(storage, outputs, inputs, words, scale, minimum, None)
+
+    def _fill(self, packed: structs.Matrix, rows: Matrix, start: int) -> None:
+        """Pack rows from number `start` on, which begins a panel."""
+        panels = -(-rows.shape[0] // structs.PANEL)
+        words = packed.words + start * packed.inputs * _BITS[packed.storage] // 8
+        if isinstance(rows, Quantised):
+            at = start * (packed.inputs // GROUP) * 2
+            minimum = None if rows.minimum is None else rows.minimum.contiguous()
+            codes, scale = rows.codes.contiguous(), rows.scale.contiguous()
+            self._library.dw_pack_codes(
+                packed.storage, codes.data_ptr(), scale.data_ptr(), _address(minimum), rows.shape[0], packed.inputs,
+                words, packed.scale + at, packed.minimum + at if minimum is not None else None, panels,
+            )  # fmt: skip
+        else:
+            numbers = rows.float().contiguous()
+            self._library.dw_pack_floats(
+                packed.storage, numbers.data_ptr(), *numbers.shape, packed.inputs, words, panels
+            )
+
+    def _keep(self, tensor: Tensor) -> int:
+        own = self.arena.take(tensor.numel() * 4).view(torch.float32)
+        own.copy_(tensor.flatten())
+        return own.data_ptr()
+
+
+_BITS = {Storage.FLOAT32: 32, Storage.BFLOAT16: 16, Storage.INT8: 8, Storage.INT4: 4}
+
+
+def _padded(size: int) -> int:
+    return -(-size // GROUP) * GROUP
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+class NativeTransformer:
+    """Packed weights and the forward over paged keys and values."""
+
+    dtype = torch.float32
+    device = torch.device("cpu")
+    strict = True
+
+    def __init__(
+        self, library: Kernels, checkpoint: Checkpoint, weights: WeightFormat, progress: Progress = lambda *_: None
+    ) -> None:
+        self.config = config = checkpoint.config
+        self.weights = weights
+        self._library = library
+        packer = _Packer(library, checkpoint, weights, progress)
+        self._arena = packer.arena
+        self._layers, self._model = _build(packer, config, weights)
+        self._scratch = _Scratch(library, self._model)
+        frequencies, scale = config.rope.inverse_frequencies(config.head_dim)
+        self._rotary = Rotary(frequencies, scale, torch.float32, self.device)
+        self._rotation = torch.empty(0, config.head_dim)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all weights."""
+        return self._arena.num_bytes
+
+    def forward(self, batch: ForwardBatch, cache: Pages, needs: frozenset[int] = frozenset()) -> ForwardOutput:
+        """Run the rows of `batch`, writing their keys and values to `cache`."""
+        num_keys = int(batch.num_keys.max())
+        num_nodes = num_keys - int(batch.tree_base.min())
+        wanted = torch.tensor(sorted(needs), dtype=torch.int64)
+        logits = torch.empty(len(batch.logit_rows), self.config.vocab_size)
+        features = torch.empty(len(needs), len(batch.logit_rows), self.config.hidden_size)
+        arrays = [getattr(batch, name).contiguous() for name in _ARRAYS]
+        struct = structs.Batch(
+            len(batch.tokens), len(batch.tree_base), batch.ancestors.shape[1], batch.block_table.shape[1],
+            len(batch.logit_rows), *(array.data_ptr() for array in arrays), self._rotations(num_keys).data_ptr(),
+            cache.store.data_ptr(), cache.store.shape[3], cache.page_size, logits.data_ptr(), wanted.data_ptr(),
+            len(needs), features.data_ptr(),
+        )  # fmt: skip
+        scratch = self._scratch.fit(len(batch.tokens), num_keys, num_nodes)
+        self._library.dw_forward(ctypes.byref(self._model), ctypes.byref(struct), ctypes.byref(scratch))
+        return ForwardOutput(logits, dict(zip(sorted(needs), features, strict=True)))
+
+    def _rotations(self, length: int) -> Tensor:
+        """Cosines, then sines, of all positions below `length` and more. [positions, head_dim]."""
+        if length > len(self._rotation):
+            table = torch.view_as_real(self._rotary.table(length))
+            self._rotation = table.transpose(1, 2).flatten(1).contiguous()
+        return self._rotation
+
+
+_ARRAYS = (
+    "tokens", "positions", "slots", "visible", "ancestors", "row_offsets", "tree_base", "num_keys", "block_table",
+    "logit_rows",
+)  # fmt: skip
+
+
+def _build(packer: _Packer, config: ModelConfig, weights: WeightFormat) -> tuple[ctypes.Array, structs.Model]:
+    """The structs of a whole model; the array of layers must live as long as the model that points to it."""
+    embedding = packer.matrix(["model.embed_tokens"], weights.head)
+    head = embedding if config.tied_head else packer.matrix(["lm_head"], weights.head)
+    layers = (structs.Layer * config.num_layers)(
+        *(_layer(packer, config, weights.layers, i) for i in range(config.num_layers))
+    )
+    model = structs.Model(
+        embedding, head, layers, packer.floats("model.norm.weight"), config.num_layers, config.hidden_size,
+        config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size,
+        ACTIVATIONS[config.activation], weights.byte_activations, config.norm_eps,
+    )  # fmt: skip
+    return layers, model
+
+
+def _layer(packer: _Packer, config: ModelConfig, storage: Storage | None, i: int) -> structs.Layer:
+    name = f"model.layers.{i}"
+    attention, mlp = f"{name}.self_attn", f"{name}.mlp"
+    return structs.Layer(
+        packer.matrix([f"{attention}.{part}_proj" for part in "qkv"], storage, config.qkv_bias),
+        packer.matrix([f"{attention}.o_proj"], storage, config.output_bias),
+        packer.gated([f"{mlp}.gate_proj", f"{mlp}.up_proj"], storage, config.mlp_bias),
+        packer.matrix([f"{mlp}.down_proj"], storage, config.mlp_bias),
+        packer.floats(f"{name}.input_layernorm.weight"),
+        packer.floats(f"{name}.post_attention_layernorm.weight"),
+        packer.floats(f"{attention}.q_norm.weight", config.qk_norm),
+        packer.floats(f"{attention}.k_norm.weight", config.qk_norm),
+        config.windows[i] or 0,
+    )
+
+
+class _Scratch:
+    """Working memory, as large as the largest forward so far."""
+
+    def __init__(self, library: Kernels, model: structs.Model) -> None:
+        self._library = library
+        self._model = model
+        self._rows = self._threads = self._scores = 0
+        self._buffers: list[Tensor] = []
+        self._struct = structs.Scratch()
+
+    def fit(self, rows: int, num_keys: int, num_nodes: int) -> structs.Scratch:
+        """Enough for a forward of this size."""
+        threads = torch.get_num_threads()
+        scores = self._library.dw_attention_scores(ctypes.byref(self._model), num_keys, num_nodes)
+        if rows > self._rows or scores > self._scores or threads != self._threads:
+            self._rows, self._scores = max(rows, self._rows), max(scores, self._scores)
+            self._threads = threads
+            self._buffers = self._allocate()
+            self._struct = structs.Scratch(threads, *(b.data_ptr() for b in self._buffers), self._scores)
+        return self._struct
+
+    def _allocate(self) -> list[Tensor]:
+        layer = self._model.layers[0]
+        hidden = _padded(self._model.hidden)
+        widest = max(hidden, layer.output.inputs, layer.down.inputs)
+        floats = [hidden, hidden, layer.qkv.outputs, layer.output.inputs, layer.down.inputs]
+        return [
+            *(torch.zeros(self._rows, width) for width in floats),
+            torch.zeros(self._rows, widest, dtype=torch.int8),
+            *(torch.zeros(self._rows, widest // GROUP) for _ in range(2)),
+            torch.empty(self._threads, self._scores),
+        ]

@@ -1,0 +1,124 @@
+"""Compile the C files beside this one with the system's compiler, once, and load the result.
+
+The library is kept in the user's cache under a name made of everything it depends on. Without a compiler, or with
+DRAFTWOOD_NATIVE=0, there are no kernels, and models run on torch's own operations.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import torch  # loads the OpenMP runtime that the kernels must share with torch  # noqa: F401
+
+from draftwood.errors import DraftwoodError
+from draftwood.ops.native.structs import declare
+
+SWITCH = "DRAFTWOOD_NATIVE"
+FLAGS = (
+    "-O3", "-march=native", "-std=gnu11", "-fopenmp", "-fPIC", "-fvisibility=hidden", "-fno-math-errno",
+    "-fno-trapping-math",
+)  # fmt: skip
+_HERE = Path(__file__).parent
+Kernels = ctypes.CDLL
+
+
+class BuildError(DraftwoodError):
+    """The kernels could not be compiled here."""
+
+
+def kernels() -> Kernels | None:
+    """The compiled kernels, or None where there cannot be any."""
+    return _attempt()[0]
+
+
+def why_missing() -> str | None:
+    """The reason why there are no kernels."""
+    return _attempt()[1]
+
+
+@cache
+def _attempt() -> tuple[Kernels | None, str | None]:
+    if os.environ.get(SWITCH) == "0":
+        return None, f"{SWITCH}=0 turned them off"
+    try:
+        return load(build(FLAGS)), None
+    except (BuildError, OSError) as error:
+        return None, str(error)
+
+
+def load(path: Path) -> Kernels:
+    """Open a built library."""
+    library = ctypes.CDLL(str(path))
+    declare(library)
+    return library
+
+
+def build(flags: tuple[str, ...]) -> Path:
+    """Compile, unless the cache has the result of the same sources, compiler, flags and processor already."""
+    compiler = _compiler()
+    sources = sorted([*_HERE.glob("*.c"), *_HERE.glob("*.h")])
+    parts = [
+        " ".join((*compiler, *flags)),
+        _compiler_version(compiler),
+        _processor(),
+        *(s.read_text() for s in sources),
+    ]
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    target = cache_folder() / f"kernels-{key}.so"
+    if not target.is_file():
+        _compile(compiler, flags, [s for s in sources if s.suffix == ".c"], target)
+    return target
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept."""
+    root = Path(os.environ.get("DRAFTWOOD_CACHE") or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "draftwood"))
+    return root.expanduser() / "native"
+
+
+def _compiler() -> list[str]:
+    for name in (os.environ.get("CC"), "gcc", "cc"):
+        words = shlex.split(name or "")
+        if words and shutil.which(words[0]):
+            return words
+    raise BuildError("there is no C compiler here (Debian: apt install gcc)")
+
+
+def _compiler_version(compiler: list[str]) -> str:
+    return subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False).stdout
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+
+
+def _compile(compiler: list[str], flags: tuple[str, ...], sources: list[Path], target: Path) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder, ThreadPoolExecutor() as pool:
+        objects = [Path(folder, f"{source.stem}.o") for source in sources]
+        commands = [[*compiler, *flags, "-c", str(s), "-o", str(o)] for s, o in zip(sources, objects, strict=True)]
+        list(pool.map(_run, commands))
+        library = Path(folder, target.name)
+        _run([*compiler, *flags, "-shared", *map(str, objects), "-o", str(library), "-lm"])
+        library.replace(target)  # in one step: another process may be doing the same
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip())
+        raise BuildError(f"{command[0]} could not compile them: {first}")

@@ -1,0 +1,66 @@
+/* What Python hands over. Each struct is mirrored, field by field, in structs.py. */
+#pragma once
+
+#include <stdint.h>
+
+#define PANEL 32 /* outputs whose weights lie side by side */
+#define GROUP 32 /* inputs that share a scale */
+
+enum Storage { FLOAT32, BFLOAT16, INT8, INT4 };
+enum Activation { SILU, GELU, GELU_TANH };
+enum Epilogue { STORE, ADD, GATED };
+
+/* A weight matrix [outputs, inputs], both padded with zeros to multiples of 32.
+   By panels of 32 outputs; within a panel, for each input (float32), pair (bfloat16), four (int8) or eight (int4) of
+   inputs, one 32-bit word for each output: a product reads one stream of memory from end to end.
+     int8: weight = scale (byte - 128)
+     int4: weight = scale nibble + minimum; of a word's eight inputs the first four are the low nibbles of its bytes */
+typedef struct {
+    int64_t storage;
+    int64_t outputs, inputs; /* padded */
+    const void *words;
+    const uint16_t *scale;   /* float16 [panels][inputs / 32][32] */
+    const uint16_t *minimum; /* float16, the same shape */
+    const float *bias;       /* [outputs], padded, or null */
+} Matrix;
+
+typedef struct {
+    Matrix qkv, output, gate_up, down; /* gate_up: sixteen of gate, sixteen of up, in turn */
+    const float *attention_norm, *mlp_norm;
+    const float *query_norm, *key_norm; /* [head_dim], or null */
+    int64_t window;                     /* 0: sees everything */
+} Layer;
+
+typedef struct {
+    Matrix embedding, head;
+    const Layer *layers;
+    const float *final_norm;
+    int64_t num_layers, hidden, intermediate, num_heads, num_kv_heads, head_dim, vocabulary;
+    int64_t activation;
+    int64_t byte_activations; /* whether products with int8 and int4 weights round their inputs to bytes */
+    float eps;
+} Model;
+
+typedef struct {
+    int64_t num_rows, num_sequences, num_words, pages_per_sequence, num_logits;
+    const int64_t *tokens, *positions, *slots, *visible, *ancestors;
+    const int64_t *row_offsets, *tree_base, *num_keys, *block_table, *logit_rows;
+    const float *rotation;      /* [positions][2][head_dim / 2]: cosines, then sines */
+    float *store;               /* [layers, 2, kv heads, slots, head_dim] */
+    int64_t num_slots, page_size;
+    float *logits;              /* [num_logits, vocabulary] */
+    const int64_t *wanted;      /* layers whose output is wanted, ascending */
+    int64_t num_wanted;
+    float *features;            /* [num_wanted, num_logits, hidden] */
+} Batch;
+
+typedef struct {
+    int64_t threads;
+    /* Every buffer's rows are padded to multiples of 32 numbers; padding stays zero. */
+    float *hidden, *input, *qkv, *mixed, *gated;
+    int8_t *bytes;   /* rows x widest input */
+    float *scale;    /* rows x groups of the widest input */
+    float *sums;     /* the same */
+    float *scores;   /* one part for each thread */
+    int64_t score_size;
+} Scratch;

@@ -1,0 +1,29 @@
+/* Products of a few rows with a packed matrix. */
+#pragma once
+
+#include "model.h"
+
+/* Rows to multiply: as they are, and with what quantised weights want to know of them. */
+typedef struct {
+    const float *values;  /* [rows][stride] */
+    const int8_t *bytes;  /* [rows][stride], or null: use the values */
+    const float *scale;   /* [rows][stride / 32] */
+    const float *sums;    /* [rows][stride / 32], of the bytes if there are any, else of the values */
+    int64_t stride, rows;
+} Rows;
+
+typedef struct {
+    enum Epilogue kind;
+    float *out;
+    int64_t stride, limit; /* of `limit` columns */
+    int64_t activation;
+} Target;
+
+/* Called by every thread of a team; they share the work, and none returns before all are done. */
+void multiply(const Matrix *matrix, const Rows *rows, const Target *target);
+
+/* Fill in what products with quantised weights need of rows [values, stride]; one row, by one thread. */
+void summarise_row(const float *values, int64_t stride, int8_t *bytes, float *scale, float *sums);
+
+/* One row of the matrix. */
+void read_output(const Matrix *matrix, int64_t index, float *out);

@@ -1,0 +1,78 @@
+"""The structs of model.h, field by field."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
+
+PANEL = 32  # outputs whose weights lie side by side
+
+
+class Matrix(Structure):
+    """A packed weight matrix."""
+
+    _fields_ = [
+        ("storage", c_int64), ("outputs", c_int64), ("inputs", c_int64),
+        ("words", c_void_p), ("scale", c_void_p), ("minimum", c_void_p), ("bias", c_void_p),
+    ]  # fmt: skip
+
+
+class Layer(Structure):
+    """A decoder layer."""
+
+    _fields_ = [
+        ("qkv", Matrix), ("output", Matrix), ("gate_up", Matrix), ("down", Matrix),
+        ("attention_norm", c_void_p), ("mlp_norm", c_void_p), ("query_norm", c_void_p), ("key_norm", c_void_p),
+        ("window", c_int64),
+    ]  # fmt: skip
+
+
+class Model(Structure):
+    """A decoder."""
+
+    _fields_ = [
+        ("embedding", Matrix), ("head", Matrix), ("layers", POINTER(Layer)), ("final_norm", c_void_p),
+        ("num_layers", c_int64), ("hidden", c_int64), ("intermediate", c_int64),
+        ("num_heads", c_int64), ("num_kv_heads", c_int64), ("head_dim", c_int64), ("vocabulary", c_int64),
+        ("activation", c_int64), ("byte_activations", c_int64), ("eps", c_float),
+    ]  # fmt: skip
+
+
+class Batch(Structure):
+    """The rows of a forward."""
+
+    _fields_ = [
+        ("num_rows", c_int64), ("num_sequences", c_int64), ("num_words", c_int64),
+        ("pages_per_sequence", c_int64), ("num_logits", c_int64),
+        ("tokens", c_void_p), ("positions", c_void_p), ("slots", c_void_p), ("visible", c_void_p),
+        ("ancestors", c_void_p), ("row_offsets", c_void_p), ("tree_base", c_void_p), ("num_keys", c_void_p),
+        ("block_table", c_void_p), ("logit_rows", c_void_p),
+        ("rotation", c_void_p), ("store", c_void_p), ("num_slots", c_int64), ("page_size", c_int64),
+        ("logits", c_void_p), ("wanted", c_void_p), ("num_wanted", c_int64), ("features", c_void_p),
+    ]  # fmt: skip
+
+
+class Scratch(Structure):
+    """Working memory."""
+
+    _fields_ = [
+        ("threads", c_int64),
+        ("hidden", c_void_p), ("input", c_void_p), ("qkv", c_void_p), ("mixed", c_void_p), ("gated", c_void_p),
+        ("bytes", c_void_p), ("scale", c_void_p), ("sums", c_void_p), ("scores", c_void_p),
+        ("score_size", c_int64),
+    ]  # fmt: skip
+
+
+SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
+    "dw_forward": (None, [c_void_p, c_void_p, c_void_p]),
+    "dw_attention_scores": (c_int64, [c_void_p, c_int64, c_int64]),
+    "dw_pack_floats": (None, [c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64]),
+    "dw_pack_codes": (None, [c_int64, *[c_void_p] * 3, c_int64, c_int64, *[c_void_p] * 3, c_int64]),
+}
+
+
+def declare(library: ctypes.CDLL) -> None:
+    """Tell ctypes what the functions take and give."""
+    for name, (result, arguments) in SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
