@@ -13,11 +13,11 @@ SOURCE = Path(draftwood.__file__).parent
 
 LAYERS = [  # each may import what stands above it
     ("errors",),
-    ("request", "rng", "tree", "treebuilder", "telemetry"),
+    ("request", "rng", "tree", "treebuilder", "telemetry", "costs", "machine"),
     ("protocols",),
     ("sampling", "cache", "ops", "model", "config"),
     ("growers", "drafters", "verifiers"),
-    ("engine", "assembly"),
+    ("engine", "assembly", "calibration"),
     ("cli", "__main__", "__init__"),
 ]
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}

@@ -8,6 +8,7 @@ Shapes: B sequences · k frontier nodes · V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -261,11 +262,14 @@ class _Candidates:
     parents: Tensor  # [B, P]
     tokens: Tensor  # [B, P]
     waiting: Tensor  # [B, P] log-probability, -inf once taken
+    floor: float  # log-probability below which nobody is offered
 
     @classmethod
-    def none(cls, builder: TreeBuilder, view: BatchView, like: Tensor) -> _Candidates:
+    def none(cls, builder: TreeBuilder, view: BatchView, like: Tensor, worth: float) -> _Candidates:
         empty = builder.tokens[:, :0]
-        return cls(builder, view, like.new_zeros(builder.num_trees, 1), empty, empty, like.new_zeros(empty.shape))
+        floor = math.log(worth) if worth > 0 else -math.inf
+        scores = like.new_zeros(builder.num_trees, 1)
+        return cls(builder, view, scores, empty, empty, like.new_zeros(empty.shape), floor)
 
     def offer(self, columns: Tensor, logits: Tensor, branches: int) -> None:
         """The `branches` likeliest children of the nodes in `columns` [B, k], after `logits` [B, k, V]."""
@@ -274,7 +278,7 @@ class _Candidates:
         score = self.scores.gather(1, columns)[..., None] + ranked.values
         depth = self.builder.depth.gather(1, columns)
         alive = self.builder.alive.gather(1, columns) & (depth < self.view.max_depth[:, None])
-        score = score.masked_fill(~alive[..., None], float("-inf"))
+        score = score.masked_fill(~alive[..., None] | (score < self.floor), float("-inf"))
         above = columns[..., None].expand_as(ranked.indices)
         self.parents = torch.cat([self.parents, above.flatten(1)], 1)
         self.tokens = torch.cat([self.tokens, ranked.indices.flatten(1)], 1)
@@ -322,14 +326,20 @@ Admission = Callable[[_Candidates, int], Tensor]  # (candidates, where the newes
 
 
 def _grow_ranked(
-    model: FrontierModel, view: BatchView, limits: Tensor, forwards: int, branches: int, admit: Admission
+    model: FrontierModel,
+    view: BatchView,
+    budget: Budget,
+    limits: Tensor,
+    forwards: int,
+    branches: int,
+    admit: Admission,
 ) -> TreeBuilder:
     """Offer `branches` children of every frontier node, expand whom `admit` lets in, and keep the likeliest of all."""
     builder = _start(view)
     if not bool(((limits > 0) & (view.max_depth > 0)).any()):
         return builder
     logits = model.begin(view)[:, None]
-    candidates = _Candidates.none(builder, view, logits)
+    candidates = _Candidates.none(builder, view, logits, budget.worth)
     columns = torch.zeros_like(builder.root_tokens)[:, None]
     for forward in range(forwards):
         newest = candidates.waiting.shape[1]
@@ -363,7 +373,7 @@ class Beam:
     def grow(self, model: FrontierModel, view: BatchView, budget: Budget, rng: Randomness) -> TreeBuilder:
         """Expand level by level, then choose."""
         limits = _limits(view, budget).clamp(max=self.nodes)
-        return _grow_ranked(model, view, limits, self.depth, self.width, self._admit)
+        return _grow_ranked(model, view, budget, limits, self.depth, self.width, self._admit)
 
     def _admit(self, candidates: _Candidates, newest: int) -> Tensor:
         return candidates.admit(self.width, slice(newest, None))
@@ -391,7 +401,7 @@ class BestFirst:
     def grow(self, model: FrontierModel, view: BatchView, budget: Budget, rng: Randomness) -> TreeBuilder:
         """Expand the likeliest, again and again, then choose; no node can stay that has `nodes` likelier siblings."""
         limits = _limits(view, budget).clamp(max=self.nodes)
-        return _grow_ranked(model, view, limits, self.forwards, self.nodes, self._admit)
+        return _grow_ranked(model, view, budget, limits, self.forwards, self.nodes, self._admit)
 
     def _admit(self, candidates: _Candidates, newest: int) -> Tensor:
         return candidates.admit(self.width)

@@ -21,6 +21,7 @@ class Budget:
     """How much a step may guess: draft nodes a sequence, the root not counted."""
 
     max_nodes: int
+    worth: float = 0.0  # the chance of acceptance below which a node costs more than it gives, as far as one can tell
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Load:
 
     num_running: int
     num_waiting: int
+    context: float = 0.0  # mean length of those that run
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class StepReport:
     drafted: int
     accepted: int
     emitted: int
+    outcomes: tuple[tuple[int, int], ...] = ()  # (drafted, accepted) of each sequence that sampled
+    draft_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

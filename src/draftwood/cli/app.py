@@ -149,6 +149,26 @@ def demo(
 
 @app.command(rich_help_panel="What there is")
 @command
+def calibrate(engine: EngineFlags, as_json: Json = False) -> None:
+    """Measure what a step costs on this machine by its number of rows; drafts are sized by it from then on.
+
+    Takes a few seconds for each model, weight format and number of threads, and is done again only when one of them,
+    the machine or the version changes.
+    """
+    from draftwood.cli.parts import costs_table
+    from draftwood.cli.screen import write_json
+    from draftwood.cli.session import open_llm
+
+    with open_llm(engine) as llm:
+        costs = llm.calibrate(say)
+    if as_json:
+        write_json(costs.record() | {"model": engine.model, "weights": engine.weights})
+    else:
+        stdout().print(costs_table(costs))
+
+
+@app.command(rich_help_panel="What there is")
+@command
 def models(
     fetch: Annotated[
         str | None,

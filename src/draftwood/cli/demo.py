@@ -18,7 +18,7 @@ from draftwood.cli.demo_prompts import PROMPTS, DemoPrompt
 from draftwood.cli.demo_view import BlockView, ColumnView, draw_svg, summary_table
 from draftwood.cli.flags import EngineFlags
 from draftwood.cli.screen import Transcript, say, stdout, write_json
-from draftwood.cli.session import check_parts, collect, conversation, fetch_quietly, loading
+from draftwood.cli.session import check_parts, collect, conversation, fetch_quietly, loading, mention_missing_kernels
 from draftwood.drafters.none import NoDrafter
 from draftwood.protocols import BatchView, Budget, Drafter, Features, Randomness
 from draftwood.request import SamplingParams
@@ -140,6 +140,7 @@ def run_demo(flags: EngineFlags, params: SamplingParams, svg: Path | None) -> bo
             "steady": unsteadiness <= STEADY,
             "median_ratio": round(statistics.median(c.ratio for c in comparisons), 3),
             "model": flags.model,
+            "weights": flags.weights,
             "drafter": flags.drafter,
             "law": flags.law,
             "tree": flags.tree,
@@ -166,12 +167,17 @@ def _open(flags: EngineFlags) -> tuple[LLM, Switch]:
     config = flags.config()
     check_parts(flags)
     fetch_quietly(flags.model)
-    with loading(flags.model):
+    with loading(flags.model) as progress:
         checkpoint = open_checkpoint(flags.model)
         # A draft model's weights belong on the thread that will use them.
         drafter = ComputeThread.shared().call(lambda: build_drafter(flags.drafter, flags.tree, checkpoint, config))
         switch = Switch(drafter)
-        return LLM(checkpoint, drafter=switch, law=flags.law, config=config), switch
+        llm = LLM(checkpoint, drafter=switch, law=flags.law, config=config, progress=progress)
+    mention_missing_kernels(llm)
+    if not llm.is_calibrated:
+        say("Measuring once what a step costs on this machine, to know how much guessing pays …")
+        llm.calibrate()
+    return llm, switch
 
 
 def _warm_up(llm: LLM, switch: Switch) -> None:

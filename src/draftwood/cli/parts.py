@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.table import Table
 
+from draftwood.costs import StepCosts
 from draftwood.model import store
 
 
@@ -21,8 +22,9 @@ def models_table() -> Table:
 
 
 def parts_tables() -> Iterator[Table]:
-    """Drafters, trees and laws."""
+    """Drafters, trees, weight formats and laws."""
     from draftwood.assembly import LOOKUPS, MODEL_DRAFTER, TREES
+    from draftwood.model.weights import FORMATS
     from draftwood.verifiers import LAWS
 
     drafters = Table("Name", "Settings", "Guesses", title="Drafters (--drafter)", title_justify="left")
@@ -34,10 +36,25 @@ def parts_tables() -> Iterator[Table]:
     for name, entry in TREES.items():
         trees.add_row(name, _settings(entry.defaults), entry.description)
     yield trees
+    formats = Table("Name", "What is stored", title="Weights (--weights)", title_justify="left")
+    for name, kind in FORMATS.items():
+        formats.add_row(name, kind.says)
+    yield formats
     laws = Table("Name", "Lossless", "Keeps a guess", title="Acceptance laws (--law)", title_justify="left")
     for name, law in LAWS.items():
         laws.add_row(name, "yes" if law.lossless else "no", (inspect.getdoc(law) or "").partition("\n")[0])
     yield laws
+
+
+def costs_table(costs: StepCosts) -> Table:
+    """Milliseconds of a step, and how many steps of one row that is."""
+    table = Table("Rows", *(f"{context} tokens of context" for context in costs.contexts))
+    single = [costs.at(1, context) for context in costs.contexts]
+    for rows in costs.rows:
+        times = [costs.at(rows, context) for context in costs.contexts]
+        cells = [f"{1e3 * t:7.2f} ms  {t / one:5.2f}×" for t, one in zip(times, single, strict=True)]
+        table.add_row(str(rows), *cells)
+    return table
 
 
 def _settings(defaults: Mapping[str, Any]) -> str:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import closing, nullcontext
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from typing import TYPE_CHECKING
 
 from draftwood.cli.flags import EngineFlags
 from draftwood.cli.screen import AnswerPrinter, Transcript, figures, say, stderr, write_json
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from draftwood.engine.llm import LLM, Prompt
 
 Message = dict[str, str]
+Progress = Callable[[int, int], None]
 
 
 def open_llm(flags: EngineFlags) -> LLM:
@@ -24,8 +25,10 @@ def open_llm(flags: EngineFlags) -> LLM:
     config = flags.config()
     check_parts(flags)
     fetch_quietly(flags.model)
-    with loading(flags.model):
-        return LLM(flags.model, drafter=flags.drafter, law=flags.law, tree=flags.tree, config=config)
+    with loading(flags.model) as progress:
+        llm = LLM(flags.model, drafter=flags.drafter, law=flags.law, tree=flags.tree, config=config, progress=progress)
+    mention_missing_kernels(llm)
+    return llm
 
 
 def check_parts(flags: EngineFlags) -> None:
@@ -43,10 +46,23 @@ def fetch_quietly(model: str) -> None:
         store.fetch(model, say)
 
 
-def loading(model: str) -> Any:
-    """A spinner where somebody can see it."""
+@contextmanager
+def loading(model: str) -> Iterator[Progress]:
+    """A spinner where somebody can see it, and what to tell it."""
     console = stderr()
-    return console.status(f"Loading {model} …") if console.is_terminal else nullcontext()
+    if not console.is_terminal:
+        yield lambda done, total: None
+        return
+    with console.status(f"Loading {model} …") as status:
+        yield lambda done, total: status.update(f"Loading {model} … {done / total:.0%}")
+
+
+def mention_missing_kernels(llm: LLM) -> None:
+    """Say why it will be slow, where it will."""
+    from draftwood.ops.native import why_missing
+
+    if llm.engine.target.device.type == "cpu" and why_missing() is not None:
+        say(f"Our own CPU kernels are missing, so this runs on torch's operations, slower: {why_missing()}.")
 
 
 def conversation(prompt: str, system: str | None) -> list[Message]:

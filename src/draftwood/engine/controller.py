@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from draftwood.costs import StepCosts
 from draftwood.protocols import Budget, Load, StepReport
 
 
@@ -19,3 +20,78 @@ class FixedBudget:
 
     def observe(self, report: StepReport) -> None:
         """Nothing to learn."""
+
+
+class MeasuredBudget:
+    """As many nodes as pay, by what rows cost on this machine and how many guesses have come true lately.
+
+    What it decides with is known before the step's tokens are drawn, so no law's exactness is touched.
+    """
+
+    MEMORY = 0.97  # what a proposal's weight becomes with each one after it
+    BOREDOM = 0.99  # the same for steps without any: what was given up is tried again some time
+    PRIOR = 0.7  # chance that a node behind an accepted one is accepted, before anything is known
+    PRIOR_WEIGHT = 2.0
+
+    def __init__(self, costs: StepCosts, max_nodes: int, *, chain: bool) -> None:
+        self._costs = costs
+        self._most = max_nodes
+        self._chain = chain
+        self._hits = [0.0] * (max_nodes + 1)
+        self._trials = [0.0] * (max_nodes + 1)
+        self._draft_seconds = 0.0  # of one node
+        self._proposing = 1.0  # share of sequences that get a proposal
+        self._tokens_per_step = 1.0  # of one sequence
+
+    def budget(self, load: Load) -> Budget:
+        """The size with the best ratio of expected tokens to expected time."""
+        batch = max(load.num_running, 1)
+        if not self._chain:
+            return Budget(self._most, self._worth(load, batch))
+        share = max(self._proposing, 1 / batch)
+        gains, gain = [0.0], 0.0
+        for chance in self.survival():
+            gain += chance
+            gains.append(gain)
+
+        def rate(nodes: int) -> float:
+            rows = round(batch * (1 + share * nodes))
+            drafting = batch * share * nodes * self._draft_seconds
+            return batch * (1 + share * gains[nodes]) / (self._costs.at(rows, load.context, batch) + drafting)
+
+        return Budget(max(range(self._most + 1), key=rate))
+
+    def survival(self) -> list[float]:
+        """The chance that the first, the first two, … nodes of a chain are all accepted."""
+        chances, alive = [], 1.0
+        for hits, trials in zip(self._hits[1:], self._trials[1:], strict=True):
+            alive *= (hits + self.PRIOR * self.PRIOR_WEIGHT) / (trials + self.PRIOR_WEIGHT)
+            chances.append(alive)
+        return chances
+
+    def observe(self, report: StepReport) -> None:
+        """Remember how far each proposal came, and forget old ones little by little."""
+        if report.drafted == 0:
+            self._forget(self.BOREDOM)
+        else:
+            latest = report.draft_seconds / report.drafted
+            self._draft_seconds += 0.1 * (latest - self._draft_seconds)
+        proposed = [(drafted, accepted) for drafted, accepted in report.outcomes if drafted]
+        for drafted, accepted in proposed:
+            self._forget(self.MEMORY)
+            for depth in range(1, min(drafted, accepted + 1, self._most) + 1):
+                self._trials[depth] += 1
+                self._hits[depth] += accepted >= depth
+        if report.num_sampling:
+            self._proposing += 0.05 * (len(proposed) / report.num_sampling - self._proposing)
+            self._tokens_per_step += 0.05 * (report.emitted / report.num_sampling - self._tokens_per_step)
+
+    def _forget(self, kept: float) -> None:
+        self._hits = [kept * hits for hits in self._hits]
+        self._trials = [kept * trials for trials in self._trials]
+
+    def _worth(self, load: Load, batch: int) -> float:
+        """The chance of acceptance below which one more row costs more time than its token saves."""
+        rows = round(batch * self._tokens_per_step)
+        rate = batch * self._tokens_per_step / self._costs.at(rows, load.context, batch)
+        return min(0.9, rate * self._costs.slope(rows, load.context, batch))

@@ -60,6 +60,7 @@ class Engine:
         if not plan.sampling:
             return self._catch_up(plan)
         view = plan.view(self.target.device)
+        drafting = self.timers.seconds.get("draft", 0.0)
         with self.timers.measure("draft"):
             tree = self.drafter.propose(view, budget, self.rng)
         span = torch.tensor(plan.sampling, device=self.target.device)  # [B] which span each tree hangs behind
@@ -70,7 +71,7 @@ class Engine:
         with self.timers.measure("draft"):
             self.drafter.observe(view, tree, verdict, out.features)
         outcome = verdict.to_host(tree)
-        self.controller.observe(_report(plan, outcome))
+        self.controller.observe(_report(plan, outcome, self.timers.seconds["draft"] - drafting))
         return self.scheduler.commit(plan, outcome, token_logprobs(out.logits, tree, verdict, view))
 
     def _score(self, plan: Plan, tree: TokenTree, span: Tensor) -> tuple[ForwardBatch, ForwardOutput]:
@@ -98,11 +99,13 @@ class Engine:
         return self.scheduler.commit(plan, HostVerdict([], [], []))
 
 
-def _report(plan: Plan, outcome: HostVerdict) -> StepReport:
+def _report(plan: Plan, outcome: HostVerdict, draft_seconds: float) -> StepReport:
     return StepReport(
         num_rows=sum(item.end - item.start for item in plan.items) + sum(outcome.drafted),
         num_sampling=len(plan.sampling),
         drafted=sum(outcome.drafted),
         accepted=sum(outcome.accepted),
         emitted=sum(len(tokens) for tokens in outcome.tokens),
+        outcomes=tuple(zip(outcome.drafted, outcome.accepted, strict=True)),
+        draft_seconds=draft_seconds,
     )

@@ -23,8 +23,9 @@ from typing import overload
 import torch
 
 from draftwood.assembly import build_drafter, build_verifier, load_runner
+from draftwood.calibration import calibrate, default_controller, known_costs
 from draftwood.config import EngineConfig
-from draftwood.engine.controller import FixedBudget
+from draftwood.costs import StepCosts
 from draftwood.engine.engine import Engine, check_exact
 from draftwood.engine.scheduler import Scheduler, SchedulerConfig
 from draftwood.engine.sequence import Sequence as Answer
@@ -34,7 +35,7 @@ from draftwood.errors import DraftwoodError, InvalidRequest
 from draftwood.model.checkpoint import Checkpoint, open_checkpoint
 from draftwood.model.native import Progress
 from draftwood.model.tokenizer import Detokenizer
-from draftwood.protocols import Drafter, Verifier
+from draftwood.protocols import Controller, Drafter, Verifier
 from draftwood.request import (
     Completion,
     Event,
@@ -110,9 +111,11 @@ class LLM:
         law: str | Verifier = "match",
         tree: str | None = None,
         config: EngineConfig | None = None,
+        controller: Controller | None = None,
         progress: Progress = lambda *_: None,
     ) -> None:
         self.config = config or EngineConfig()
+        self._controller = controller
         self._progress = progress
         verifier = build_verifier(law) if isinstance(law, str) else law
         self.checkpoint = open_checkpoint(model) if isinstance(model, str | Path) else model
@@ -132,12 +135,30 @@ class LLM:
         target = load_runner(self.checkpoint, config, self._progress)
         limits = SchedulerConfig(config.max_rows, config.max_running, config.max_waiting)
         scheduler = Scheduler(target.cache.tables, limits)
-        return Engine(target, drafter, verifier, FixedBudget(drafter.max_nodes), scheduler, KeyedRng())
+        controller = self._controller or default_controller(target, drafter)
+        return Engine(target, drafter, verifier, controller, scheduler, KeyedRng())
 
     @property
     def max_length(self) -> int:
         """Tokens a prompt and its answer can have together: the context window, or the cache if that is smaller."""
         return min(self.checkpoint.config.max_positions, self.engine.scheduler.tables.capacity)
+
+    def calibrate(self, say: Callable[[str], None] = lambda _: None) -> StepCosts:
+        """Measure what steps cost here, keep the table for later runs too, and budget by it from now on."""
+
+        def measure() -> StepCosts:
+            if self.engine.scheduler.has_work:
+                raise InvalidRequest("Calibrate while no requests are running: they would be measured as well.")
+            costs = calibrate(self.engine.target, say)
+            self.engine.controller = self._controller or default_controller(self.engine.target, self.engine.drafter)
+            return costs
+
+        return ComputeThread.shared().call(measure)
+
+    @property
+    def is_calibrated(self) -> bool:
+        """Whether the costs of steps are known for this model on this machine."""
+        return known_costs(self.engine.target) is not None
 
     def close(self) -> None:
         """Cancel everything and free the engine's thread."""

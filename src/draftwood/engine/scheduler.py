@@ -55,7 +55,8 @@ class Scheduler:
     @property
     def load(self) -> Load:
         """How busy it is."""
-        return Load(len(self.running), len(self.waiting))
+        lengths = [len(seq.tokens) for seq in self.running]
+        return Load(len(lengths), len(self.waiting), sum(lengths) / max(len(lengths), 1))
 
     @property
     def has_work(self) -> bool:

@@ -241,6 +241,7 @@ class _Scratch:
         self._model = model
         self._rows = self._threads = self._scores = 0
         self._buffers: list[Tensor] = []
+        self._barrier = torch.zeros(16, dtype=torch.int64)
         self._struct = structs.Scratch()
 
     def fit(self, rows: int, num_keys: int, num_nodes: int) -> structs.Scratch:
@@ -251,7 +252,9 @@ class _Scratch:
             self._rows, self._scores = max(rows, self._rows), max(scores, self._scores)
             self._threads = threads
             self._buffers = self._allocate()
-            self._struct = structs.Scratch(threads, *(b.data_ptr() for b in self._buffers), self._scores)
+            self._struct = structs.Scratch(
+                threads, *(b.data_ptr() for b in self._buffers), self._scores, self._barrier.data_ptr()
+            )
         return self._struct
 
     def _allocate(self) -> list[Tensor]:

@@ -24,6 +24,7 @@ class Model(Protocol):
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
+    weights: WeightFormat
 
     @property
     def num_bytes(self) -> int:

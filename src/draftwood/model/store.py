@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import IO
 
 from ..errors import CheckpointError
+from ..machine import home
 
 _CHUNK = 1 << 20
 Progress = Callable[[str], None]
@@ -72,11 +73,7 @@ class InstalledModel:
 
 def models_dir() -> Path:
     """`$DRAFTWOOD_HOME/models`, or the user's cache folder."""
-    home = os.environ.get("DRAFTWOOD_HOME")
-    if home:
-        return Path(home).expanduser() / "models"
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(cache).expanduser() / "draftwood" / "models"
+    return home() / "models"
 
 
 def locate(alias: str) -> Path | None:

@@ -49,6 +49,7 @@ class Transformer:
         self.config = config = checkpoint.config
         self.dtype = dtype
         self.device = device
+        self.weights = weights
         # The largest tensors first: reading them needs a second copy, which costs least while nothing else is there.
         self.head, self.embedding = loader.head_and_embedding()
         self.layers = [loader.layer(i) for i in range(config.num_layers)]

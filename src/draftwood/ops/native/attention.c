@@ -5,8 +5,6 @@
    whose rounding would depend on where blocks of keys end. */
 #include "attention.h"
 
-#include <omp.h>
-
 #include "simd.h"
 
 #define MAX_BLOCK_ROWS 16
@@ -223,16 +221,16 @@ int64_t attention_scores(const Model *model, int64_t num_keys, int64_t num_nodes
 }
 
 void attend(const Model *model, const Layer *layer, const float *keys, const float *values, const Batch *batch,
-            const Scratch *scratch, const float *qkv, int64_t stride, float *mixed, int64_t width) {
+            const Scratch *scratch, const float *qkv, int64_t stride, float *mixed, int64_t width,
+            const Team *team) {
     const int64_t group = model->num_heads / model->num_kv_heads, head_size = batch->num_slots * model->head_dim;
     for (int64_t s = 0; s < batch->num_sequences; s++) {
         const int64_t first = batch->row_offsets[s], end = batch->row_offsets[s + 1], base = batch->tree_base[s];
         const int64_t nodes = batch->num_keys[s] - base, columns = num_columns(base, nodes);
         const int64_t most = block_rows(model, columns), blocks = (end - first + most - 1) / most;
         /* Work is shared by key heads, or by query heads where that would leave a thread idle. */
-        const int64_t split = blocks * model->num_kv_heads < 2 * scratch->threads ? group : 1;
-#pragma omp for schedule(static) nowait
-        for (int64_t item = 0; item < blocks * model->num_kv_heads * split; item++) {
+        const int64_t split = blocks * model->num_kv_heads < 4 * team->size ? group : 1;
+        SHARE(team, item, blocks * model->num_kv_heads * split) {
             const int64_t part = item / (model->num_kv_heads * split), head = item % (model->num_kv_heads * split) * group / split;
             const int64_t begin = first + (end - first) * part / blocks, stop = first + (end - first) * (part + 1) / blocks;
             int64_t linear = 0;
@@ -243,11 +241,11 @@ void attend(const Model *model, const Layer *layer, const float *keys, const flo
                 .pages = batch->block_table + s * batch->pages_per_sequence,
                 .first_head = head, .num_heads = group / split,
                 .queries = qkv + begin * stride + head * model->head_dim, .stride = stride,
-                .scores = scratch->scores + omp_get_thread_num() * scratch->score_size, .width = columns,
+                .scores = scratch->scores + team->index * scratch->score_size, .width = columns,
                 .num_linear = linear, .num_nodes = nodes,
             };
             attend_block(&block, layer, mixed, width);
         }
     }
-#pragma omp barrier
+    meet(team);
 }

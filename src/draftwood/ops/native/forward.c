@@ -1,4 +1,6 @@
 /* One forward of a decoder over the rows of a batch: a single parallel region, a barrier between operations. */
+#include <omp.h>
+
 #include "attention.h"
 #include "products.h"
 #include "simd.h"
@@ -35,28 +37,29 @@ static Rows rows_for(const Model *m, const Matrix *w, const Scratch *s, const fl
 
 /* Norm, summary and product of all rows; the residual stream may be read through `index`. */
 static void normed_product(const Model *m, const Matrix *w, const float *weight, const Scratch *s, const int64_t *index,
-                           int64_t count, Target target) {
+                           int64_t count, Target target, const Team *team) {
     const int64_t stride = padded(m->hidden);
-#pragma omp for schedule(static)
-    for (int64_t row = 0; row < count; row++) {
+    SHARE(team, row, count) {
         const int64_t from = index ? index[row] : row;
         norm_row(s->hidden + from * stride, weight, m->hidden, m->eps, s->input + row * stride);
         summarise(m, w, s, s->input, row);
     }
+    meet(team);
     Rows rows = rows_for(m, w, s, s->input, count);
-    multiply(w, &rows, &target);
+    multiply(w, &rows, &target, team);
 }
 
 /* Product of rows that lie in `values`, added to the residual stream. */
-static void added_product(const Model *m, const Matrix *w, const float *values, const Scratch *s, int64_t count) {
+static void added_product(const Model *m, const Matrix *w, const float *values, const Scratch *s, int64_t count,
+                          const Team *team) {
     if (takes_sums(m, w)) {
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < count; row++) summarise(m, w, s, values, row);
+        SHARE(team, row, count) summarise(m, w, s, values, row);
+        meet(team);
     }
     Rows rows = rows_for(m, w, s, values, count);
     const int64_t stride = padded(m->hidden);
     Target target = {.kind = ADD, .out = s->hidden, .stride = stride, .limit = stride};
-    multiply(w, &rows, &target);
+    multiply(w, &rows, &target, team);
 }
 
 /* Turn one head of one row to its position: dimension i with i + head_dim / 2. */
@@ -70,12 +73,11 @@ static void turn(float *x, const float *rotation, int64_t dim) {
 }
 
 /* Head norms and rotation of queries and keys, and the write of keys and values to their slots. */
-static void place(const Model *m, const Layer *layer, const Batch *b, const Scratch *s, int64_t index) {
+static void place(const Model *m, const Layer *layer, const Batch *b, const Scratch *s, int64_t index, const Team *team) {
     const int64_t dim = m->head_dim, heads = m->num_heads + 2 * m->num_kv_heads, stride = layer->qkv.outputs;
     const int64_t first_value = m->num_heads + m->num_kv_heads, head_size = b->num_slots * dim;
     float *store = b->store + index * 2 * m->num_kv_heads * head_size;
-#pragma omp for schedule(static)
-    for (int64_t item = 0; item < b->num_rows * heads; item++) {
+    SHARE(team, item, b->num_rows * heads) {
         const int64_t row = item / heads, head = item % heads;
         float *x = s->qkv + row * stride + head * dim;
         const float *norm = head < m->num_heads ? layer->query_norm : layer->key_norm;
@@ -86,27 +88,27 @@ static void place(const Model *m, const Layer *layer, const Batch *b, const Scra
         if (head >= m->num_heads)
             memcpy(store + (head - m->num_heads) * head_size + b->slots[row] * dim, x, dim * sizeof(float));
     }
+    meet(team);
 }
 
-static void run_layer(const Model *m, const Batch *b, const Scratch *s, int64_t index) {
+static void run_layer(const Model *m, const Batch *b, const Scratch *s, int64_t index, const Team *team) {
     const Layer *layer = &m->layers[index];
     const int64_t head_size = b->num_slots * m->head_dim;
     const float *keys = b->store + index * 2 * m->num_kv_heads * head_size, *values = keys + m->num_kv_heads * head_size;
     Target qkv = {.kind = STORE, .out = s->qkv, .stride = layer->qkv.outputs, .limit = layer->qkv.outputs};
     Target gated = {.kind = GATED, .out = s->gated, .stride = layer->down.inputs, .activation = m->activation};
-    normed_product(m, &layer->qkv, layer->attention_norm, s, NULL, b->num_rows, qkv);
-    place(m, layer, b, s, index);
-    attend(m, layer, keys, values, b, s, s->qkv, layer->qkv.outputs, s->mixed, layer->output.inputs);
-    added_product(m, &layer->output, s->mixed, s, b->num_rows);
-    normed_product(m, &layer->gate_up, layer->mlp_norm, s, NULL, b->num_rows, gated);
-    added_product(m, &layer->down, s->gated, s, b->num_rows);
+    normed_product(m, &layer->qkv, layer->attention_norm, s, NULL, b->num_rows, qkv, team);
+    place(m, layer, b, s, index, team);
+    attend(m, layer, keys, values, b, s, s->qkv, layer->qkv.outputs, s->mixed, layer->output.inputs, team);
+    added_product(m, &layer->output, s->mixed, s, b->num_rows, team);
+    normed_product(m, &layer->gate_up, layer->mlp_norm, s, NULL, b->num_rows, gated, team);
+    added_product(m, &layer->down, s->gated, s, b->num_rows, team);
 }
 
-static void copy_features(const Model *m, const Batch *b, const Scratch *s, int64_t index) {
+static void copy_features(const Model *m, const Batch *b, const Scratch *s, int64_t index, const Team *team) {
     for (int64_t i = 0; i < b->num_wanted; i++) {
         if (b->wanted[i] != index) continue;
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < b->num_logits; row++)
+        SHARE(team, row, b->num_logits)
             memcpy(b->features + (i * b->num_logits + row) * m->hidden, s->hidden + b->logit_rows[row] * padded(m->hidden),
                    m->hidden * sizeof(float));
     }
@@ -115,32 +117,18 @@ static void copy_features(const Model *m, const Batch *b, const Scratch *s, int6
 EXPORT void dw_forward(const Model *m, const Batch *b, const Scratch *s) {
 #pragma omp parallel num_threads(s->threads)
     {
-#pragma omp for schedule(static)
-        for (int64_t row = 0; row < b->num_rows; row++)
-            read_output(&m->embedding, b->tokens[row], s->hidden + row * padded(m->hidden));
+        const Team me = {omp_get_thread_num(), omp_get_num_threads(), s->barrier}, *team = &me;
+        SHARE(team, row, b->num_rows) read_output(&m->embedding, b->tokens[row], s->hidden + row * padded(m->hidden));
+        meet(team);
         for (int64_t i = 0; i < m->num_layers; i++) {
-            run_layer(m, b, s, i);
-            copy_features(m, b, s, i);
+            run_layer(m, b, s, i, team);
+            copy_features(m, b, s, i, team); /* needs no barrier: nobody writes there before the next product's */
         }
         Target logits = {.kind = STORE, .out = b->logits, .stride = m->vocabulary, .limit = m->vocabulary};
-        if (b->num_logits) normed_product(m, &m->head, m->final_norm, s, b->logit_rows, b->num_logits, logits);
+        if (b->num_logits) normed_product(m, &m->head, m->final_norm, s, b->logit_rows, b->num_logits, logits, team);
     }
 }
 
 EXPORT int64_t dw_attention_scores(const Model *m, int64_t num_keys, int64_t num_nodes) {
     return attention_scores(m, num_keys, num_nodes);
-}
-
-/* Rows [outputs, inputs] of a matrix times one row of numbers, for tests and for measuring. */
-EXPORT void dw_multiply(const Model *m, const Matrix *w, const float *values, int64_t count, const Scratch *s, float *out) {
-#pragma omp parallel num_threads(s->threads)
-    {
-        if (takes_sums(m, w)) {
-#pragma omp for schedule(static)
-            for (int64_t row = 0; row < count; row++) summarise(m, w, s, values, row);
-        }
-        Rows rows = rows_for(m, w, s, values, count);
-        Target target = {.kind = STORE, .out = out, .stride = w->outputs, .limit = w->outputs};
-        multiply(w, &rows, &target);
-    }
 }

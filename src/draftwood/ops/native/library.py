@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-import platform
 import shlex
 import shutil
 import subprocess
@@ -21,6 +20,7 @@ from pathlib import Path
 import torch  # loads the OpenMP runtime that the kernels must share with torch  # noqa: F401
 
 from draftwood.errors import DraftwoodError
+from draftwood.machine import home, processor_features
 from draftwood.ops.native.structs import declare
 
 SWITCH = "DRAFTWOOD_NATIVE"
@@ -70,20 +70,14 @@ def build(flags: tuple[str, ...]) -> Path:
     parts = [
         " ".join((*compiler, *flags)),
         _compiler_version(compiler),
-        _processor(),
+        processor_features(),
         *(s.read_text() for s in sources),
     ]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    target = cache_folder() / f"kernels-{key}.so"
+    target = home() / "native" / f"kernels-{key}.so"
     if not target.is_file():
         _compile(compiler, flags, [s for s in sources if s.suffix == ".c"], target)
     return target
-
-
-def cache_folder() -> Path:
-    """Where compiled kernels are kept."""
-    root = Path(os.environ.get("DRAFTWOOD_CACHE") or Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "draftwood"))
-    return root.expanduser() / "native"
 
 
 def _compiler() -> list[str]:
@@ -96,14 +90,6 @@ def _compiler() -> list[str]:
 
 def _compiler_version(compiler: list[str]) -> str:
     return subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False).stdout
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
 
 
 def _compile(compiler: list[str], flags: tuple[str, ...], sources: list[Path], target: Path) -> None:

@@ -63,4 +63,5 @@ typedef struct {
     float *sums;     /* the same */
     float *scores;   /* one part for each thread */
     int64_t score_size;
+    void *barrier;   /* 128 zero bytes */
 } Scratch;

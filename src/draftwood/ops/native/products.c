@@ -65,10 +65,16 @@ TILE(tile_float) {
     store_tile(out, total, R);
 }
 
-/* Weight j of each word, as a whole number. */
+/* Weight j of each word, as a whole number; int8 words have had 128 taken off each byte. */
 INLINE vf code_of(vu word, int j, const int bits) {
-    if (bits == 8) return to_float((vi)(word >> (8 * j)) & 255) - 128.0f;
-    return to_float((vi)(word >> (8 * (j & 3) + (j & 4))) & 15);
+    if (bits == 8) return to_float((vi)(word << (24 - 8 * j)) >> 24);
+    vu nibble = word >> (8 * (j & 3) + (j & 4));
+#ifdef __AVX512F__
+    const __m512 codes = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    return (vf)_mm512_permutexvar_ps((__m512i)nibble, codes); /* looks at the lowest four bits only */
+#else
+    return to_float((vi)nibble & 15);
+#endif
 }
 
 TILE(tile_quantised) {
@@ -86,6 +92,10 @@ TILE(tile_quantised) {
             FETCH(w);
             FETCH(w + LANES);
             w += PANEL;
+            if (bits == 8) {
+                a ^= 0x80808080u;
+                b ^= 0x80808080u;
+            }
             const float *xi = xs + g * GROUP + i * step;
             UNROLL for (int j = 0; j < step; j++) {
                 vf a_j = code_of(a, j, bits), b_j = code_of(b, j, bits);
@@ -229,13 +239,12 @@ static void finish(const Matrix *m, int64_t panel, float tile[][PANEL], int64_t 
     }
 }
 
-void multiply(const Matrix *m, const Rows *x, const Target *t) {
+void multiply(const Matrix *m, const Rows *x, const Target *t, const Team *team) {
     Tile *const *tiles = tiles_for(m, x);
     const int64_t most = x->bytes && m->storage >= INT8 ? MAX_BYTE_ROWS : MAX_ROWS;
     const int64_t parts = (x->rows + most - 1) / most;
     const int64_t panel_bytes = PANEL * m->inputs * bits_of[m->storage] / 8;
-#pragma omp for schedule(static)
-    for (int64_t panel = 0; panel < m->outputs / PANEL; panel++)
+    SHARE(team, panel, m->outputs / PANEL)
         for (int64_t part = 0; part < parts; part++) {
             float tile[MAX_ROWS][PANEL];
             int64_t row = x->rows * part / parts, count = x->rows * (part + 1) / parts - row;
@@ -244,6 +253,7 @@ void multiply(const Matrix *m, const Rows *x, const Target *t) {
             tiles[count - 1](m, panel, x, row, ahead, tile);
             finish(m, panel, tile, row, count, t);
         }
+    meet(team);
 }
 
 void summarise_row(const float *values, int64_t stride, int8_t *bytes, float *scale, float *sums) {

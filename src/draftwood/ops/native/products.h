@@ -2,6 +2,7 @@
 #pragma once
 
 #include "model.h"
+#include "team.h"
 
 /* Rows to multiply: as they are, and with what quantised weights want to know of them. */
 typedef struct {
@@ -20,7 +21,7 @@ typedef struct {
 } Target;
 
 /* Called by every thread of a team; they share the work, and none returns before all are done. */
-void multiply(const Matrix *matrix, const Rows *rows, const Target *target);
+void multiply(const Matrix *matrix, const Rows *rows, const Target *target, const Team *team);
 
 /* Fill in what products with quantised weights need of rows [values, stride]; one row, by one thread. */
 void summarise_row(const float *values, int64_t stride, int8_t *bytes, float *scale, float *sums);

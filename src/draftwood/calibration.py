@@ -1,0 +1,157 @@
+"""Measure what steps cost here, and remember it for as long as nothing that matters has changed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Tokens
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from draftwood import __version__
+from draftwood.costs import StepCosts
+from draftwood.drafters.scripted import ScriptedDrafter
+from draftwood.engine.controller import FixedBudget, MeasuredBudget
+from draftwood.engine.engine import Engine
+from draftwood.engine.scheduler import Scheduler, SchedulerConfig
+from draftwood.engine.sequence import Sequence
+from draftwood.engine.text import TextStream
+from draftwood.machine import home, processor_features
+from draftwood.model.runner import ModelRunner
+from draftwood.protocols import Controller, Drafter
+from draftwood.request import FinishReason, SamplingParams
+from draftwood.rng import KeyedRng
+from draftwood.verifiers import LAWS
+
+ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 64)
+CONTEXTS = (64, 1024)
+BATCH = 8
+REPEATS = 7
+Say = Callable[[str], None]
+
+
+def costs_path(target: ModelRunner) -> Path:
+    """Where this model's table on this machine is kept; another machine, format or version has another name."""
+    facts = {
+        "version": __version__,
+        "torch": torch.__version__,
+        "processor": processor_features(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "device": _device_name(target.device),
+        "dtype": str(target.model.dtype),
+        "weights": target.model.weights.name,
+        "kernels": type(target.model).__name__,
+        "model": asdict(target.model.config),
+    }
+    key = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    return home() / "costs" / f"{key}.json"
+
+
+def known_costs(target: ModelRunner) -> StepCosts | None:
+    """The table, if this machine has measured it before."""
+    return StepCosts.load(costs_path(target))
+
+
+def default_controller(target: ModelRunner, drafter: Drafter) -> Controller:
+    """By measured costs where they are known; else as much as the drafter likes to guess."""
+    costs = known_costs(target)
+    if costs is None or drafter.max_nodes == 0:
+        return FixedBudget(drafter.max_nodes)
+    return MeasuredBudget(costs, drafter.max_nodes, chain=drafter.law.chain)
+
+
+def calibrate(target: ModelRunner, say: Say = lambda _: None) -> StepCosts:
+    """Measure, and keep the result. Takes a few seconds; the target must have no requests meanwhile."""
+    room = min(target.model.config.max_positions, target.cache.tables.capacity // (BATCH + 1)) - 2 * max(ROWS)
+    contexts = [min(context, max(room, 1)) for context in CONTEXTS]
+    lines = []
+    for context in sorted(set(contexts)):
+        say(f"steps with {context} tokens of context")
+        lines.append(_measure(target, [1] * len(ROWS), context, ROWS))
+    say(f"steps of {BATCH} sequences")
+    together = _measure(target, [BATCH], min(contexts), (1,))[0]
+    alone = lines[0][ROWS.index(BATCH)]
+    per_sequence = max(0.0, (together - alone) / (BATCH - 1))
+    costs = StepCosts(ROWS, tuple(sorted(set(contexts))), tuple(lines), per_sequence)
+    costs.save(costs_path(target))
+    return costs
+
+
+def _measure(target: ModelRunner, batches: list[int], context: int, rows: tuple[int, ...]) -> tuple[float, ...]:
+    """Seconds of a step by rows a sequence, undisturbed: the best of some rounds, every size once in each."""
+    with _drafting(target, max(batches), context) as (engine, size):
+        times: dict[int, list[float]] = {count: [] for count in rows}
+        for _ in range(REPEATS):
+            for count in rows:
+                size[0] = count - 1
+                start = time.perf_counter()
+                engine.step()
+                _wait(target.device)
+                times[count].append(time.perf_counter() - start)
+    return tuple(min(times[count]) for count in rows)
+
+
+@contextmanager
+def _drafting(target: ModelRunner, batch: int, context: int) -> Iterator[tuple[Engine, list[int]]]:
+    """An engine with `batch` sequences past their prompts, guessing as many wrong tokens as `size[0]` says."""
+    size = [0]
+    vocabulary = target.model.config.vocab_size
+    drafter = ScriptedDrafter(lambda tokens: [[len(tokens) % vocabulary] * size[0]], max(ROWS) - 1, chain=True)
+    scheduler = Scheduler(target.cache.tables, SchedulerConfig())
+    engine = Engine(target, drafter, LAWS["match"](), FixedBudget(drafter.max_nodes), scheduler, KeyedRng())
+    answers = [_answer(i, context, vocabulary) for i in range(batch)]
+    scheduler.add(answers)
+    while any(answer.num_generated < 2 for answer in answers):
+        engine.step()
+    try:
+        yield engine, size
+    finally:
+        for answer in answers:
+            scheduler.abort(answer.request_id, FinishReason.CANCELLED)
+
+
+class _Silence:
+    """A decoder of nothing: what is measured has no text."""
+
+    def push(self, ids: Tokens[int]) -> str:
+        """No text."""
+        return ""
+
+    def flush(self) -> str:
+        """No text."""
+        return ""
+
+
+def _answer(index: int, context: int, vocabulary: int) -> Sequence:
+    # A negative id never meets one of a request's; differing prompts share no pages.
+    tokens = [(7 * index + 13 * i + 1) % vocabulary for i in range(context)]
+    params = SamplingParams(max_tokens=8 * REPEATS * len(ROWS), temperature=0.0)
+    return Sequence(
+        id=-1 - index,
+        request_id=-1 - index,
+        index=0,
+        tokens=tokens,
+        params=params,
+        seed=0,
+        max_length=context + params.max_tokens,
+        stop_ids=frozenset(),
+        bad_words=(),
+        text=TextStream(_Silence(), ()),
+        arrived=0.0,
+    )
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

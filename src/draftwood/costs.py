@@ -1,0 +1,81 @@
+"""What a step costs on this machine, as measured: t(rows, context, batch). `draftwood calibrate` makes the table."""
+
+from __future__ import annotations
+
+import bisect
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from draftwood.errors import InvalidRequest
+
+
+@dataclass(frozen=True)
+class StepCosts:
+    """Seconds of a whole decode step of one sequence by rows and context, and what each further sequence adds.
+
+    Between measured points times are interpolated, beyond the last ones extrapolated. Within a context they never
+    fall with the rows: a faster step with more work is noise.
+    """
+
+    rows: tuple[int, ...]  # ascending, from 1
+    contexts: tuple[int, ...]  # ascending
+    seconds: tuple[tuple[float, ...], ...]  # [contexts][rows]
+    per_sequence: float
+
+    def __post_init__(self) -> None:
+        sized = len(self.seconds) == len(self.contexts) and all(len(line) == len(self.rows) for line in self.seconds)
+        if not sized or len(self.rows) < 2 or not self.contexts:
+            raise InvalidRequest("A cost table needs one line a context, with one time for each number of rows.")
+        if list(self.rows) != sorted(set(self.rows)) or list(self.contexts) != sorted(set(self.contexts)):
+            raise InvalidRequest("The rows and contexts of a cost table must ascend.")
+        if any(time <= 0 for line in self.seconds for time in line):
+            raise InvalidRequest("The times of a cost table must be positive.")
+
+    def at(self, rows: int, context: float = 0, batch: int = 1) -> float:
+        """Seconds of a step with so many rows in all, over `batch` sequences of `context` tokens each."""
+        by_context = [_interpolate(self.rows, _rising(line), rows) for line in self.seconds]
+        own = _interpolate(self.contexts, by_context, context) if len(self.contexts) > 1 else by_context[0]
+        return max(own, min(by_context)) + (batch - 1) * self.per_sequence
+
+    def slope(self, rows: int, context: float = 0, batch: int = 1, over: int = 8) -> float:
+        """Seconds that one more row costs, on average over the next few."""
+        return (self.at(rows + over, context, batch) - self.at(rows, context, batch)) / over
+
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+    def save(self, path: Path) -> None:
+        """As JSON, in one step."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(".tmp")
+        draft.write_text(json.dumps(self.record()))
+        draft.replace(path)
+
+    @classmethod
+    def load(cls, path: Path) -> StepCosts | None:
+        """None where there is no table, or none that can be read."""
+        try:
+            raw = json.loads(path.read_text())
+            lines = tuple(tuple(float(time) for time in line) for line in raw["seconds"])
+            return cls(tuple(raw["rows"]), tuple(raw["contexts"]), lines, float(raw["per_sequence"]))
+        except (OSError, ValueError, TypeError, KeyError):
+            return None
+
+
+def _rising(times: Sequence[float]) -> list[float]:
+    highest, rising = 0.0, []
+    for time in times:
+        highest = max(highest, time)
+        rising.append(highest)
+    return rising
+
+
+def _interpolate(xs: Sequence[int], ys: Sequence[float], x: float) -> float:
+    right = min(max(bisect.bisect_left(xs, x), 1), len(xs) - 1)
+    left = right - 1
+    share = (x - xs[left]) / (xs[right] - xs[left])
+    return ys[left] + share * (ys[right] - ys[left])

@@ -1,0 +1,42 @@
+/* Threads that run the same code over shares of the same work.
+
+   Inside one OpenMP region (torch's own runtime and threads: two teams would fight for the cores), but with a barrier of
+   our own: there are hundreds in a forward, and one that gives its core away after a while survives a busy machine. */
+#pragma once
+
+#include <sched.h>
+#include <stdatomic.h>
+#include <stdint.h>
+
+#define PATIENCE 20000 /* looks at the barrier before the core is offered to somebody else */
+
+typedef struct {
+    _Atomic int64_t arrived, round;
+} Barrier;
+
+typedef struct {
+    int64_t index, size;
+    Barrier *barrier;
+} Team;
+
+/* Nobody goes on before everybody is here. */
+static inline void meet(const Team *team) {
+    Barrier *b = team->barrier;
+    const int64_t round = atomic_load_explicit(&b->round, memory_order_acquire);
+    if (atomic_fetch_add_explicit(&b->arrived, 1, memory_order_acq_rel) + 1 == team->size) {
+        atomic_store_explicit(&b->arrived, 0, memory_order_relaxed);
+        atomic_store_explicit(&b->round, round + 1, memory_order_release);
+        return;
+    }
+    for (int64_t looks = 0; atomic_load_explicit(&b->round, memory_order_acquire) == round; looks++) {
+        if (looks >= PATIENCE) sched_yield();
+#if defined(__x86_64__)
+        else __builtin_ia32_pause();
+#endif
+    }
+}
+
+/* This thread's part of `count` things. */
+#define SHARE(team, i, count) \
+    for (int64_t i = (count) * (team)->index / (team)->size, i##_end = (count) * ((team)->index + 1) / (team)->size; \
+         i < i##_end; i++)
