@@ -8,7 +8,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -55,17 +55,26 @@ def interleaved(contenders: Mapping[str, Callable[[], float]], rounds: int) -> d
     return {name: statistics.median(values) for name, values in results.items()}
 
 
-def report(rows: list[tuple[str, float, str, float | None, str]], name: str) -> bool:
-    """Print (what, value, unit, target, direction) as a table and as JSON; whether every target is met."""
+def report(
+    rows: Sequence[tuple[str, float | None, str, float | None, str]],
+    name: str,
+    details: Mapping[str, object] | None = None,
+) -> bool:
+    """Print (what, value, unit, target, direction) as a table and as JSON; whether every target is met.
+
+    A value of None could not be measured: it meets no target. `details` go into the JSON only.
+    """
     print(f"\n{'measure':58s} {'value':>10s} {'target':>10s}")
     met = True
     for what, value, unit, target, direction in rows:
-        good = target is None or (value >= target if direction == ">=" else value <= target)
+        good = target is None or (value is not None and (value >= target if direction == ">=" else value <= target))
         met &= good
         wanted = "" if target is None else f"{direction} {target:g}"
-        print(f"{what:58s} {value:8.2f} {unit:2s}{wanted:>9s} {'' if target is None else 'ok' if good else 'MISSED'}")
+        shown = f"{'missing':>8s}   " if value is None else f"{value:8.2f} {unit:2s}"
+        print(f"{what:58s} {shown}{wanted:>9s} {'' if target is None else 'ok' if good else 'MISSED'}")
     figures = {
-        what: {"value": round(value, 4), "unit": unit, "target": target} for what, value, unit, target, _ in rows
+        what: {"value": None if value is None else round(value, 4), "unit": unit, "target": target}
+        for what, value, unit, target, _ in rows
     }
-    print(json.dumps({"benchmark": name, "figures": figures, "provenance": provenance()}))
+    print(json.dumps({"benchmark": name, "figures": figures, **(details or {}), "provenance": provenance()}))
     return met

@@ -25,6 +25,7 @@ from draftwood.engine.text import TextStream
 from draftwood.model.checkpoint import expected_shape
 from draftwood.model.config import ModelConfig
 from draftwood.model.runner import ModelRunner
+from draftwood.model.weights import FORMATS
 from draftwood.protocols import Drafter, Grower, Randomness, Verifier
 from draftwood.request import Event, FinishReason, SamplingParams
 from draftwood.rng import KeyedRng
@@ -127,8 +128,10 @@ def tiny_runner(
     num_pages: int = 200,
     page_size: int = 4,
     device: torch.device = CPU,
+    weights: str = "stored",
 ) -> ModelRunner:
-    return ModelRunner.load(TinyCheckpoint(config or tiny_config(), seed, noise), dtype, device, num_pages, page_size)
+    checkpoint = TinyCheckpoint(config or tiny_config(), seed, noise)
+    return ModelRunner.load(checkpoint, dtype, device, num_pages, page_size, FORMATS[weights])
 
 
 def tiny_folder(path: Path, family: str = "llama", tokenizer: bool = True, **changes: object) -> Path:

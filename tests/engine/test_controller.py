@@ -1,15 +1,91 @@
+"""Budgets: a fixed one, and one that reads what rows cost and remembers what came true."""
+
+from __future__ import annotations
+
 import pytest
 
-from draftwood.engine.controller import FixedBudget
+from draftwood.costs import StepCosts
+from draftwood.engine.controller import FixedBudget, MeasuredBudget
 from draftwood.protocols import Load, StepReport
+
+FLAT = StepCosts((1, 64), (64,), ((1.0, 1.2),), 0.0)
+STEEP = StepCosts((1, 64), (64,), ((1.0, 64.0),), 0.0)
+UP_TO_FOUR = StepCosts((1, 4, 5, 64), (64,), ((1.0, 1.05, 3.0, 40.0),), 0.0)
+ALONE = Load(num_running=1, num_waiting=0, context=64)
+
+
+def report(*outcomes: tuple[int, int], draft_seconds: float = 0.0) -> StepReport:
+    drafted, accepted = (sum(side) for side in zip(*outcomes, strict=True))
+    rows = len(outcomes) + drafted
+    return StepReport(rows, len(outcomes), drafted, accepted, len(outcomes) + accepted, outcomes, draft_seconds)
 
 
 def test_a_fixed_budget_learns_nothing() -> None:
     controller = FixedBudget(3)
-    controller.observe(StepReport(num_rows=1, num_sampling=1, drafted=0, accepted=0, emitted=1))
+    controller.observe(report((0, 0)))
     assert controller.budget(Load(num_running=9, num_waiting=9)).max_nodes == 3
 
 
 def test_a_budget_cannot_be_negative() -> None:
     with pytest.raises(ValueError, match="negative"):
         FixedBudget(-1)
+
+
+def test_rows_that_cost_nothing_are_used() -> None:
+    assert MeasuredBudget(FLAT, 8, chain=True).budget(ALONE).max_nodes == 8
+
+
+def test_rows_that_cost_a_step_each_are_not() -> None:
+    assert MeasuredBudget(STEEP, 8, chain=True).budget(ALONE).max_nodes == 0
+
+
+def test_the_step_of_the_table_is_the_size_of_the_tree() -> None:
+    controller = MeasuredBudget(UP_TO_FOUR, 8, chain=True)
+    for _ in range(50):
+        controller.observe(report((3, 3)))
+    assert controller.budget(ALONE).max_nodes == 3
+
+
+def test_guesses_that_fail_are_given_up_and_tried_again() -> None:
+    gentle = StepCosts((1, 9), (64,), ((1.0, 2.2),), 0.0)
+    controller = MeasuredBudget(gentle, 8, chain=True)
+    assert controller.budget(ALONE).max_nodes > 0
+    for _ in range(60):
+        controller.observe(report((8, 0)))
+    assert controller.budget(ALONE).max_nodes == 0
+    for _ in range(400):
+        controller.observe(report((0, 0)))
+    assert controller.budget(ALONE).max_nodes > 0
+
+
+def test_survival_is_learnt_by_depth() -> None:
+    controller = MeasuredBudget(FLAT, 4, chain=True)
+    for _ in range(300):
+        controller.observe(report((4, 2)))
+    first, second, third, fourth = controller.survival()
+    assert first > second > 0.9
+    assert 0.1 > third > fourth
+
+
+def test_a_slow_drafter_is_asked_for_less() -> None:
+    quick, slow = (MeasuredBudget(FLAT, 8, chain=True) for _ in range(2))
+    for _ in range(60):
+        quick.observe(report((8, 4)))
+        slow.observe(report((8, 4), draft_seconds=8.0))
+    assert slow.budget(ALONE).max_nodes < quick.budget(ALONE).max_nodes
+
+
+def test_a_batch_fills_the_rows_by_itself() -> None:
+    crowded = Load(num_running=32, num_waiting=0, context=64)
+    knee = StepCosts((1, 32, 64), (64,), ((1.0, 1.1, 4.0),), 0.0)
+    controller = MeasuredBudget(knee, 4, chain=True)
+    assert controller.budget(ALONE).max_nodes == 4
+    assert controller.budget(crowded).max_nodes == 0
+
+
+def test_a_tree_is_told_what_a_node_must_be_worth() -> None:
+    cheap = MeasuredBudget(FLAT, 16, chain=False).budget(ALONE)
+    dear = MeasuredBudget(STEEP, 16, chain=False).budget(ALONE)
+    assert cheap.max_nodes == dear.max_nodes == 16
+    assert 0 < cheap.worth < 0.01
+    assert dear.worth == 0.9

@@ -24,6 +24,7 @@ from draftwood.growers import (
     WithoutReplacement,
     chain,
 )
+from draftwood.model.weights import FORMATS
 from draftwood.request import SamplingParams
 from draftwood.verifiers import LAWS
 from tiny import (
@@ -160,6 +161,21 @@ def test_every_family_under_a_tree(family: str, name: str) -> None:
     wanted = generated(Harness(tiny_runner(config), no_drafter(torch.float64), LAWS["match"]()).run(asks))
     target = tiny_runner(config)
     answers = Harness(target, DRAFTERS[name][0](torch.float64), LAWS["match"]()).run(asks)
+    assert generated(answers) == wanted
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", ["scripted-bushy", "ngram", "model-beam", "model-hybrid", "model-sampled-chain"])
+@pytest.mark.parametrize("weights", FORMATS)
+def test_every_weight_format_is_a_target_of_its_own(weights: str, name: str, temperature: float) -> None:
+    """A quantised model's tokens are its own plain decoding's, in chunks, under pressure and with any guesses."""
+    family = {"ngram": "qwen2", "model-beam": "qwen3"}.get(name, "llama")
+    config, asks = tiny_config(family), requests(temperature)
+    target = tiny_runner(config, dtype=torch.float32, weights=weights)
+    wanted = [generated(Harness(target, no_drafter(torch.float32), LAWS["match"]()).run([ask]))[0] for ask in asks]
+    target = tiny_runner(config, dtype=torch.float32, weights=weights, num_pages=16)
+    drafter = DRAFTERS[name][0](torch.float32)
+    answers = Harness(target, drafter, LAWS["match"](), Regime(max_rows=24, num_pages=16)).run(asks)
     assert generated(answers) == wanted
 
 

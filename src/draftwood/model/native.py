@@ -99,7 +99,8 @@ class _Packer:
             bias = as_numbers(join_rows(parts[1], panel))[:, 0]
             packed.bias = self._keep(F.pad(bias, (0, packed.outputs - len(bias))))
         self._packed += 1
-        self._progress(self._packed, 4 * self._checkpoint.config.num_layers + 1)
+        config = self._checkpoint.config
+        self._progress(self._packed, 4 * config.num_layers + (1 if config.tied_head else 2))
         return packed
 
     def _allocate(self, storage: Storage, outputs: int, inputs: int) -> structs.Matrix:

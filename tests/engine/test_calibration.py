@@ -1,0 +1,92 @@
+"""Measuring a machine: the table is complete, kept under a name of everything it depends on, and read by engines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftwood import LLM, EngineConfig, SamplingParams, calibration
+from draftwood.calibration import CONTEXTS, ROWS, calibrate, costs_path, default_controller, known_costs
+from draftwood.drafters.ngram import NgramDrafter
+from draftwood.drafters.none import NoDrafter
+from draftwood.engine.controller import FixedBudget, MeasuredBudget
+from draftwood.errors import InvalidRequest
+from tiny import tiny_config, tiny_folder, tiny_runner
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DRAFTWOOD_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(calibration, "REPEATS", 2)
+
+
+def roomy(**changes):
+    config = tiny_config(max_position_embeddings=4096)
+    return tiny_runner(config, num_pages=800, page_size=32, **changes)
+
+
+def test_a_machine_is_measured_once() -> None:
+    target = roomy(dtype=torch.float32)
+    assert known_costs(target) is None
+    heard: list[str] = []
+    costs = calibrate(target, heard.append)
+    assert costs.rows == ROWS
+    assert costs.contexts == CONTEXTS
+    assert costs.per_sequence >= 0
+    assert len(heard) == 3
+    assert known_costs(target) == costs
+    target.cache.tables.check()
+    assert target.cache.tables.pool.num_available == 800, "pages leaked"
+
+
+def test_a_small_cache_is_measured_as_far_as_it_reaches() -> None:
+    costs = calibrate(tiny_runner(tiny_config(), num_pages=400, page_size=4))
+    assert costs.contexts[-1] < 178
+
+
+def test_the_name_holds_what_a_cost_depends_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {costs_path(roomy()), costs_path(roomy(dtype=torch.float32))}
+    names.add(costs_path(roomy(dtype=torch.float32, weights="int8")))
+    names.add(costs_path(tiny_runner(tiny_config("qwen2"))))
+    monkeypatch.setattr(calibration, "__version__", "99")
+    names.add(costs_path(roomy()))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    names.add(costs_path(roomy()))
+    monkeypatch.setattr(calibration, "processor_features", lambda: "another")
+    names.add(costs_path(roomy()))
+    assert len(names) == 7
+
+
+def test_budgets_read_the_table_if_there_is_one() -> None:
+    target = roomy(dtype=torch.float32)
+    assert isinstance(default_controller(target, NgramDrafter()), FixedBudget)
+    calibrate(target)
+    assert isinstance(default_controller(target, NgramDrafter()), MeasuredBudget)
+    assert isinstance(default_controller(target, NoDrafter()), FixedBudget)
+
+
+def test_an_llm_calibrates_itself_and_answers_the_same(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path / "model", max_position_embeddings=2048)
+    params = SamplingParams(max_tokens=40, temperature=0.7, seed=3)
+    config = EngineConfig(threads=1, cache_tokens=16384)
+    with LLM(folder, drafter="ngram:nodes=3,shortest=1", config=config) as llm:
+        before = llm.generate("abcabcabc", params).token_ids
+        assert not llm.is_calibrated
+        llm.calibrate()
+        assert llm.is_calibrated
+        assert isinstance(llm.engine.controller, MeasuredBudget)
+        assert llm.generate("abcabcabc", params).token_ids == before
+        stream = llm.stream("abc", SamplingParams(max_tokens=400, ignore_eos=True))
+        next(stream)
+        with pytest.raises(InvalidRequest, match="no requests"):
+            llm.calibrate()
+        stream.close()
+
+
+def test_a_table_is_plain_json() -> None:
+    target = roomy(dtype=torch.float32)
+    calibrate(target)
+    assert set(json.loads(costs_path(target).read_text())) == {"rows", "contexts", "seconds", "per_sequence"}

@@ -1,0 +1,244 @@
+"""Our own kernels: the same function as the reference, and every row the same bits in whatever company."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftwood.cache.kv import NodeRows, Span
+from draftwood.errors import InvalidRequest
+from draftwood.model.native import NativeTransformer
+from draftwood.model.runner import ModelRunner, load_model, require_strict
+from draftwood.model.transformer import Transformer
+from draftwood.model.weights import FORMATS, WeightFormat
+from draftwood.ops.native import kernels, library
+from draftwood.tree import TokenTree
+from tiny import CPU, TinyCheckpoint, tiny_config
+
+FAMILIES = {
+    "llama": tiny_config("llama"),
+    "llama-tied": tiny_config("llama", tie_word_embeddings=True, vocab_size=45),
+    "mistral-window": tiny_config("mistral"),
+    "qwen2-bias": tiny_config("qwen2"),
+    "qwen3-norm": tiny_config("qwen3"),
+    "gelu": tiny_config("llama", hidden_act="gelu"),
+    "gelu-tanh": tiny_config("llama", hidden_act="gelu_pytorch_tanh"),
+    "odd-sizes": tiny_config("llama", hidden_size=40, intermediate_size=50, head_dim=20),
+    "big-heads": tiny_config("llama", head_dim=80, num_attention_heads=6, num_key_value_heads=2),
+}
+PORTABLE = (*library.FLAGS, "-mno-avx512f", "-mno-avxvnni")  # what other processors compile
+
+
+@pytest.fixture(scope="session", params=["native", "portable"])
+def compiled(request: pytest.FixtureRequest) -> library.Kernels:
+    """The kernels for this processor, and those for one without AVX-512."""
+    if kernels() is None:
+        pytest.skip(f"no kernels here: {library.why_missing()}")
+    flags = library.FLAGS if request.param == "native" else PORTABLE
+    return library.load(library.build(flags))
+
+
+def texts(vocabulary: int) -> list[list[int]]:
+    rng = random.Random(3)
+    return [[rng.randrange(vocabulary) for _ in range(length)] for length in (37, 5, 21)]
+
+
+def short_texts(vocabulary: int) -> list[list[int]]:
+    return [[i % vocabulary, (3 * i + 1) % vocabulary] for i in range(20)]
+
+
+def in_chunks(runner: ModelRunner, tokens: list[int], sizes: Iterator[int]) -> torch.Tensor:
+    """All logits of one text."""
+    tables, rows, start = runner.cache.tables, [], 0
+    tables.open(0, ())
+    tables.reserve(0, len(tokens))
+    while start < len(tokens):
+        end = min(len(tokens), start + next(sizes))
+        batch = runner.cache.stage([Span(0, tokens, start, end)], None, torch.arange(end - start))
+        rows.append(runner.forward(batch).logits)
+        start = end
+    tables.close(0)
+    return torch.cat(rows)
+
+
+def same(size: int) -> Iterator[int]:
+    while True:
+        yield size
+
+
+def runner_of(model) -> ModelRunner:
+    return ModelRunner(model, 64, 4)
+
+
+@pytest.mark.parametrize("weights", FORMATS.values(), ids=lambda kind: kind.name)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_the_references(compiled: library.Kernels, family: str, weights: WeightFormat) -> None:
+    checkpoint = TinyCheckpoint(FAMILIES[family])
+    native = runner_of(NativeTransformer(compiled, checkpoint, weights))
+    reference = runner_of(Transformer(checkpoint, torch.float64, CPU, weights))
+    asked = short_texts(checkpoint.config.vocab_size) if weights.byte_activations else texts(13)
+    worst = [
+        float((in_chunks(native, tokens, same(64)) - in_chunks(reference, tokens, same(64))).abs().max())
+        for tokens in asked
+    ]
+    # Rounding inputs to bytes is a step function: now and then float32 and float64 fall on two sides of a step, and
+    # then everything after it differs by steps. Most short texts meet no such case.
+    allowed = len(asked) // 5 if weights.byte_activations else 0
+    assert sum(difference > 5e-5 for difference in worst) <= allowed
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("weights", FORMATS.values(), ids=lambda kind: kind.name)
+@pytest.mark.parametrize("family", ["llama", "mistral-window", "big-heads", "odd-sizes"])
+def test_a_row_is_the_same_bits_in_any_company(
+    compiled: library.Kernels, family: str, weights: WeightFormat, threads: int
+) -> None:
+    """One row at a time, in chunks, in a batch with others, as a chain of draft nodes and as a branch of a tree."""
+    checkpoint = TinyCheckpoint(FAMILIES[family])
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        runner = runner_of(NativeTransformer(compiled, checkpoint, weights))
+        asked = texts(checkpoint.config.vocab_size)
+        alone = [in_chunks(runner, tokens, same(1)) for tokens in asked]
+        for size in (2, 3, 7, 13, 64):
+            assert torch.equal(in_chunks(runner, asked[0], same(size)), alone[0])
+        together = batched(runner, asked)
+        assert all(torch.equal(got, want) for got, want in zip(together, alone, strict=True))
+        for drafted in (1, 4, 11):
+            assert torch.equal(as_branch(runner, asked[0], drafted), alone[0][-drafted - 1 :])
+    finally:
+        torch.set_num_threads(before)
+
+
+def batched(runner: ModelRunner, asked: list[list[int]]) -> list[torch.Tensor]:
+    tables = runner.cache.tables
+    for i, tokens in enumerate(asked):
+        tables.open(i, ())
+        tables.reserve(i, len(tokens))
+    spans = [Span(i, tokens, 0, len(tokens)) for i, tokens in enumerate(asked)]
+    logits = runner.forward(runner.cache.stage(spans, None, torch.arange(sum(map(len, asked))))).logits
+    for i in range(len(asked)):
+        tables.close(i)
+    return list(logits.split([len(tokens) for tokens in asked]))
+
+
+def as_branch(runner: ModelRunner, tokens: list[int], drafted: int) -> torch.Tensor:
+    """The last `drafted` tokens as one branch of a tree with false siblings at every depth; root first."""
+    tables, committed, path = runner.cache.tables, tokens[:-drafted], tokens[-drafted:]
+    tables.open(0, ())
+    tables.reserve(0, len(tokens) + 2 * drafted)
+    runner.forward(runner.cache.stage([Span(0, committed, 0, len(committed))], None, torch.arange(0)))
+    wrong = [(token + 1) % runner.model.config.vocab_size for token in path]
+    nodes, parents, right = [committed[-1]], [-1], [0]
+    for token, other in zip(path, wrong, strict=True):
+        nodes += [other, token]
+        parents += [right[-1], right[-1]]
+        right.append(len(nodes) - 1)
+    tree = TokenTree.of_points([(nodes, parents)], CPU)
+    span = Span(0, committed, len(committed) - 1, len(committed))
+    rows = NodeRows.of_tree(tree, torch.tensor([0]))
+    logits = runner.forward(runner.cache.stage([span], rows)).logits
+    tables.close(0)
+    return logits[right]
+
+
+def test_features_are_the_residual_stream(compiled: library.Kernels) -> None:
+    checkpoint = TinyCheckpoint(tiny_config(layers=3))
+    tokens = texts(13)[0]
+    found = []
+    for model in (
+        NativeTransformer(compiled, checkpoint, FORMATS["stored"]),
+        Transformer(checkpoint, torch.float64, CPU),
+    ):
+        runner = runner_of(model)
+        runner.cache.tables.open(0, ())
+        runner.cache.tables.reserve(0, len(tokens))
+        batch = runner.cache.stage([Span(0, tokens, 0, len(tokens))], None, torch.tensor([3, 9]))
+        found.append(runner.forward(batch, frozenset({2, 0})).features)
+    assert sorted(found[0]) == [0, 2]
+    for layer in (0, 2):
+        assert (found[0][layer] - found[1][layer]).abs().max() < 1e-5
+
+
+def test_a_quantised_model_is_small(compiled: library.Kernels) -> None:
+    checkpoint = TinyCheckpoint(tiny_config(vocab_size=512, hidden_size=64, intermediate_size=128))
+    sizes = {name: NativeTransformer(compiled, checkpoint, FORMATS[name]).num_bytes for name in FORMATS}
+    assert sizes["stored"] == sizes["float32"]
+    assert sizes["float32"] > 1.9 * sizes["bfloat16"] > 3.4 * sizes["int8"] > 3.6 * sizes["int4"]
+    assert sizes["w8a8"] == sizes["int8"]
+
+
+def test_progress_is_told_matrix_by_matrix(compiled: library.Kernels) -> None:
+    heard: list[tuple[int, int]] = []
+    NativeTransformer(
+        compiled, TinyCheckpoint(tiny_config()), FORMATS["int8"], lambda done, total: heard.append((done, total))
+    )
+    assert [done for done, _ in heard] == list(range(1, len(heard) + 1))
+    assert heard[-1][0] == heard[-1][1]
+
+
+def test_without_a_compiler_torch_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    library._attempt.cache_clear()
+    monkeypatch.setenv("CC", "")
+    monkeypatch.setenv("PATH", "")
+    try:
+        assert kernels() is None
+        assert "no C compiler" in str(library.why_missing())
+        model = load_model(TinyCheckpoint(tiny_config()), torch.float32, CPU, FORMATS["w4a8"])
+        assert isinstance(model, Transformer)
+        with pytest.raises(InvalidRequest, match="no C compiler"):
+            require_strict(model)
+    finally:
+        library._attempt.cache_clear()
+
+
+def test_the_kernels_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    library._attempt.cache_clear()
+    monkeypatch.setenv(library.SWITCH, "0")
+    try:
+        assert kernels() is None
+        assert library.SWITCH in str(library.why_missing())
+    finally:
+        library._attempt.cache_clear()
+
+
+def test_a_compiler_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "cc"
+    broken.write_text("#!/bin/sh\n[ \"$1\" = --version ] && exit 0\necho 'x.c:1: error: no such thing' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    monkeypatch.setenv("CC", str(broken))
+    monkeypatch.setenv("DRAFTWOOD_HOME", str(tmp_path / "home"))
+    with pytest.raises(library.BuildError, match="no such thing"):
+        library.build(library.FLAGS)
+    assert list((tmp_path / "home" / "native").iterdir()) == []
+
+
+def test_a_library_is_built_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    if kernels() is None:
+        pytest.skip("no compiler")
+    monkeypatch.setenv("DRAFTWOOD_HOME", str(tmp_path))
+    quick = ("-O0", "-std=gnu11", "-fopenmp", "-fPIC", "-march=native")
+    first = library.build(quick)
+    monkeypatch.setattr(subprocess, "run", _only_versions(subprocess.run))
+    assert library.build(quick) == first
+
+
+def _only_versions(run):
+    def checked(command, **options):
+        assert "--version" in command, "compiled again"
+        return run(command, **options)
+
+    return checked
+
+
+def test_strict_is_refused_where_it_cannot_be() -> None:
+    with pytest.raises(InvalidRequest, match=r"float32, not torch\.float64"):
+        require_strict(load_model(TinyCheckpoint(tiny_config()), torch.float64, CPU))
+    if kernels() is not None:
+        require_strict(load_model(TinyCheckpoint(tiny_config()), torch.float32, CPU))
