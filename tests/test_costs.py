@@ -36,9 +36,7 @@ def test_a_table_survives_the_disk(tmp_path: Path) -> None:
     assert StepCosts.load(path) == COSTS
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"rows": [1, 2], "contexts": [3], "seconds": [[1]]}']
-)
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"rows": [1, 2], "contexts": [3], "seconds": [[1]]}'])
 def test_a_damaged_table_is_no_table(tmp_path: Path, text: str) -> None:
     path = tmp_path / "costs.json"
     path.write_text(text)

@@ -112,6 +112,9 @@ class TinyCheckpoint:
     def matrix(self, name: str) -> Tensor:
         return self.tensor(name)
 
+    def forget(self) -> None:
+        pass
+
     def tokenizer(self):
         raise NotImplementedError("tiny checkpoints have no texts")
 

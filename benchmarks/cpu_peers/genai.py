@@ -11,7 +11,7 @@ import numpy as np
 import openvino
 import openvino_genai
 
-from cpu_peers import LOOKED_UP, LONGEST_NGRAM, LOOKUP
+from cpu_peers import LONGEST_NGRAM, LOOKED_UP, LOOKUP
 
 
 def settings(form: str, threads: int) -> dict[str, object]:

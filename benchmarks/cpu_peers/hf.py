@@ -45,7 +45,7 @@ class Transformers:
             start = time.perf_counter()
             self._model(ids, past_key_values=cache)
             times.append(time.perf_counter() - start)
-            cache.crop(len(context))
+            cache.crop(-len(rows))
         return times
 
 

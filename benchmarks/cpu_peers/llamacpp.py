@@ -11,9 +11,15 @@ from pathlib import Path
 import llama_cpp
 from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
 
-from cpu_peers import LOOKED_UP, LONGEST_NGRAM, LOOKUP
+from cpu_peers import LONGEST_NGRAM, LOOKED_UP, LOOKUP
 
 CONTEXT = 2048
+
+
+def lookup_options() -> dict[str, object]:
+    """Prompt lookup; without `logits_all` its table of logits ends after 512 tokens."""
+    lookup = LlamaPromptLookupDecoding(max_ngram_size=LONGEST_NGRAM, num_pred_tokens=LOOKED_UP["llamacpp"])
+    return {"draft_model": lookup, "logits_all": True}
 
 
 class LlamaCpp:
@@ -28,8 +34,7 @@ class LlamaCpp:
             "n_threads_batch": threads,
             "verbose": False,
         }
-        lookup = LlamaPromptLookupDecoding(max_ngram_size=LONGEST_NGRAM, num_pred_tokens=LOOKED_UP["llamacpp"])
-        self._llama = llama_cpp.Llama(**self._options, draft_model=lookup if mode == LOOKUP else None)
+        self._llama = llama_cpp.Llama(**self._options, **(lookup_options() if mode == LOOKUP else {}))
 
     def generate(self, prompt: Sequence[int], max_tokens: int, answer: Sequence[int]) -> Sequence[int]:
         """`generate` never stops by itself, end of text or not."""

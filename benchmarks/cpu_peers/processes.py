@@ -10,7 +10,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -103,10 +103,8 @@ class Process:
         self.version: str = self._answer()["version"]
 
     def ask(self, do: str, **details: object) -> Mapping[str, Any]:
-        try:
+        with suppress(BrokenPipeError):  # it is dead; reading says why
             print(json.dumps({"do": do, **details}), file=self._process.stdin)
-        except BrokenPipeError:
-            pass  # it is dead; reading says why
         return self._answer()
 
     def _answer(self) -> Mapping[str, Any]:
@@ -121,7 +119,8 @@ class Process:
 
     def close(self) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.close()  # its loop ends with its input
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()  # its loop ends with its input
         with killed_after(self._process, 10):
             self._process.wait()
         self._errors.close()

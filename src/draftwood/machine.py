@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import mmap
 import os
 import platform
 from pathlib import Path
@@ -12,6 +15,25 @@ def home() -> Path:
     own = os.environ.get("DRAFTWOOD_HOME")
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(own).expanduser() if own else Path(cache).expanduser() / "draftwood"
+
+
+def zeroed_memory(num_bytes: int, *, large_pages: bool) -> mmap.mmap:
+    """Memory that costs nothing until it is written to; in pages of megabytes where the system has them, or never."""
+    if not hasattr(mmap, "MAP_PRIVATE"):  # not a Unix
+        return mmap.mmap(-1, num_bytes)
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    advice = getattr(mmap, "MADV_HUGEPAGE" if large_pages else "MADV_NOHUGEPAGE", None)
+    if advice is not None:
+        memory.madvise(advice)
+    return memory
+
+
+def give_back_memory() -> None:
+    """Return what loading has freed to the system; allocators like to keep it."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
+    if trim is not None:
+        trim(0)
 
 
 def processor_features() -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from draftwood.cache.blocks import PageTables
 from draftwood.errors import InvalidRequest
+from draftwood.machine import zeroed_memory
 from draftwood.model.batch import ForwardBatch, Pages
 from draftwood.model.config import ModelConfig
 from draftwood.tree import TokenTree, Verdict
@@ -164,14 +164,12 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
     try:
-        memory = mmap.mmap(-1, num_bytes)
+        # A token touches every layer and head: with large pages the first few would claim the whole cache.
+        memory = zeroed_memory(num_bytes, large_pages=False)
     except (OSError, OverflowError, ValueError) as error:
         raise InvalidRequest(
             f"A cache of {num_bytes / 2**30:.1f} GiB does not fit into this machine's memory; lower cache_tokens."
         ) from error
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        # A token touches every layer and head: with huge pages the first few would claim the whole cache.
-        memory.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 

@@ -49,6 +49,10 @@ class Checkpoint(Protocol):
         """Read one matrix: as `tensor`, or in groups of whole numbers if it is stored so."""
         ...
 
+    def forget(self) -> None:
+        """Keep nothing in memory of what was read so far."""
+        ...
+
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that came with the weights."""
         ...
@@ -139,6 +143,10 @@ class SafetensorsCheckpoint:
     def matrix(self, name: str) -> Matrix:
         """The tensor: these files hold no groups."""
         return self.tensor(name)
+
+    def forget(self) -> None:
+        """Close the files; they are opened again when something is asked for."""
+        self._opened.clear()
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer in the same folder."""
@@ -262,6 +270,10 @@ class GgufCheckpoint:
         _checked(name, groups.codes, self.config)
         order = _row_order(name, self.config)
         return groups if order is None else groups[order]
+
+    def forget(self) -> None:
+        """Unload the file's pages."""
+        self._file.forget()
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer stated in the file's metadata."""

@@ -7,13 +7,13 @@ bit for bit, whatever tree, batch or chunk it is computed in.
 from __future__ import annotations
 
 import ctypes
-import mmap
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from draftwood.machine import zeroed_memory
 from draftwood.model.batch import ForwardBatch, ForwardOutput, Pages
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.config import ModelConfig
@@ -35,6 +35,7 @@ ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
 Progress = Callable[[int, int], None]  # matrices packed, of how many
 
 _ARENA = 32 << 20
+_FORGET_EVERY = 16  # matrices
 _CHUNK = 4096  # rows packed at a time: bounds the memory that quantising needs
 
 
@@ -50,10 +51,7 @@ class _Arena:
         """Some zeroed bytes, aligned to a cache line."""
         size = -(-num_bytes // 64) * 64
         if size > len(self._free):
-            block = mmap.mmap(-1, max(size, _ARENA))
-            if hasattr(mmap, "MADV_HUGEPAGE"):
-                block.madvise(mmap.MADV_HUGEPAGE)
-            self._free = torch.frombuffer(block, dtype=torch.uint8)
+            self._free = torch.frombuffer(zeroed_memory(max(size, _ARENA), large_pages=True), dtype=torch.uint8)
             self._blocks.append(self._free)
         taken, self._free = self._free[:num_bytes], self._free[size:]
         self.num_bytes += num_bytes
@@ -99,6 +97,8 @@ class _Packer:
             bias = as_numbers(join_rows(parts[1], panel))[:, 0]
             packed.bias = self._keep(F.pad(bias, (0, packed.outputs - len(bias))))
         self._packed += 1
+        if self._packed % _FORGET_EVERY == 0:
+            self._checkpoint.forget()
         config = self._checkpoint.config
         self._progress(self._packed, 4 * config.num_layers + (1 if config.tied_head else 2))
         return packed

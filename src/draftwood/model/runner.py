@@ -8,6 +8,7 @@ import torch
 
 from draftwood.cache.kv import KVCache
 from draftwood.errors import InvalidRequest
+from draftwood.machine import give_back_memory
 from draftwood.model.batch import ForwardBatch, ForwardOutput, Pages
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.config import ModelConfig
@@ -86,7 +87,10 @@ class ModelRunner:
         progress: Progress = lambda *_: None,
     ) -> ModelRunner:
         """Read the weights and set the cache up."""
-        return cls(load_model(checkpoint, dtype, device, weights, progress), num_pages, page_size)
+        model = load_model(checkpoint, dtype, device, weights, progress)
+        checkpoint.forget()
+        give_back_memory()
+        return cls(model, num_pages, page_size)
 
     @property
     def device(self) -> torch.device:
