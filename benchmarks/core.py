@@ -30,7 +30,7 @@ STARTUP = """
 import json, resource, sys, time
 start = time.perf_counter()
 from draftwood import LLM, EngineConfig, SamplingParams
-llm = LLM("smollm2", drafter="ngram", config=EngineConfig(threads={threads}))
+llm = LLM("smollm2", drafter="ngram", config=EngineConfig(threads={threads}, weights="float32"))
 first = next(iter(llm.stream("The lighthouse", SamplingParams(max_tokens=1))))
 seconds = time.perf_counter() - start
 llm.generate("The lighthouse", SamplingParams(max_tokens=64))
@@ -68,23 +68,12 @@ def transformers_tokens_per_second(model, prompt: list[int]) -> float:
 def products_alone(llm: LLM, rows: int) -> float:
     """Seconds of one step's matrix products on the model's own weights, and nothing else."""
     model = llm.engine.target.model
-    linears = [part for layer in model.layers for part in (layer.qkv, layer.output, layer.gate_up, layer.down)]
-    linears.append(model.head)
-    sizes = (
-        model.config.hidden_size,
-        model.config.num_heads * model.config.head_dim,
-        model.config.hidden_size,
-    )
-    per_layer = [torch.randn(rows, size) for size in (*sizes, model.config.intermediate_size)]
-    inputs = per_layer * model.config.num_layers + [torch.randn(rows, model.config.hidden_size)]
 
     def run() -> float:
-        with torch.inference_mode():
-            start = time.perf_counter()
-            for _ in range(STEPS_OF_PRODUCTS):
-                for linear, x in zip(linears, inputs, strict=True):
-                    linear(x)
-            return (time.perf_counter() - start) / STEPS_OF_PRODUCTS
+        start = time.perf_counter()
+        for _ in range(STEPS_OF_PRODUCTS):
+            model.products_alone(rows)
+        return (time.perf_counter() - start) / STEPS_OF_PRODUCTS
 
     return ComputeThread.shared().call(run)
 
@@ -135,7 +124,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     started = start_up(arguments.threads)
-    config = EngineConfig(threads=arguments.threads, cache_tokens=4096)
+    config = EngineConfig(threads=arguments.threads, cache_tokens=4096, weights="float32")
     plain = LLM("smollm2", config=config)
     answer = plain.generate([PROMPT], PARAMS)[0]
     prompt = list(answer.prompt_token_ids)

@@ -189,6 +189,12 @@ class NativeTransformer:
         self._library.dw_forward(ctypes.byref(self._model), ctypes.byref(struct), ctypes.byref(scratch))
         return ForwardOutput(logits, dict(zip(sorted(needs), features, strict=True)))
 
+    def products_alone(self, rows: int) -> None:
+        """The matrix products of a forward and nothing else, on whatever numbers there are: a yardstick."""
+        scratch = self._scratch.fit(rows, 1, 0)
+        logits = torch.empty(rows, self.config.vocab_size)
+        self._library.dw_products(ctypes.byref(self._model), ctypes.byref(scratch), rows, logits.data_ptr())
+
     def _rotations(self, length: int) -> Tensor:
         """Cosines, then sines, of all positions below `length` and more. [positions, head_dim]."""
         if length > len(self._rotation):

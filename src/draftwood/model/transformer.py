@@ -62,9 +62,7 @@ class Transformer:
     def num_bytes(self) -> int:
         """Memory of all weights."""
         tensors = list(_tensors_of([self.head, self.final_norm, self.embedding, *self.layers]))
-        packed = {id(t): t.numel() * t.element_size() for t in tensors if t.is_mkldnn}
-        storages = {s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors if not t.is_mkldnn)}
-        return sum(packed.values()) + sum(storages.values())
+        return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
 
     def forward(self, batch: ForwardBatch, cache: Pages, needs: frozenset[int] = frozenset()) -> ForwardOutput:
         """Run the rows of `batch`, writing their keys and values to `cache`."""

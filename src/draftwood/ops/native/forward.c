@@ -132,3 +132,26 @@ EXPORT void dw_forward(const Model *m, const Batch *b, const Scratch *s) {
 EXPORT int64_t dw_attention_scores(const Model *m, int64_t num_keys, int64_t num_nodes) {
     return attention_scores(m, num_keys, num_nodes);
 }
+
+/* All matrix products of a forward and nothing else: what benchmarks measure a step against. */
+EXPORT void dw_products(const Model *m, const Scratch *s, int64_t count, float *logits) {
+#pragma omp parallel num_threads(s->threads)
+    {
+        const Team me = {omp_get_thread_num(), omp_get_num_threads(), s->barrier}, *team = &me;
+        const float *inputs[] = {s->input, s->mixed, s->input, s->gated};
+        float *outputs[] = {s->qkv, s->hidden, s->gated, s->hidden};
+        for (int64_t i = 0; i < m->num_layers; i++) {
+            const Layer *layer = &m->layers[i];
+            const Matrix *matrices[] = {&layer->qkv, &layer->output, &layer->gate_up, &layer->down};
+            for (int64_t j = 0; j < 4; j++) {
+                Rows rows = rows_for(m, matrices[j], s, inputs[j], count);
+                const int64_t width = j == 2 ? layer->down.inputs : matrices[j]->outputs;
+                Target target = {.kind = j == 2 ? GATED : STORE, .out = outputs[j], .stride = width, .limit = width};
+                multiply(matrices[j], &rows, &target, team);
+            }
+        }
+        Rows rows = rows_for(m, &m->head, s, s->input, count);
+        Target target = {.kind = STORE, .out = logits, .stride = m->vocabulary, .limit = m->vocabulary};
+        multiply(&m->head, &rows, &target, team);
+    }
+}

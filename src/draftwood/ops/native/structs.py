@@ -66,6 +66,7 @@ class Scratch(Structure):
 SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "dw_forward": (None, [c_void_p, c_void_p, c_void_p]),
     "dw_attention_scores": (c_int64, [c_void_p, c_int64, c_int64]),
+    "dw_products": (None, [c_void_p, c_void_p, c_int64, c_void_p]),
     "dw_pack_floats": (None, [c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64]),
     "dw_pack_codes": (None, [c_int64, *[c_void_p] * 3, c_int64, c_int64, *[c_void_p] * 3, c_int64]),
 }
