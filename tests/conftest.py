@@ -1,9 +1,15 @@
+import os
+
 import pytest
 import torch
 
 from draftwood.model.isa import avoid_broken_amx
+from draftwood.ops.native import kernels, library
 
 avoid_broken_amx()  # must come before the first product of the process
+
+if kernels() is not None:  # children of tests, with homes of their own, need not compile them again
+    os.environ.setdefault(library.SWITCH, str(library.build()))
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -75,6 +75,18 @@ def test_a_slow_drafter_is_asked_for_less() -> None:
     assert slow.budget(ALONE).max_nodes < quick.budget(ALONE).max_nodes
 
 
+def test_one_slow_proposal_is_no_verdict() -> None:
+    controller = MeasuredBudget(FLAT, 8, chain=True)
+    controller.observe(report((8, 4), draft_seconds=8.0))
+    assert controller.budget(ALONE).max_nodes > 0
+    for _ in range(40):
+        controller.observe(report((8, 4), draft_seconds=80.0))
+    assert controller.budget(ALONE).max_nodes == 0
+    for _ in range(600):
+        controller.observe(report((0, 0)))
+    assert controller.budget(ALONE).max_nodes > 0
+
+
 def test_a_batch_fills_the_rows_by_itself() -> None:
     crowded = Load(num_running=32, num_waiting=0, context=64)
     knee = StepCosts((1, 32, 64), (64,), ((1.0, 1.1, 4.0),), 0.0)

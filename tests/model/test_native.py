@@ -185,6 +185,7 @@ def test_progress_is_told_matrix_by_matrix(compiled: library.Kernels) -> None:
 
 def test_without_a_compiler_torch_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     library._attempt.cache_clear()
+    monkeypatch.delenv(library.SWITCH, raising=False)
     monkeypatch.setenv("CC", "")
     monkeypatch.setenv("PATH", "")
     try:
@@ -204,6 +205,16 @@ def test_the_kernels_can_be_turned_off(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         assert kernels() is None
         assert library.SWITCH in str(library.why_missing())
+    finally:
+        library._attempt.cache_clear()
+
+
+def test_a_library_that_is_none_is_no_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    library._attempt.cache_clear()
+    monkeypatch.setenv(library.SWITCH, str(tmp_path / "nothing.so"))
+    try:
+        assert kernels() is None
+        assert "nothing.so" in str(library.why_missing())
     finally:
         library._attempt.cache_clear()
 

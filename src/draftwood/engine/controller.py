@@ -73,9 +73,11 @@ class MeasuredBudget:
         """Remember how far each proposal came, and forget old ones little by little."""
         if report.drafted == 0:
             self._forget(self.BOREDOM)
+            self._draft_seconds *= self.BOREDOM
         else:
-            latest = report.draft_seconds / report.drafted
-            self._draft_seconds += 0.1 * (latest - self._draft_seconds)
+            # Down quickly, up slowly: a proposal that had to read a prompt first says little about the next.
+            change = report.draft_seconds / report.drafted - self._draft_seconds
+            self._draft_seconds += change * (0.3 if change < 0 else 0.05)
         proposed = [(drafted, accepted) for drafted, accepted in report.outcomes if drafted]
         for drafted, accepted in proposed:
             self._forget(self.MEMORY)

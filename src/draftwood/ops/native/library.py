@@ -1,7 +1,8 @@
 """Compile the C files beside this one with the system's compiler, once, and load the result.
 
-The library is kept in the user's cache under a name made of everything it depends on. Without a compiler, or with
-DRAFTWOOD_NATIVE=0, there are no kernels, and models run on torch's own operations.
+The library is kept in the user's cache under a name made of everything it depends on. Without a compiler there are no
+kernels, and models run on torch's own operations. DRAFTWOOD_NATIVE=0 turns the kernels off, DRAFTWOOD_NATIVE=PATH takes
+a library that was built before (`build()` returns its path) and needs no compiler.
 """
 
 from __future__ import annotations
@@ -48,10 +49,11 @@ def why_missing() -> str | None:
 
 @cache
 def _attempt() -> tuple[Kernels | None, str | None]:
-    if os.environ.get(SWITCH) == "0":
+    wish = os.environ.get(SWITCH)
+    if wish == "0":
         return None, f"{SWITCH}=0 turned them off"
     try:
-        return load(build(FLAGS)), None
+        return load(Path(wish) if wish else build()), None
     except (BuildError, OSError) as error:
         return None, str(error)
 
@@ -63,7 +65,7 @@ def load(path: Path) -> Kernels:
     return library
 
 
-def build(flags: tuple[str, ...]) -> Path:
+def build(flags: tuple[str, ...] = FLAGS) -> Path:
     """Compile, unless the cache has the result of the same sources, compiler, flags and processor already."""
     compiler = _compiler()
     sources = sorted([*_HERE.glob("*.c"), *_HERE.glob("*.h")])
