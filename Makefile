@@ -44,3 +44,21 @@ clean:
 .venv/.installed-dev: .venv/.installed pyproject.toml
 	$(PIP) -e ".[dev]"
 	touch $@
+
+# Peers of the CPU benchmark, in an environment of their own; one that cannot be installed is reported as missing.
+# AMX is announced by machines that fault on it, so nobody uses it here, and a compiler told "native" has to be stopped.
+PEERS := .venv-peers/bin/pip install -q --disable-pip-version-check
+NO_AMX := $(shell grep -qs amx_tile /proc/cpuinfo && echo -mno-amx-tile -mno-amx-int8 -mno-amx-bf16)
+
+.PHONY: bench-cpu
+bench-cpu: .venv/.installed-dev .venv-peers/.installed
+	$(BIN)/draftwood models --fetch smollm2
+	$(BIN)/python benchmarks/cpu.py $(ARGS)
+
+.venv-peers/.installed: benchmarks/cpu_peers/openvino.txt benchmarks/cpu_peers/llamacpp.txt
+	$(PYTHON) -m venv .venv-peers
+	-$(PEERS) "$(TORCH)" -r benchmarks/cpu_peers/openvino.txt
+	-$(PEERS) --no-deps optimum-intel==2.2.0
+	-CFLAGS="$(NO_AMX)" CXXFLAGS="$(NO_AMX)" CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF" \
+		$(PEERS) -r benchmarks/cpu_peers/llamacpp.txt
+	touch $@

@@ -31,6 +31,7 @@ PEERS = {"transformers": ("float32",), "llamacpp": ("f32", "q8_0", "q4_1"), "ope
 ROWS = (1, 2, 4, 8, 16)
 STEP_CONTEXT = 200
 PREFILL = 512
+WAKE_UP = 12  # tokens read and written, untimed, right before each answer: idle processes lose caches and pages
 PAUSE = 0.05  # seconds until the threads of the last one asked are surely asleep
 
 Row = tuple[str, float | None, str, float | None, str]
@@ -120,12 +121,14 @@ def contenders(only: Sequence[str]) -> Iterator[Key]:
 
 def answer_prompts(arena: Arena, prompts: Callable[[int], list[list[int]]], tokens: int, rounds: int) -> None:
     """Tokens a second of whole answers, prompt by prompt, after a warm-up that is not counted."""
+    wake_up = cpu_prompts.noise(WAKE_UP, 0)
     for turn in range(-1, rounds):
         for i, prompt in enumerate(prompts(turn + 1)[: 1 if turn < 0 else None]):
             print(f"round {turn + 1} of {rounds}, prompt {i + 1}", file=sys.stderr, flush=True)
 
             def answer(key: Key, process: Process, own: Figures, at=(turn, i), prompt=prompt) -> None:
                 known = known_answer(arena, key, at)
+                process.ask("generate", prompt=wake_up, max_tokens=WAKE_UP)
                 reply = process.ask("generate", prompt=prompt, max_tokens=tokens, answer=known)
                 if len(reply["tokens"]) != tokens:
                     raise Failure(f"gave {len(reply['tokens'])} tokens instead of {tokens}")

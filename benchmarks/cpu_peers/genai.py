@@ -59,7 +59,7 @@ class GenAI:
             "beam_idx": np.zeros(1, dtype=np.int32),
         }
         start = time.perf_counter()
-        self._bare.infer(inputs, share_inputs=True)
+        self._bare.infer(inputs, share_inputs=True, share_outputs=True)
         return time.perf_counter() - start
 
 

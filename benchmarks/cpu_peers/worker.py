@@ -20,7 +20,8 @@ from typing import Any, TextIO
 from cpu_peers import Contender
 
 STEP_CYCLES = 2  # times all row counts are gone through for one answer
-STEP_REPEATS = 5
+STEP_REPEATS = 6
+STEP_WARM_UP = 2  # steps after a change of shape that are not counted
 MODULES = {"ours": "ours", "transformers": "hf", "llamacpp": "llamacpp", "openvino": "genai"}
 
 
@@ -44,12 +45,12 @@ def generate(contender: Contender, request: Mapping[str, Any]) -> dict[str, Any]
 
 
 def steps(contender: Contender, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Median seconds of a step by its rows. A row count runs in blocks, as in speculation, its first step untimed."""
+    """Median seconds of a step by its rows. A row count runs in blocks, as in speculation."""
     seconds: dict[int, list[float]] = {rows: [] for rows in request["rows"]}
     context, more = request["context"], request["more"]
     for _ in range(STEP_CYCLES):
         for rows, times in seconds.items():
-            times += contender.steps(context, more[:rows], STEP_REPEATS + 1)[1:]
+            times += contender.steps(context, more[:rows], STEP_REPEATS + STEP_WARM_UP)[STEP_WARM_UP:]
     return {"seconds": {rows: statistics.median(times) for rows, times in seconds.items()}}
 
 

@@ -207,10 +207,12 @@ static void attend_block(const Block *b, const Layer *layer, float *mixed, int64
     }
 }
 
-/* As many rows as keep their scores in a core's own cache. */
-static int64_t block_rows(const Model *model, int64_t columns) {
+/* Blocks small enough to keep their scores in a core's own cache, and enough of them for two turns of every thread. */
+static int64_t num_blocks(const Model *model, int64_t columns, int64_t rows, int64_t threads) {
     int64_t fit = SCORES / (columns * (model->num_heads / model->num_kv_heads));
-    return fit < 1 ? 1 : fit > MAX_BLOCK_ROWS ? MAX_BLOCK_ROWS : fit;
+    fit = fit < 1 ? 1 : fit > MAX_BLOCK_ROWS ? MAX_BLOCK_ROWS : fit;
+    const int64_t needed = (rows + fit - 1) / fit, wanted = (2 * threads + model->num_kv_heads - 1) / model->num_kv_heads;
+    return needed > wanted ? needed : wanted < rows ? wanted : rows;
 }
 
 static int64_t num_columns(int64_t keys, int64_t nodes) { return padded(keys) + 2 * padded(nodes) + LANES; }
@@ -227,9 +229,9 @@ void attend(const Model *model, const Layer *layer, const float *keys, const flo
     for (int64_t s = 0; s < batch->num_sequences; s++) {
         const int64_t first = batch->row_offsets[s], end = batch->row_offsets[s + 1], base = batch->tree_base[s];
         const int64_t nodes = batch->num_keys[s] - base, columns = num_columns(base, nodes);
-        const int64_t most = block_rows(model, columns), blocks = (end - first + most - 1) / most;
-        /* Work is shared by key heads, or by query heads where that would leave a thread idle. */
-        const int64_t split = blocks * model->num_kv_heads < 4 * team->size ? group : 1;
+        const int64_t blocks = num_blocks(model, columns, end - first, team->size);
+        /* Work is shared by key heads and blocks of rows; by query heads too where a thread would be left idle. */
+        const int64_t split = blocks * model->num_kv_heads < 2 * team->size ? group : 1;
         SHARE(team, item, blocks * model->num_kv_heads * split) {
             const int64_t part = item / (model->num_kv_heads * split), head = item % (model->num_kv_heads * split) * group / split;
             const int64_t begin = first + (end - first) * part / blocks, stop = first + (end - first) * (part + 1) / blocks;

@@ -13,12 +13,17 @@
 #endif
 
 #define UNROLL _Pragma("GCC unroll 12")
-#define NEAR 2048 /* bytes to read ahead of a product that keeps up with memory */
-#define FETCH(p) __builtin_prefetch((const char *)(p) + ahead)
+/* Weights are read once a step, from end to end: fetch far ahead into the second-level cache, and from there into the
+   first. With one distance only, memory waits while several rows are multiplied. */
+#define FETCH(p) \
+    do { \
+        __builtin_prefetch((const char *)(p) + 8192, 0, 2); \
+        __builtin_prefetch((const char *)(p) + 2048, 0, 3); \
+    } while (0)
 
 /* One panel of the product with R rows. Each of these is compiled for every R up to MAX_ROWS. */
 #define TILE(name) \
-    INLINE void name(const Matrix *m, int64_t panel, const Rows *x, int64_t row, const int R, int64_t ahead, \
+    INLINE void name(const Matrix *m, int64_t panel, const Rows *x, int64_t row, const int R, \
                      float out[][PANEL], const int bits)
 #define ALL(r) UNROLL for (int r = 0; r < R; r++)
 
@@ -169,11 +174,11 @@ TILE(tile_bytes) {
     store_tile(out, total, R);
 }
 
-typedef void Tile(const Matrix *, int64_t, const Rows *, int64_t, int64_t, float[][PANEL]);
+typedef void Tile(const Matrix *, int64_t, const Rows *, int64_t, float[][PANEL]);
 
 #define COMPILE(name, body, bits, R) \
-    static void name##_##R(const Matrix *m, int64_t p, const Rows *x, int64_t row, int64_t ahead, float out[][PANEL]) { \
-        body(m, p, x, row, R, ahead, out, bits); \
+    static void name##_##R(const Matrix *m, int64_t p, const Rows *x, int64_t row, float out[][PANEL]) { \
+        body(m, p, x, row, R, out, bits); \
     }
 #define FOR_ALL_ROWS(name, body, bits) \
     COMPILE(name, body, bits, 1) COMPILE(name, body, bits, 2) COMPILE(name, body, bits, 3) \
@@ -243,14 +248,11 @@ void multiply(const Matrix *m, const Rows *x, const Target *t, const Team *team)
     Tile *const *tiles = tiles_for(m, x);
     const int64_t most = x->bytes && m->storage >= INT8 ? MAX_BYTE_ROWS : MAX_ROWS;
     const int64_t parts = (x->rows + most - 1) / most;
-    const int64_t panel_bytes = PANEL * m->inputs * bits_of[m->storage] / 8;
     SHARE(team, panel, m->outputs / PANEL)
         for (int64_t part = 0; part < parts; part++) {
             float tile[MAX_ROWS][PANEL];
             int64_t row = x->rows * part / parts, count = x->rows * (part + 1) / parts - row;
-            /* Many rows take several turns through the same weights: the last one fetches the next panel meanwhile. */
-            int64_t ahead = parts > 1 && part == parts - 1 ? panel_bytes : NEAR;
-            tiles[count - 1](m, panel, x, row, ahead, tile);
+            tiles[count - 1](m, panel, x, row, tile);
             finish(m, panel, tile, row, count, t);
         }
     meet(team);

@@ -20,8 +20,9 @@ typedef float vf __attribute__((vector_size(64)));
 typedef int32_t vi __attribute__((vector_size(64)));
 typedef uint32_t vu __attribute__((vector_size(64)));
 
-INLINE vf splat(float x) { return (vf){0} + x; }
-INLINE vi splati(int32_t x) { return (vi){0} + x; }
+/* Written out, for `(vf){0} + x` would be an addition: it has to make 0 of -0. */
+INLINE vf splat(float x) { return (vf){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
+INLINE vi splati(int32_t x) { return (vi){x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x}; }
 
 INLINE vf load(const float *p) {
     vf v;
