@@ -12,6 +12,7 @@ from cpu_peers import LOOKUP, RIGHT
 from draftwood import LLM, EngineConfig, SamplingParams
 from draftwood.cache.kv import Span
 from draftwood.drafters.scripted import ScriptedDrafter
+from draftwood.engine.controller import FixedBudget
 from draftwood.engine.worker import ComputeThread
 
 RIGHT_CHAIN = 3
@@ -27,7 +28,11 @@ class Ours:
         self._asked = 0
         scripted = ScriptedDrafter(self._ahead, RIGHT_CHAIN, chain=True)
         drafter = {LOOKUP: "ngram", RIGHT: scripted}.get(mode, "none")
-        self._llm = LLM("smollm2", drafter=drafter, config=EngineConfig(weights=form, threads=threads))
+        config = EngineConfig(weights=form, threads=threads)
+        controller = FixedBudget(RIGHT_CHAIN) if mode == RIGHT else None
+        self._llm = LLM("smollm2", drafter=drafter, config=config, controller=controller)
+        if mode == LOOKUP:
+            self._llm.calibrate()  # not a table of another day, or of another load
 
     def _ahead(self, tokens: Sequence[int]) -> list[Sequence[int]]:
         at = len(tokens) - self._asked

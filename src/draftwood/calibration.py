@@ -32,7 +32,8 @@ from draftwood.verifiers import LAWS
 ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 64)
 CONTEXTS = (64, 1024)
 BATCH = 8
-REPEATS = 7
+REPEATS = 4
+BURST = 3
 Say = Callable[[str], None]
 
 
@@ -47,7 +48,7 @@ def costs_path(target: ModelRunner) -> Path:
         "device": _device_name(target.device),
         "dtype": str(target.model.dtype),
         "weights": target.model.weights.name,
-        "kernels": type(target.model).__name__,
+        "implementation": target.model.implementation,
         "model": asdict(target.model.config),
     }
     key = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:16]
@@ -85,16 +86,19 @@ def calibrate(target: ModelRunner, say: Say = lambda _: None) -> StepCosts:
 
 
 def _measure(target: ModelRunner, batches: list[int], context: int, rows: tuple[int, ...]) -> tuple[float, ...]:
-    """Seconds of a step by rows a sequence, undisturbed: the best of some rounds, every size once in each."""
+    """Seconds of a step by rows a sequence, undisturbed: the best of some rounds with a few steps of every size."""
     with _drafting(target, max(batches), context) as (engine, size):
         times: dict[int, list[float]] = {count: [] for count in rows}
         for _ in range(REPEATS):
             for count in rows:
                 size[0] = count - 1
-                start = time.perf_counter()
-                engine.step()
-                _wait(target.device)
-                times[count].append(time.perf_counter() - start)
+                engine.step()  # not timed: what another size has left in the caches is none of this one's business
+                for _ in range(BURST):
+                    _wait(target.device)
+                    start = time.perf_counter()
+                    engine.step()
+                    _wait(target.device)
+                    times[count].append(time.perf_counter() - start)
     return tuple(min(times[count]) for count in rows)
 
 
@@ -132,7 +136,7 @@ class _Silence:
 def _answer(index: int, context: int, vocabulary: int) -> Sequence:
     # A negative id never meets one of a request's; differing prompts share no pages.
     tokens = [(7 * index + 13 * i + 1) % vocabulary for i in range(context)]
-    params = SamplingParams(max_tokens=8 * REPEATS * len(ROWS), temperature=0.0)
+    params = SamplingParams(max_tokens=8 + (1 + BURST) * REPEATS * len(ROWS) * 2, temperature=0.0)
     return Sequence(
         id=-1 - index,
         request_id=-1 - index,

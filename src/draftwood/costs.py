@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +38,13 @@ class StepCosts:
 
     def at(self, rows: int, context: float = 0, batch: int = 1) -> float:
         """Seconds of a step with so many rows in all, over `batch` sequences of `context` tokens each."""
-        by_context = [_interpolate(self.rows, _rising(line), rows) for line in self.seconds]
+        by_context = [_interpolate(self.rows, line, rows) for line in self._rising]
         own = _interpolate(self.contexts, by_context, context) if len(self.contexts) > 1 else by_context[0]
         return max(own, min(by_context)) + (batch - 1) * self.per_sequence
+
+    @cached_property
+    def _rising(self) -> list[list[float]]:
+        return [list(itertools.accumulate(line, max)) for line in self.seconds]
 
     def slope(self, rows: int, context: float = 0, batch: int = 1, over: int = 8) -> float:
         """Seconds that one more row costs, on average over the next few."""
@@ -64,14 +70,6 @@ class StepCosts:
             return cls(tuple(raw["rows"]), tuple(raw["contexts"]), lines, float(raw["per_sequence"]))
         except (OSError, ValueError, TypeError, KeyError):
             return None
-
-
-def _rising(times: Sequence[float]) -> list[float]:
-    highest, rising = 0.0, []
-    for time in times:
-        highest = max(highest, time)
-        rising.append(highest)
-    return rising
 
 
 def _interpolate(xs: Sequence[int], ys: Sequence[float], x: float) -> float:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -157,6 +158,7 @@ class NativeTransformer:
     ) -> None:
         self.config = config = checkpoint.config
         self.weights = weights
+        self.implementation = Path(library._name).stem
         self._library = library
         packer = _Packer(library, checkpoint, weights, progress)
         self._arena = packer.arena
@@ -248,7 +250,6 @@ class _Scratch:
         self._model = model
         self._rows = self._threads = self._scores = 0
         self._buffers: list[Tensor] = []
-        self._barrier = torch.zeros(16, dtype=torch.int64)
         self._struct = structs.Scratch()
 
     def fit(self, rows: int, num_keys: int, num_nodes: int) -> structs.Scratch:
@@ -259,9 +260,7 @@ class _Scratch:
             self._rows, self._scores = max(rows, self._rows), max(scores, self._scores)
             self._threads = threads
             self._buffers = self._allocate()
-            self._struct = structs.Scratch(
-                threads, *(b.data_ptr() for b in self._buffers), self._scores, self._barrier.data_ptr()
-            )
+            self._struct = structs.Scratch(threads, *(b.data_ptr() for b in self._buffers), self._scores)
         return self._struct
 
     def _allocate(self) -> list[Tensor]:
@@ -272,6 +271,7 @@ class _Scratch:
         return [
             *(torch.zeros(self._rows, width) for width in floats),
             torch.zeros(self._rows, widest, dtype=torch.int8),
-            *(torch.zeros(self._rows, widest // GROUP) for _ in range(2)),
+            *(torch.zeros(self._rows, widest // GROUP) for _ in range(3)),  # the last holds 32-bit whole numbers
             torch.empty(self._threads, self._scores),
+            torch.zeros(1 + self._threads, 8, dtype=torch.int64),  # the team's barrier and counters
         ]

@@ -26,6 +26,7 @@ class Model(Protocol):
     dtype: torch.dtype
     device: torch.device
     weights: WeightFormat
+    implementation: str  # changes whenever the code that computes does
 
     @property
     def num_bytes(self) -> int:

@@ -36,6 +36,7 @@ class Layer:
 class Transformer:
     """Weights and the forward over paged keys and values."""
 
+    implementation = "torch"
     strict = False  # torch's products choose their order of summation by the number of rows
 
     def __init__(

@@ -27,12 +27,14 @@ static void summarise(const Model *m, const Matrix *w, const Scratch *s, const f
     if (!takes_sums(m, w)) return;
     const int64_t stride = w->inputs, groups = stride / GROUP;
     int8_t *bytes = takes_bytes(m, w) ? s->bytes + row * stride : NULL;
-    summarise_row(values + row * stride, stride, bytes, s->scale + row * groups, s->sums + row * groups);
+    summarise_row(values + row * stride, stride, bytes, s->scale + row * groups, s->sums + row * groups,
+                  s->offsets + row * groups);
 }
 
 static Rows rows_for(const Model *m, const Matrix *w, const Scratch *s, const float *values, int64_t count) {
     const int8_t *bytes = takes_bytes(m, w) ? s->bytes : NULL;
-    return (Rows){.values = values, .bytes = bytes, .scale = s->scale, .sums = s->sums, .stride = w->inputs, .rows = count};
+    return (Rows){.values = values, .bytes = bytes, .scale = s->scale, .sums = s->sums, .offsets = s->offsets,
+                  .stride = w->inputs, .rows = count};
 }
 
 /* Norm, summary and product of all rows; the residual stream may be read through `index`. */

@@ -61,7 +61,8 @@ typedef struct {
     int8_t *bytes;   /* rows x widest input */
     float *scale;    /* rows x groups of the widest input */
     float *sums;     /* the same */
+    int32_t *offsets; /* the same */
     float *scores;   /* one part for each thread */
+    void *barrier;   /* see team.h */
     int64_t score_size;
-    void *barrier;   /* 128 zero bytes */
 } Scratch;

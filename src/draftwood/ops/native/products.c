@@ -132,13 +132,14 @@ TILE(tile_bytes) {
     const int64_t groups = m->inputs / GROUP, xgroups = x->stride / GROUP;
     const int8_t *xs = x->bytes + row * x->stride;
     const float *xscale = x->scale + row * xgroups, *sums = x->sums + row * xgroups;
+    const int32_t *offsets = x->offsets + row * xgroups;
     const uint32_t *w = (const uint32_t *)m->words + panel * groups * words * PANEL;
     vf total[MAX_ROWS][2];
     clear(total, R);
     for (int64_t g = 0; g < groups; g++) {
         vi sum[MAX_ROWS][2];
         /* An int8 weight is stored 128 too high, which the sum of the inputs takes back. */
-        ALL(r) sum[r][0] = sum[r][1] = splati(bits == 8 ? -128 * (int32_t)sums[r * xgroups + g] : 0);
+        ALL(r) sum[r][0] = sum[r][1] = splati(bits == 8 ? offsets[r * xgroups + g] : 0);
         UNROLL for (int i = 0; i < words; i++) {
             vu a = loadu(w), b = loadu(w + LANES);
             FETCH(w);
@@ -248,17 +249,18 @@ void multiply(const Matrix *m, const Rows *x, const Target *t, const Team *team)
     Tile *const *tiles = tiles_for(m, x);
     const int64_t most = x->bytes && m->storage >= INT8 ? MAX_BYTE_ROWS : MAX_ROWS;
     const int64_t parts = (x->rows + most - 1) / most;
-    SHARE(team, panel, m->outputs / PANEL)
-        for (int64_t part = 0; part < parts; part++) {
-            float tile[MAX_ROWS][PANEL];
-            int64_t row = x->rows * part / parts, count = x->rows * (part + 1) / parts - row;
-            tiles[count - 1](m, panel, x, row, tile);
-            finish(m, panel, tile, row, count, t);
-        }
+    int64_t helped = 0;
+    for (int64_t item; (item = take(team, m->outputs / PANEL * parts, &helped)) >= 0;) {
+        const int64_t panel = item / parts, part = item % parts;
+        const int64_t row = x->rows * part / parts, count = x->rows * (part + 1) / parts - row;
+        float tile[MAX_ROWS][PANEL];
+        tiles[count - 1](m, panel, x, row, tile);
+        finish(m, panel, tile, row, count, t);
+    }
     meet(team);
 }
 
-void summarise_row(const float *values, int64_t stride, int8_t *bytes, float *scale, float *sums) {
+void summarise_row(const float *values, int64_t stride, int8_t *bytes, float *scale, float *sums, int32_t *offsets) {
     for (int64_t g = 0; g < stride / GROUP; g++) {
         vf a = load(values + g * GROUP), b = load(values + g * GROUP + LANES);
         if (!bytes) {
@@ -274,6 +276,7 @@ void summarise_row(const float *values, int64_t stride, int8_t *bytes, float *sc
         store_bytes(bytes + g * GROUP, a);
         store_bytes(bytes + g * GROUP + LANES, b);
         sums[g] = sum16(a + b);
+        offsets[g] = -128 * (int32_t)sums[g];
     }
 }
 

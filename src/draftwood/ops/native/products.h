@@ -10,6 +10,7 @@ typedef struct {
     const int8_t *bytes;  /* [rows][stride], or null: use the values */
     const float *scale;   /* [rows][stride / 32] */
     const float *sums;    /* [rows][stride / 32], of the bytes if there are any, else of the values */
+    const int32_t *offsets; /* [rows][stride / 32], -128 times the sums of the bytes */
     int64_t stride, rows;
 } Rows;
 
@@ -24,7 +25,7 @@ typedef struct {
 void multiply(const Matrix *matrix, const Rows *rows, const Target *target, const Team *team);
 
 /* Fill in what products with quantised weights need of rows [values, stride]; one row, by one thread. */
-void summarise_row(const float *values, int64_t stride, int8_t *bytes, float *scale, float *sums);
+void summarise_row(const float *values, int64_t stride, int8_t *bytes, float *scale, float *sums, int32_t *offsets);
 
 /* One row of the matrix. */
 void read_output(const Matrix *matrix, int64_t index, float *out);

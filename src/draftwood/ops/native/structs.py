@@ -58,8 +58,8 @@ class Scratch(Structure):
     _fields_ = [
         ("threads", c_int64),
         ("hidden", c_void_p), ("input", c_void_p), ("qkv", c_void_p), ("mixed", c_void_p), ("gated", c_void_p),
-        ("bytes", c_void_p), ("scale", c_void_p), ("sums", c_void_p), ("scores", c_void_p),
-        ("score_size", c_int64), ("barrier", c_void_p),
+        ("bytes", c_void_p), ("scale", c_void_p), ("sums", c_void_p), ("offsets", c_void_p), ("scores", c_void_p),
+        ("barrier", c_void_p), ("score_size", c_int64),
     ]  # fmt: skip
 
 
