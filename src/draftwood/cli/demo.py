@@ -18,7 +18,15 @@ from draftwood.cli.demo_prompts import PROMPTS, DemoPrompt
 from draftwood.cli.demo_view import BlockView, ColumnView, draw_svg, summary_table
 from draftwood.cli.flags import EngineFlags
 from draftwood.cli.screen import Transcript, say, stdout, write_json
-from draftwood.cli.session import check_parts, collect, conversation, fetch_quietly, loading, mention_missing_kernels
+from draftwood.cli.session import (
+    check_parts,
+    collect,
+    conversation,
+    fetch_quietly,
+    loading,
+    mention_missing_kernels,
+    setting,
+)
 from draftwood.drafters.none import NoDrafter
 from draftwood.protocols import BatchView, Budget, Drafter, Features, Randomness
 from draftwood.request import SamplingParams
@@ -139,14 +147,10 @@ def run_demo(flags: EngineFlags, params: SamplingParams, svg: Path | None) -> bo
             "identical": identical,
             "steady": unsteadiness <= STEADY,
             "median_ratio": round(statistics.median(c.ratio for c in comparisons), 3),
-            "model": flags.model,
-            "weights": flags.weights,
-            "drafter": flags.drafter,
-            "law": flags.law,
-            "tree": flags.tree,
             "max_tokens": params.max_tokens,
             "prompts": [comparison.record() for comparison in comparisons],
         }
+        | setting(flags)
     )
     return identical
 

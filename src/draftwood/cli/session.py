@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from draftwood.cli.flags import EngineFlags
 from draftwood.cli.screen import AnswerPrinter, Transcript, figures, say, stderr, write_json
@@ -100,10 +100,19 @@ def _ignore(event: Event) -> None:
     pass
 
 
+def setting(flags: EngineFlags) -> dict[str, Any]:
+    """What an answer was made with, for JSON."""
+    import torch
+
+    from draftwood.engine.worker import ComputeThread
+
+    parts = {"model": flags.model, "drafter": flags.drafter, "law": flags.law, "tree": flags.tree}
+    return parts | {"weights": flags.weights, "threads": ComputeThread.shared().call(torch.get_num_threads)}
+
+
 def report(transcript: Transcript, flags: EngineFlags, params: SamplingParams, *, as_json: bool) -> None:
     """The figures of an answer: one JSON line, or a line for whoever watches."""
     if as_json:
-        names = {"model": flags.model, "drafter": flags.drafter, "law": flags.law, "tree": flags.tree}
-        write_json(transcript.record() | names | {"seed": params.seed})
+        write_json(transcript.record() | setting(flags) | {"seed": params.seed})
     elif stderr().is_terminal:
         say(figures(transcript.stats))

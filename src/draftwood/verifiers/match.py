@@ -13,7 +13,7 @@ from torch import Tensor
 from draftwood.protocols import BatchView, Randomness
 from draftwood.rng import Purpose, derive
 from draftwood.tree import DraftLaw, TokenTree, Verdict
-from draftwood.verifiers.path import PathWalk
+from draftwood.verifiers.path import PathWalk, follow
 
 
 class Match:
@@ -31,6 +31,8 @@ class Match:
         seeds = derive(view.seeds, Purpose.TARGET)
         if tree.num_drafted == 0:
             return Verdict.of_roots(tree, rng.pick(p, derive(seeds, view.lengths)))
+        if all(params.greedy for params in view.params):
+            return follow(tree, p.argmax(-1).tolist())  # nothing is drawn: no need to ask node by node
         walk = PathWalk(tree)
         bonus = torch.empty_like(walk.node)
         while True:

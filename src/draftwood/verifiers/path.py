@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from draftwood.tree import TokenTree, Verdict
+
+
+def follow(tree: TokenTree, choices: Sequence[int]) -> Verdict:
+    """Down every tree along what was chosen after each of its nodes [M]; on the host, where small trees are quick."""
+    tokens, parents, owner = tree.tokens.tolist(), tree.parents.tolist(), tree.owner.tolist()
+    paths: list[list[int]] = [[] for _ in range(tree.num_trees)]
+    for node, (token, parent, b) in enumerate(zip(tokens, parents, owner, strict=True)):
+        # Parents come before children, so a node that continues its path is the first of its kind.
+        if parent < 0 or (paths[b][-1] == parent and token == choices[parent]):
+            paths[b].append(node)
+    longest = tree.max_depth + 1
+    ways = torch.tensor([path + [-1] * (longest - len(path)) for path in paths], device=tree.tokens.device)
+    ends = torch.tensor([[len(path) - 1, choices[path[-1]]] for path in paths], device=tree.tokens.device)
+    return Verdict(ways, ends[:, 0], ends[:, 1])
 
 
 class PathWalk:

@@ -1,0 +1,38 @@
+"""Two ways down a tree, one node at a time and all at once, come to the same end."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from draftwood.tree import TokenTree
+from draftwood.verifiers.path import PathWalk, follow
+
+CPU = torch.device("cpu")
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> tuple[list[int], list[int]]:
+    size = draw(st.integers(1, 12))
+    tokens = draw(st.lists(st.integers(0, 3), min_size=size, max_size=size))
+    return tokens, [-1, *(draw(st.integers(0, i - 1)) for i in range(1, size))]
+
+
+@given(st.lists(trees(), min_size=1, max_size=4), st.data())
+@settings(max_examples=150, deadline=None)
+def test_following_choices_is_walking(given_trees: list[tuple[list[int], list[int]]], data: st.DataObject) -> None:
+    tree = TokenTree.of_points(given_trees, CPU)
+    count = tree.tokens.shape[0]
+    choices = data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
+    walk, chosen = PathWalk(tree), torch.tensor(choices)
+    while True:
+        active = walk.active.nonzero().view(-1)
+        if not walk.descend(active, walk.child_with(active, chosen[walk.node[active]])):
+            break
+    want, got = walk.verdict(chosen[walk.node]), follow(tree, choices)
+    assert got.length.tolist() == want.length.tolist()
+    assert got.bonus.tolist() == want.bonus.tolist()
+    for b, length in enumerate(want.length.tolist()):
+        assert got.path[b, : length + 1].tolist() == want.path[b, : length + 1].tolist()
+        assert set(got.path[b, length + 1 :].tolist()) <= {-1}
