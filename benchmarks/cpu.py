@@ -44,6 +44,7 @@ class Figures:
     version: str
     speeds: dict[tuple[int, int], float] = field(default_factory=dict)  # (round, prompt) -> tokens a second
     answers: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    writing: list[float] = field(default_factory=list)  # tokens a second after the first one, where an engine tells
     steps: dict[int, list[float]] = field(default_factory=lambda: {rows: [] for rows in ROWS})
     prefills: list[float] = field(default_factory=list)  # tokens a second
     bytes: int | None = None
@@ -135,6 +136,7 @@ def answer_prompts(arena: Arena, prompts: Callable[[int], list[list[int]]], toke
                 own.answers[at] = reply["tokens"]
                 if at[0] >= 0:
                     own.speeds[at] = tokens / reply["seconds"]
+                    own.writing += [reply["writing"]] if reply["writing"] else []
 
             arena.each(turn, answer)
 
@@ -227,6 +229,10 @@ def step_cost(rows: int) -> Callable[[Figures], float | None]:
     return cost
 
 
+def writing(figures: Figures) -> float | None:
+    return statistics.median(figures.writing) if figures.writing else None
+
+
 def plain(engine: str, form: str) -> Key:
     return Key(engine, form, PLAIN)
 
@@ -256,8 +262,12 @@ def draft_rows(table: Table) -> None:
         for form in forms:
             table.ratio(f"n-gram / plain: {engine} {form}", speed, Key(engine, form, LOOKUP), plain(engine, form))
     for form, target in zip(RIGHT_FORMATS, (2.7, 3.0), strict=True):
-        what = f"always-right draft of 3 / plain: ours {form}"
-        table.ratio(what, speed, Key("ours", form, RIGHT), plain("ours", form), target)
+        known = Key("ours", form, RIGHT)
+        # No draft makes a prompt shorter, so the target is for what comes after it.
+        table.ratio(
+            f"always-right draft of 3 / plain, writing: ours {form}", writing, known, plain("ours", form), target
+        )
+        table.ratio(f"always-right draft of 3 / plain, prompt included: ours {form}", speed, known, plain("ours", form))
 
 
 def other_rows(table: Table, arena: Arena) -> None:

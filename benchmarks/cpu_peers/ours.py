@@ -26,9 +26,10 @@ class Ours:
         self.version = f"draftwood {draftwood.__version__}"
         self._answer: Sequence[int] = ()
         self._asked = 0
+        self.writing: float | None = None
         scripted = ScriptedDrafter(self._ahead, RIGHT_CHAIN, chain=True)
         drafter = {LOOKUP: "ngram", RIGHT: scripted}.get(mode, "none")
-        config = EngineConfig(weights=form, threads=threads)
+        config = EngineConfig(weights=form, threads=threads, cache_tokens=2048)  # one conversation's worth
         controller = FixedBudget(RIGHT_CHAIN) if mode == RIGHT else None
         self._llm = LLM("smollm2", drafter=drafter, config=config, controller=controller)
         if mode == LOOKUP:
@@ -40,7 +41,9 @@ class Ours:
 
     def generate(self, prompt: Sequence[int], max_tokens: int, answer: Sequence[int]) -> Sequence[int]:
         self._answer, self._asked = answer, len(prompt)
-        return self._llm.generate([prompt], SamplingParams(max_tokens=max_tokens, ignore_eos=True))[0].token_ids
+        result = self._llm.generate([prompt], SamplingParams(max_tokens=max_tokens, ignore_eos=True))[0]
+        self.writing = (max_tokens - 1) / (result.stats.seconds - result.stats.first_token_seconds)
+        return result.token_ids
 
     def steps(self, context: Sequence[int], rows: Sequence[int], repeats: int) -> list[float]:
         return ComputeThread.shared().call(lambda: self._steps([*context, *rows], len(context), repeats))

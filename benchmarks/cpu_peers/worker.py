@@ -41,7 +41,9 @@ def peak_bytes() -> int:
 def generate(contender: Contender, request: Mapping[str, Any]) -> dict[str, Any]:
     start = time.perf_counter()
     tokens = contender.generate(request["prompt"], request["max_tokens"], request.get("answer", ()))
-    return {"seconds": time.perf_counter() - start, "tokens": [int(token) for token in tokens]}
+    seconds = time.perf_counter() - start
+    writing = getattr(contender, "writing", None)  # tokens a second after the first one
+    return {"seconds": seconds, "tokens": [int(token) for token in tokens], "writing": writing}
 
 
 def steps(contender: Contender, request: Mapping[str, Any]) -> dict[str, Any]:
