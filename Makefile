@@ -11,7 +11,7 @@ CORE := src/draftwood/tree.py,src/draftwood/treebuilder.py,src/draftwood/samplin
 
 demo: .venv/.installed
 	$(BIN)/draftwood models --fetch smollm2
-	$(BIN)/draftwood demo
+	$(BIN)/draftwood demo --weights w8a8
 
 test: check
 	$(BIN)/draftwood models --fetch smollm2

@@ -6,10 +6,13 @@ LLM("org/big", drafter="model:org/small", tree="beam").
 """
 
 from draftwood import LLM, SamplingParams
+from draftwood.engine.controller import FixedBudget
 
 PROMPT = "Water boils at"
 
-with LLM("smollm2", drafter="model:smollm2", tree="beam:nodes=8,width=2,depth=3") as llm:
+# On a calibrated machine the budget would notice that this drafter is as slow as its target, and ask it for nothing.
+always = FixedBudget(8)
+with LLM("smollm2", drafter="model:smollm2", tree="beam:nodes=8,width=2,depth=3", controller=always) as llm:
     for temperature in (0.0, 0.8):
         result = llm.generate(PROMPT, SamplingParams(max_tokens=16, temperature=temperature, seed=1))
         stats = result.stats

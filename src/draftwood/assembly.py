@@ -24,6 +24,7 @@ from draftwood.growers import (
     Levels,
     WithoutReplacement,
 )
+from draftwood.machine import give_back_memory
 from draftwood.model.checkpoint import Checkpoint, open_checkpoint
 from draftwood.model.native import Progress
 from draftwood.model.runner import ModelRunner, require_strict
@@ -163,6 +164,8 @@ def load_runner(checkpoint: Checkpoint, config: EngineConfig, progress: Progress
         config.weight_format(),
         progress,
     )
+    checkpoint.forget()
+    give_back_memory()
     if config.strict:
         require_strict(runner.model)
     return runner

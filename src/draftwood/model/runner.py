@@ -8,7 +8,6 @@ import torch
 
 from draftwood.cache.kv import KVCache
 from draftwood.errors import InvalidRequest
-from draftwood.machine import give_back_memory
 from draftwood.model.batch import ForwardBatch, ForwardOutput, Pages
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.config import ModelConfig
@@ -89,8 +88,6 @@ class ModelRunner:
     ) -> ModelRunner:
         """Read the weights and set the cache up."""
         model = load_model(checkpoint, dtype, device, weights, progress)
-        checkpoint.forget()
-        give_back_memory()
         return cls(model, num_pages, page_size)
 
     @property
