@@ -42,7 +42,8 @@ class Ours:
     def generate(self, prompt: Sequence[int], max_tokens: int, answer: Sequence[int]) -> Sequence[int]:
         self._answer, self._asked = answer, len(prompt)
         result = self._llm.generate([prompt], SamplingParams(max_tokens=max_tokens, ignore_eos=True))[0]
-        self.writing = (max_tokens - 1) / (result.stats.seconds - result.stats.first_token_seconds)
+        later = result.stats.seconds - result.stats.first_token_seconds
+        self.writing = (max_tokens - 1) / later if max_tokens > 1 else None
         return result.token_ids
 
     def steps(self, context: Sequence[int], rows: Sequence[int], repeats: int) -> list[float]:
