@@ -75,9 +75,9 @@ def calibrate(target: ModelRunner, say: Say = lambda _: None) -> StepCosts:
     lines = []
     for context in sorted(set(contexts)):
         say(f"steps with {context} tokens of context")
-        lines.append(_measure(target, [1] * len(ROWS), context, ROWS))
+        lines.append(_measure(target, 1, context, ROWS))
     say(f"steps of {BATCH} sequences")
-    together = _measure(target, [BATCH], min(contexts), (1,))[0]
+    together = _measure(target, BATCH, min(contexts), (1,))[0]
     alone = lines[0][ROWS.index(BATCH)]
     per_sequence = max(0.0, (together - alone) / (BATCH - 1))
     costs = StepCosts(ROWS, tuple(sorted(set(contexts))), tuple(lines), per_sequence)
@@ -85,9 +85,9 @@ def calibrate(target: ModelRunner, say: Say = lambda _: None) -> StepCosts:
     return costs
 
 
-def _measure(target: ModelRunner, batches: list[int], context: int, rows: tuple[int, ...]) -> tuple[float, ...]:
+def _measure(target: ModelRunner, batch: int, context: int, rows: tuple[int, ...]) -> tuple[float, ...]:
     """Seconds of a step by rows a sequence, undisturbed: the best of some rounds with a few steps of every size."""
-    with _drafting(target, max(batches), context) as (engine, size):
+    with _drafting(target, batch, context) as (engine, size):
         times: dict[int, list[float]] = {count: [] for count in rows}
         for _ in range(REPEATS):
             for count in rows:

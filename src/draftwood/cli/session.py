@@ -13,9 +13,9 @@ from draftwood.request import Event, SamplingParams
 
 if TYPE_CHECKING:
     from draftwood.engine.llm import LLM, Prompt
+    from draftwood.model.native import Progress
 
 Message = dict[str, str]
-Progress = Callable[[int, int], None]
 
 
 def open_llm(flags: EngineFlags) -> LLM:

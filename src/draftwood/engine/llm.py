@@ -158,7 +158,8 @@ class LLM:
     @property
     def is_calibrated(self) -> bool:
         """Whether the costs of steps are known for this model on this machine."""
-        return known_costs(self.engine.target) is not None
+        # On the compute thread: the number of threads is part of the table's name, and each thread has its own.
+        return ComputeThread.shared().call(lambda: known_costs(self.engine.target)) is not None
 
     def close(self) -> None:
         """Cancel everything and free the engine's thread."""

@@ -35,7 +35,7 @@ static const float *query_of(const Block *b, int64_t index) {
     return b->queries + index / b->num_heads * b->stride + index % b->num_heads * b->model->head_dim;
 }
 
-/* Sixteen keys from number `first` on, turned to [head_dim][16]; what lies beyond the last is zero. */
+/* Sixteen keys from number `first` on, turned to [head_dim][16]; beyond the last the first stands again, whose scores nobody reads. */
 static void turn_keys(const Block *b, int64_t first, int64_t count, float *turned) {
     const int64_t dim = b->model->head_dim;
     const float *key[LANES];
@@ -134,13 +134,13 @@ static float soften(float *scores, Path path, int64_t width) {
     return 1.0f / sum16(sum);
 }
 
-/* out[i] += weight[i][key] value[key] over keys [first, end), for `count` queries and 16 * V numbers of each value. */
-INLINE void mix(const Block *b, float *const *weights, int64_t first, int64_t end, int64_t d, const int Q, const int V,
+/* out[i] += weight[i][key] value[key] over keys [0, end), for Q queries and 16 * V numbers of each value. */
+INLINE void mix(const Block *b, float *const *weights, int64_t end, int64_t d, const int Q, const int V,
                 float *const *out) {
     vf sum[QUERIES][4];
     for (int i = 0; i < Q; i++)
         for (int v = 0; v < V; v++) sum[i][v] = load(out[i] + d + v * LANES);
-    for (int64_t key = first; key < end; key++) {
+    for (int64_t key = 0; key < end; key++) {
         const float *value = at_key(b, b->values, key) + d;
         vf part[4];
         for (int v = 0; v < V; v++) part[v] = load(value + v * LANES);
@@ -155,13 +155,13 @@ static void mix_linear(const Block *b, float *const *weights, int64_t end, int64
     const int64_t dim = b->model->head_dim;
     int64_t d = 0;
     for (; d + 4 * LANES <= dim; d += 4 * LANES) {
-        if (count == QUERIES) mix(b, weights, 0, end, d, QUERIES, 4, out);
-        else if (count == 3) mix(b, weights, 0, end, d, 3, 4, out);
+        if (count == QUERIES) mix(b, weights, end, d, QUERIES, 4, out);
+        else if (count == 3) mix(b, weights, end, d, 3, 4, out);
         else
-            for (int64_t i = 0; i < count; i++) mix(b, weights + i, 0, end, d, 1, 4, out + i);
+            for (int64_t i = 0; i < count; i++) mix(b, weights + i, end, d, 1, 4, out + i);
     }
     for (; d + LANES <= dim; d += LANES)
-        for (int64_t i = 0; i < count; i++) mix(b, weights + i, 0, end, d, 1, 1, out + i);
+        for (int64_t i = 0; i < count; i++) mix(b, weights + i, end, d, 1, 1, out + i);
     for (; d < dim; d++)
         for (int64_t i = 0; i < count; i++)
             for (int64_t key = 0; key < end; key++)
