@@ -49,16 +49,19 @@ class Enumerator:
         self.weight *= weights[chosen] / sum(weights)
         return chosen
 
-    def flip(self, prob: Tensor, keys: Tensor) -> Tensor:
-        assert bool(((prob >= -1e-15) & torch.isfinite(prob)).all()), f"not a probability: {prob}"
-        chances = prob.clamp(0, 1).tolist()
-        flips = [self._choose((1 - p, p), k) == 1 for p, k in zip(chances, keys.tolist(), strict=True)]
-        return torch.tensor(flips, dtype=torch.bool)
-
     def pick(self, weights: Tensor, keys: Tensor) -> Tensor:
-        assert bool((weights >= 0).all()), "a weight is negative"
-        picks = [self._choose(w, k) for w, k in zip(weights.tolist(), keys.tolist(), strict=True)]
-        return torch.tensor(picks, dtype=torch.int64)
+        assert bool((weights >= -1e-15).all()), "a weight is negative"
+        assert bool(torch.isfinite(weights).all()), "a weight is not a number"
+        rows = weights.clamp(min=0).tolist()
+        return torch.tensor([self._choose(w, k) for w, k in zip(rows, keys.tolist(), strict=True)], dtype=torch.int64)
+
+    def race(self, weights: Tensor, keys: Tensor, winners: int = 1) -> Tensor:
+        """A race ends like draws without replacement; that two races share noise is not modelled here."""
+        left, places = weights.clone(), []
+        for place in range(winners):
+            places.append(self.pick(left, keys * 1000 + place))
+            left = left.scatter(1, places[-1][:, None], 0.0)
+        return torch.stack(places, 1)
 
 
 def law_of(run: Callable[[Enumerator], Hashable]) -> dict[Hashable, float]:

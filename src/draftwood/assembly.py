@@ -19,9 +19,11 @@ from draftwood.growers import (
     Best,
     BestFirst,
     ChildPicker,
+    Coupled,
     Hybrid,
     Independent,
     Levels,
+    Paths,
     WithoutReplacement,
 )
 from draftwood.machine import give_back_memory
@@ -29,9 +31,11 @@ from draftwood.model.checkpoint import Checkpoint, open_checkpoint
 from draftwood.model.native import Progress
 from draftwood.model.runner import ModelRunner, require_strict
 from draftwood.protocols import Drafter, Grower, Verifier
-from draftwood.verifiers import LAWS
+from draftwood.tree import DraftLaw
+from draftwood.verifiers import LAWS, ByRequest, default_law
 
 DEFAULT_TREE = "chain"
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -85,6 +89,10 @@ TREES: Mapping[str, Entry] = {
     "without-replacement": Entry(
         _levels(WithoutReplacement()), {"widths": (2, 2, 1)}, "children drawn without repeating a sibling"
     ),
+    "paths": Entry(
+        Paths, {"paths": 2, "depth": 4, "trunk": 0}, "independent paths, merged where they agree, behind a common trunk"
+    ),
+    "coupled": Entry(_levels(Coupled()), {"widths": (1, 1, 1, 1)}, "what the target's own noise makes of the draft"),
     "hybrid": Entry(_levels(Hybrid()), {"widths": (2, 2, 1)}, "the likeliest children and one drawn from the rest"),
 }
 
@@ -123,11 +131,25 @@ def build_grower(spec: str) -> Grower:
     return _entry("tree", TREES, name).build("tree", name, settings)
 
 
-def build_verifier(name: str) -> Verifier:
+def build_verifier(spec: str) -> Verifier:
     """An acceptance law by name."""
+    name, settings = split_spec(spec)
     if name not in LAWS:
-        raise InvalidRequest(f"Unknown law '{name}': choose one of {', '.join(LAWS)}.")
-    return LAWS[name]()
+        raise InvalidRequest(f"Unknown law '{name}': choose one of {', '.join((AUTO, *LAWS))}.")
+    entry = LAWS[name]
+    return Entry(entry, entry.defaults, entry.says).build("law", name, settings)
+
+
+def choose_law(spec: str | Verifier, drafts: DraftLaw) -> ByRequest:
+    """The law of an engine, `auto` being whatever suits its drafts; requests may name others."""
+    if isinstance(spec, str):
+        spec = build_verifier(default_law(drafts) if spec == AUTO else spec)
+    return ByRequest(spec, build_verifier)
+
+
+def suited_tree(drafter: str, law: str | Verifier) -> str | None:
+    """The tree a law asks for where the user names none."""
+    return "coupled" if law == "coupled" and drafter.startswith("model:") else None
 
 
 def build_drafter(spec: str, tree: str | None, target: Checkpoint, config: EngineConfig) -> Drafter:

@@ -61,6 +61,21 @@ class BatchView:
     max_nodes: Tensor  # [B] int64 draft nodes that have room
     max_depth: Tensor  # [B] int64 draft tokens that could still be emitted
 
+    def take(self, rows: Sequence[int]) -> BatchView:
+        """The same of some of the sequences."""
+        return BatchView(
+            seq_ids=tuple(self.seq_ids[b] for b in rows),
+            tokens=[self.tokens[b] for b in rows],
+            prompt_lengths=tuple(self.prompt_lengths[b] for b in rows),
+            params=tuple(self.params[b] for b in rows),
+            bad_words=tuple(self.bad_words[b] for b in rows),
+            lengths=self.lengths[rows],
+            seeds=self.seeds[rows],
+            temperature=self.temperature[rows],
+            max_nodes=self.max_nodes[rows],
+            max_depth=self.max_depth[rows],
+        )
+
     @property
     def root_tokens(self) -> list[int]:
         """The last committed token of each sequence."""
@@ -73,12 +88,12 @@ Features = Mapping[int, Tensor]  # layer -> [M, hidden] the residual stream afte
 class Randomness(Protocol):
     """The only two ways to be random. Keys name a draw; see rng.py for what makes them safe."""
 
-    def flip(self, prob: Tensor, keys: Tensor) -> Tensor:
-        """True with probability `prob`. [B], [B] -> [B] bool."""
-        ...
-
     def pick(self, weights: Tensor, keys: Tensor) -> Tensor:
         """An index in proportion to `weights`. [B, V], [B] -> [B] int64."""
+        ...
+
+    def race(self, weights: Tensor, keys: Tensor, winners: int = 1) -> Tensor:
+        """Indices in proportion to `weights`, none twice, by noise that similar weights share. [B, winners]."""
         ...
 
 

@@ -45,6 +45,7 @@ class SamplingParams:
     seed: int | None = None  # None: another one every time
     n: int = 1
     logprobs: int | None = None  # None: none; k: the chosen token's and the k best alternatives'
+    law: str | None = None  # an acceptance law for this request alone, such as "block"; None: the engine's
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _as_tuple(self.stop))
@@ -84,6 +85,10 @@ class SamplingParams:
             (
                 self.logprobs is None or (_integer(self.logprobs) and 0 <= self.logprobs <= 100),
                 "logprobs must be None or an integer from 0 to 100",
+            ),
+            (
+                self.law is None or (isinstance(self.law, str) and self.law != ""),
+                "law must be the name of an acceptance law, or None for the engine's own",
             ),
             (
                 all(isinstance(s, str) and s for s in self.stop),
@@ -154,6 +159,9 @@ class SpeculationStats:
     preemptions: int = 0
     seconds: float = 0.0  # from submission to the last token
     first_token_seconds: float = 0.0
+    law: str = "match"
+    lossless: bool = True  # whether the law keeps the model's own distribution
+    drift: float | None = 0.0  # how far it may have moved it: total variation of the whole text; None: nobody knows
 
     @property
     def tokens_per_step(self) -> float:

@@ -34,6 +34,8 @@ class DraftLaw:
 
     draws: frozenset[Draw]
     chain: bool  # no node has two children
+    paths: bool = False  # whole independent paths, merged where they agree; perhaps behind a trunk they share
+    width: int | None = None  # most draws behind a node, where that is known
 
 
 POINT_CHAIN = DraftLaw(frozenset({Draw.POINT}), chain=True)
@@ -50,6 +52,8 @@ class TokenTree:
     draw: Tensor  # [M] int64, a `Draw`
     q_row: Tensor  # [M] int64, row of `q` a sampled node was drawn from, -1 for a point mass
     q: Tensor | None = None  # [R, V] the laws of the sampled nodes, given their earlier siblings
+    # [E] the node of every draw in the order drawn, where independent draws gave some node twice; None: each once
+    drawn: Tensor | None = None
 
     @classmethod
     def roots(cls, tokens: Tensor) -> TokenTree:
@@ -60,7 +64,7 @@ class TokenTree:
         tree = cls(tokens, none, steps, zeros, none)
         # Plain decoding should not pay for finding out that there is nothing to find out.
         own = steps[:-1]
-        tree.__dict__.update(sizes=zeros + 1, owner=own, local=zeros, paths=own[:, None], _sibling_links=(none, none))
+        tree.__dict__.update(sizes=zeros + 1, owner=own, local=zeros, paths=own[:, None], tries=none[:, None])
         return tree
 
     @classmethod
@@ -75,16 +79,15 @@ class TokenTree:
             links.owner,
             links.local,
             links.depth,
-            links.first,
-            links.following,
         ]
         packed = torch.tensor(columns, dtype=torch.int64, device=device)
-        tokens, parents, owner, local, depth, first, following = packed
+        tokens, parents, owner, local, depth = packed
         offsets = torch.tensor(links.offsets, device=device)
         tree = cls(tokens, parents, offsets, torch.zeros_like(tokens), torch.full_like(tokens, -1))
         # The host knows the structure already; finding it again would take dozens of small operations.
         tree.__dict__.update(owner=owner, local=local, depth=depth, max_depth=max(links.depth, default=0))
-        tree.__dict__.update(_sibling_links=(first, following), ancestors=torch.tensor(links.words(), device=device))
+        tries, words = torch.tensor(links.tries(), device=device), torch.tensor(links.words(), device=device)
+        tree.__dict__.update(tries=tries, ancestors=words)
         return tree
 
     @property
@@ -149,28 +152,46 @@ class TokenTree:
         return ancestor_words(self.paths, self.local, max(1, -(-(widest - 1) // BITS)))
 
     @cached_property
-    def _sibling_links(self) -> tuple[Tensor, Tensor]:
-        order = torch.argsort(self.parents, stable=True)
-        parents = self.parents[order]
-        same = parents[1:] == parents[:-1]
-        following = torch.full_like(self.parents, -1)
-        following[order[:-1]] = torch.where(same & (parents[1:] >= 0), order[1:], -1)
-        first = torch.full_like(self.parents, -1)
-        starts = torch.ones_like(parents, dtype=torch.bool)
-        starts[1:] = ~same
-        starts &= parents >= 0
-        first[parents[starts]] = order[starts]
-        return first, following
+    def levels(self) -> list[Tensor]:
+        """The nodes of each depth, roots first. Each [n]."""
+        return [(self.depth == depth).nonzero().view(-1) for depth in range(self.max_depth + 1)]
+
+    @cached_property
+    def tries(self) -> Tensor:
+        """The nodes drawn behind each node, in the order a verifier tries them, -1 padded. [M, W], W at least 1."""
+        drawn = torch.arange(self.num_nodes, device=self.tokens.device) if self.drawn is None else self.drawn
+        above = self.parents[drawn]
+        order = torch.argsort(above, stable=True)
+        order = order[above[order] >= 0]
+        above, drawn = above[order], drawn[order]
+        counts = torch.bincount(above, minlength=self.num_nodes)
+        rank = torch.arange(len(order), device=drawn.device) - (counts.cumsum(0) - counts)[above]
+        table = torch.full((self.num_nodes, max(1, int(counts.max()))), -1, device=drawn.device)
+        table[above, rank] = drawn
+        return table
 
     @property
-    def first_child(self) -> Tensor:
-        """First child of each node in trial order, -1 at a leaf. [M]."""
-        return self._sibling_links[0]
+    def _first_tries(self) -> Tensor:
+        """`tries`, with -1 where a node comes again. [M, W]."""
+        again = (self.tries[:, :, None] == self.tries[:, None, :]).tril(-1).any(-1)
+        return self.tries.masked_fill(again, -1)
 
-    @property
-    def next_sibling(self) -> Tensor:
-        """The sibling tried after each node, -1 at the last. [M]."""
-        return self._sibling_links[1]
+    def distinct(self) -> TokenTree:
+        """Every node tried once: what is left of repeated independent draws are draws without replacement.
+
+        Whether another different token comes at all depends only on the draws before it, so this is admissible.
+        """
+        if self.drawn is None or self.q is None:
+            return self
+        rows = torch.where(self.q_row[:, None] >= 0, self.q[self.q_row.clamp(min=0)], 0)  # [M, V] a law of its own each
+        for place, child in enumerate(self.tries.unbind(1)):
+            for later in self._first_tries[:, place + 1 :].unbind(1):
+                known = ((later >= 0) & (self.draw[later.clamp(min=0)] == Draw.IID)).nonzero().view(-1)
+                rows[later[known], self.tokens[child[known]]] = 0
+        rows = rows / rows.sum(-1, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny)
+        draw = torch.where(self.draw == Draw.IID, int(Draw.WITHOUT_REPLACEMENT), self.draw)
+        own = torch.arange(self.num_nodes, device=self.tokens.device)
+        return replace(self, draw=draw, q_row=torch.where(self.q_row >= 0, own, -1), q=rows, drawn=None)
 
     def drawn_probability(self, nodes: Tensor, dtype: torch.dtype) -> Tensor:
         """q(x) of each node's own token, one for a point mass. [k] -> [k]."""
@@ -181,11 +202,26 @@ class TokenTree:
 
     def law_rows(self, nodes: Tensor, like: Tensor) -> Tensor:
         """The law each of `nodes` [k] was drawn from, a point mass written out, shaped and typed as `like` [k, V]."""
-        rows = torch.zeros_like(like).scatter_(1, self.tokens[nodes][:, None], 1.0)
-        if self.q is not None:
-            drawn = self.q_row[nodes] >= 0
-            rows[drawn] = self.q[self.q_row[nodes][drawn]].to(like.dtype)
-        return rows
+        row = self.q_row[nodes]
+        if self.q is None:
+            return torch.zeros_like(like).scatter_(1, self.tokens[nodes][:, None], 1.0)
+        rows = self.q[row.clamp(min=0)].to(like.dtype)
+        if like.device.type == "cpu" and bool((row >= 0).all()):
+            return rows
+        chosen = row < 0
+        return rows.masked_fill_(chosen[:, None], 0).scatter_add_(
+            1, self.tokens[nodes][:, None], chosen[:, None].to(like.dtype)
+        )
+
+    def take(self, trees: Tensor) -> tuple[TokenTree, Tensor]:
+        """The batch of some trees [b], rising, and where its nodes [m] are in this one."""
+        wanted = torch.zeros(self.num_trees, dtype=torch.bool, device=self.tokens.device)
+        wanted[trees] = True
+        keep = wanted[self.owner]
+        kept = self._keep(keep)
+        return replace(kept, offsets=torch.cat([self.sizes.new_zeros(1), self.sizes[trees].cumsum(0)])), keep.nonzero()[
+            :, 0
+        ]
 
     def select(self, keep: Tensor, *, judged: bool) -> TokenTree:
         """The tree of the nodes in `keep` [M]; roots always stay, and no node may outlive its parent.
@@ -197,21 +233,26 @@ class TokenTree:
         orphaned = keep & (self.parents >= 0) & ~keep[self.parents]
         if bool(orphaned.any()):
             raise ValueError("select() would keep a node whose parent it drops")
+        kept = replace(self._keep(keep), offsets=offsets_of(self.owner[keep], self.num_trees))
+        return kept.forget_draws() if judged else kept
+
+    def _keep(self, keep: Tensor) -> TokenTree:
+        """The nodes in `keep` [M], renumbered; the offsets are the caller's to mend."""
         renumbered = keep.cumsum(0) - 1
         parents = self.parents[keep]
-        kept = replace(
+        return replace(
             self,
             tokens=self.tokens[keep],
             parents=torch.where(parents >= 0, renumbered[parents], -1),
-            offsets=offsets_of(self.owner[keep], self.num_trees),
             draw=self.draw[keep],
             q_row=self.q_row[keep],
+            drawn=None if self.drawn is None else renumbered[self.drawn[keep[self.drawn]]],
         )
-        return kept.forget_draws() if judged else kept
 
     def forget_draws(self) -> TokenTree:
         """The same tokens as point masses."""
-        return replace(self, draw=torch.zeros_like(self.draw), q_row=torch.full_like(self.q_row, -1), q=None)
+        none = torch.full_like(self.q_row, -1)
+        return replace(self, draw=torch.zeros_like(self.draw), q_row=none, q=None, drawn=None)
 
     def validate(self) -> None:
         """Raise ValueError unless the packed arrays describe B well-formed trees."""
@@ -227,6 +268,7 @@ class TokenTree:
             ),
             "a sampled node names no law": bool(((self.draw != Draw.POINT) & (self.q_row < 0)).any()),
             "a point mass names a law": bool(((self.draw == Draw.POINT) & (self.q_row >= 0)).any()),
+            "a node was never drawn": self.drawn is not None and not torch.equal(self.drawn.unique(), index),
             "a law is named that is not there": bool((self.q_row >= (0 if self.q is None else self.q.shape[0])).any()),
         }
         wrong = [text for text, broken in problems.items() if broken]
@@ -243,15 +285,13 @@ class _HostLinks:
     owner: list[int] = field(default_factory=list)
     local: list[int] = field(default_factory=list)
     depth: list[int] = field(default_factory=list)
-    first: list[int] = field(default_factory=list)
-    following: list[int] = field(default_factory=list)
+    children: list[list[int]] = field(default_factory=list)
     ancestors: list[int] = field(default_factory=list)  # bit i: local node i + 1
     offsets: list[int] = field(default_factory=lambda: [0])
 
     def add_tree(self, tokens: list[int], parents: list[int]) -> None:
         """Append one tree; `parents` count inside it."""
         start, tree = self.offsets[-1], len(self.offsets) - 1
-        last_child: dict[int, int] = {}
         for i, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
             above = parent + start if parent >= 0 else -1
             self.tokens.append(token)
@@ -259,16 +299,16 @@ class _HostLinks:
             self.owner.append(tree)
             self.local.append(i)
             self.depth.append(self.depth[above] + 1 if parent >= 0 else 0)
-            self.first.append(-1)
-            self.following.append(-1)
+            self.children.append([])
             self.ancestors.append(self.ancestors[above] | 1 << (i - 1) if parent >= 0 else 0)
             if parent >= 0:
-                if above in last_child:
-                    self.following[last_child[above]] = start + i
-                else:
-                    self.first[above] = start + i
-                last_child[above] = start + i
+                self.children[above].append(start + i)
         self.offsets.append(len(self.tokens))
+
+    def tries(self) -> list[list[int]]:
+        """The children of every node, -1 padded."""
+        width = max(1, max(map(len, self.children), default=1))
+        return [children + [-1] * (width - len(children)) for children in self.children]
 
     def words(self) -> list[list[int]]:
         """The ancestor sets as signed 64-bit words."""
@@ -307,6 +347,7 @@ class Verdict:
     path: Tensor  # [B, D + 1] int64 global nodes, root first, -1 padded
     length: Tensor  # [B] int64 accepted draft tokens, 0 … D
     bonus: Tensor  # [B] int64
+    drift: Tensor | None = None  # [B] how far from the model's own law these tokens may be; nan: nobody knows; None: 0
 
     def to_host(self, tree: TokenTree) -> HostVerdict:
         """The step's one copy to the host: the tokens each sequence gains."""
@@ -317,6 +358,7 @@ class Verdict:
             tokens=[[*row[3 : 3 + row[0]], row[1]] for row in packed],
             accepted=[row[0] for row in packed],
             drafted=[row[2] for row in packed],
+            drift=[0.0] * len(packed) if self.drift is None else self.drift.tolist(),
         )
 
     @classmethod
@@ -332,3 +374,4 @@ class HostVerdict:
     tokens: list[list[int]]  # accepted draft tokens, then the bonus token
     accepted: list[int]
     drafted: list[int]
+    drift: list[float]

@@ -25,7 +25,9 @@ class TreeBuilder:
     alive: Tensor = field(init=False)  # [B, C] bool
     draw: Tensor = field(init=False)  # [B, C]
     q_row: Tensor = field(init=False)  # [B, C]
+    same: Tensor = field(init=False)  # [B, C] the column that stands for a repeated draw, its own otherwise
     laws: list[Tensor] = field(default_factory=list)  # each [rows, V]
+    repeats: bool = False  # whether any draw may have come twice
 
     def __post_init__(self) -> None:
         column = self.root_tokens[:, None]
@@ -35,6 +37,7 @@ class TreeBuilder:
         self.alive = torch.ones_like(column, dtype=torch.bool)
         self.draw = torch.zeros_like(column)
         self.q_row = torch.full_like(column, -1)
+        self.same = torch.zeros_like(column)
 
     @property
     def num_trees(self) -> int:
@@ -62,6 +65,15 @@ class TreeBuilder:
         self.laws.append(q.reshape(-1, q.shape[-1]))
         return self._append(parents, tokens, alive, draw, rows)
 
+    def merge(self, columns: Tensor, into: Tensor) -> None:
+        """The draws at `columns` [B, k] gave the nodes at columns `into` [B, k]: others' where they repeat, else own.
+
+        The node stays one, but it was drawn once more, and laws for independent draws need to know.
+        """
+        self.same = self.same.scatter(1, columns, into)
+        self.alive = self.alive.scatter(1, columns, self.alive.gather(1, columns) & (columns == into))
+        self.repeats = True
+
     def _append(self, parents: Tensor, tokens: Tensor, alive: Tensor, draw: Draw, rows: Tensor) -> Tensor:
         first = self.num_columns
         alive = alive & self.alive.gather(1, parents)
@@ -71,7 +83,9 @@ class TreeBuilder:
         self.alive = torch.cat([self.alive, alive], 1)
         self.draw = torch.cat([self.draw, torch.full_like(tokens, int(draw))], 1)
         self.q_row = torch.cat([self.q_row, rows], 1)
-        return torch.arange(first, self.num_columns, device=tokens.device).expand_as(tokens)
+        columns = torch.arange(first, self.num_columns, device=tokens.device).expand_as(tokens)
+        self.same = torch.cat([self.same, columns], 1)
+        return columns
 
     def ancestors(self, columns: Tensor) -> Tensor:
         """Bit sets over columns of the nodes on the way to `columns` [B, k]. [B, k, W]."""
@@ -91,6 +105,7 @@ class TreeBuilder:
         self.draw = torch.zeros_like(self.draw)
         self.q_row = torch.full_like(self.q_row, -1)
         self.laws = []
+        self.repeats = False
 
     def build(self) -> tuple[TokenTree, Tensor]:
         """The packed tree, and the column each of its nodes had. Siblings stay in column order."""
@@ -104,5 +119,11 @@ class TreeBuilder:
             draw=self.draw[owner, columns],
             q_row=self.q_row[owner, columns],
             q=torch.cat(self.laws) if self.laws else None,
+            drawn=self._drawn(renumbered) if self.repeats else None,
         )
         return tree, columns
+
+    def _drawn(self, renumbered: Tensor) -> Tensor:
+        """The node of every draw, in the order drawn. [E]."""
+        happened = self.alive.gather(1, self.same)
+        return renumbered.gather(1, self.same)[happened]

@@ -201,7 +201,7 @@ def test_draft_nodes_never_push_anybody_out() -> None:
     make = Harness(tiny_runner(), NoDrafter(), Match()).answer
     answers = [make(i, Ask(tuple(range(i, i + 4)), SamplingParams(max_tokens=30))) for i in range(3)]
     scheduler.add(answers)
-    scheduler.commit(scheduler.schedule(Budget(0)), HostVerdict([[1], [2], [3]], [0] * 3, [0] * 3))
+    scheduler.commit(scheduler.schedule(Budget(0)), HostVerdict([[1], [2], [3]], [0] * 3, [0] * 3, [0.0] * 3))
     plan = scheduler.schedule(Budget(200))
     assert [item.seq for item in plan.items] == answers
     assert [item.max_nodes for item in plan.items] == [3, 3, 3]

@@ -89,7 +89,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             gains.append(
                 (data.draw(st.lists(st.integers(0, 3), min_size=accepted + 1, max_size=accepted + 1)), accepted)
             )
-        verdict = HostVerdict([g for g, _ in gains], [a for _, a in gains], [a for _, a in gains])
+        verdict = HostVerdict([g for g, _ in gains], [a for _, a in gains], [a for _, a in gains], [0.0] * len(gains))
         self.hear(self.scheduler.commit(plan, verdict))
 
     def check_plan(self, plan: Plan, nodes: int) -> None:
@@ -116,7 +116,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 break
             plan = self.scheduler.schedule(Budget(2))
             count = len(plan.sampling)
-            self.hear(self.scheduler.commit(plan, HostVerdict([[1]] * count, [0] * count, [0] * count)))
+            self.hear(self.scheduler.commit(plan, HostVerdict([[1]] * count, [0] * count, [0] * count, [0.0] * count)))
         assert not self.open, "somebody starves"
         assert self.tables.pool.num_available == PAGES, "pages leaked"
 

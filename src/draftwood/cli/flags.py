@@ -42,7 +42,10 @@ class EngineFlags:
             "-d",
         ),
     ] = "ngram"
-    law: Annotated[str, _option("Which guesses are kept: match, walk or block.", "Parts")] = "match"
+    law: Annotated[
+        str,
+        _option("Which guesses are kept: auto (lossless, by how guesses are made), match, block, …", "Parts"),
+    ] = "auto"
     tree: Annotated[
         str | None,
         _option("Shape of a draft model's guesses, such as beam:nodes=16; only with model:NAME.", "Parts"),

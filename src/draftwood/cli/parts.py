@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -25,7 +24,6 @@ def parts_tables() -> Iterator[Table]:
     """Drafters, trees, weight formats and laws."""
     from draftwood.assembly import LOOKUPS, MODEL_DRAFTER, TREES
     from draftwood.model.weights import FORMATS
-    from draftwood.verifiers import LAWS
 
     drafters = Table("Name", "Settings", "Guesses", title="Drafters (--drafter)", title_justify="left")
     for name, entry in LOOKUPS.items():
@@ -40,10 +38,19 @@ def parts_tables() -> Iterator[Table]:
     for name, kind in FORMATS.items():
         formats.add_row(name, kind.says)
     yield formats
-    laws = Table("Name", "Lossless", "Keeps a guess", title="Acceptance laws (--law)", title_justify="left")
-    for name, law in LAWS.items():
-        laws.add_row(name, "yes" if law.lossless else "no", (inspect.getdoc(law) or "").partition("\n")[0])
-    yield laws
+    yield laws_table()
+
+
+def laws_table() -> Table:
+    """Every law: what it is, what it is exact for and whether it is lossless."""
+    from draftwood.verifiers import LAWS
+
+    columns = ("Name", "Lossless", "Made for", "Settings", "What it keeps")
+    laws = Table(*columns, title="Acceptance laws (--law)", title_justify="left")
+    for name, entry in LAWS.items():
+        law = entry()
+        laws.add_row(name, "yes" if law.lossless else "NO", str(law.scope), _settings(entry.defaults), entry.says)
+    return laws
 
 
 def costs_table(costs: StepCosts) -> Table:

@@ -102,6 +102,9 @@ class Transcript:
             "acceptance": round(stats.acceptance, 4),
             "seconds": round(stats.seconds, 4),
             "tokens_per_second": round(stats.tokens_per_second, 2),
+            "law": stats.law,
+            "lossless": stats.lossless,
+            "drift": stats.drift,
             "finish_reason": str(self.finish_reason),
         }
 
@@ -111,7 +114,14 @@ def figures(stats: SpeculationStats) -> str:
     return (
         f"{stats.num_tokens} tokens in {stats.steps} steps · {stats.tokens_per_step:.2f} tokens/step · "
         f"{stats.acceptance:.0%} of {stats.drafted} guesses accepted · {stats.tokens_per_second:.1f} tokens/s"
+        f"{'' if stats.lossless else f' · NOT the model’s own words: {lossy_note(stats)}'}"
     )
+
+
+def lossy_note(stats: SpeculationStats) -> str:
+    """What a lossy law may have done to an answer."""
+    bound = "no bound on how far" if stats.drift is None else f"at most {stats.drift:.3g} in total variation"
+    return f"the law '{stats.law}' moved their distribution, {bound}"
 
 
 class AnswerPrinter:

@@ -33,9 +33,10 @@ def open_llm(flags: EngineFlags) -> LLM:
 
 def check_parts(flags: EngineFlags) -> None:
     """Refuse names nobody knows."""
-    from draftwood.assembly import build_grower, build_verifier
+    from draftwood.assembly import AUTO, build_grower, build_verifier
 
-    build_verifier(flags.law)
+    if flags.law != AUTO:
+        build_verifier(flags.law)
     if flags.tree is not None:
         build_grower(flags.tree)
 
@@ -106,7 +107,7 @@ def setting(flags: EngineFlags) -> dict[str, Any]:
 
     from draftwood.engine.worker import ComputeThread
 
-    parts = {"model": flags.model, "drafter": flags.drafter, "law": flags.law, "tree": flags.tree}
+    parts = {"model": flags.model, "drafter": flags.drafter, "tree": flags.tree}
     return parts | {"weights": flags.weights, "threads": ComputeThread.shared().call(torch.get_num_threads)}
 
 

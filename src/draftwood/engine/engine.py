@@ -96,7 +96,7 @@ class Engine:
             nowhere = torch.empty(0, dtype=torch.int64, device=self.target.device)
             with self.timers.measure("target"):
                 self.target.forward(self.target.cache.stage(plan.spans, None, nowhere))
-        return self.scheduler.commit(plan, HostVerdict([], [], []))
+        return self.scheduler.commit(plan, HostVerdict([], [], [], []))
 
 
 def _report(plan: Plan, outcome: HostVerdict, draft_seconds: float) -> StepReport:

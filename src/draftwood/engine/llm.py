@@ -22,7 +22,7 @@ from typing import overload
 
 import torch
 
-from draftwood.assembly import build_drafter, build_verifier, load_runner
+from draftwood.assembly import AUTO, build_drafter, build_verifier, choose_law, load_runner, suited_tree
 from draftwood.calibration import calibrate, default_controller, known_costs
 from draftwood.config import EngineConfig
 from draftwood.costs import StepCosts
@@ -108,7 +108,7 @@ class LLM:
         model: str | Path | Checkpoint = "smollm2",
         *,
         drafter: str | Drafter = "none",
-        law: str | Verifier = "match",
+        law: str | Verifier = "auto",
         tree: str | None = None,
         config: EngineConfig | None = None,
         controller: Controller | None = None,
@@ -117,26 +117,28 @@ class LLM:
         self.config = config or EngineConfig()
         self._controller = controller
         self._progress = progress
-        verifier = build_verifier(law) if isinstance(law, str) else law
+        if isinstance(law, str) and law != AUTO:
+            build_verifier(law)  # refuse a name nobody knows before anything is read
         self.checkpoint = open_checkpoint(model) if isinstance(model, str | Path) else model
         self.tokenizer = self.checkpoint.tokenizer()
-        self.engine = ComputeThread.shared().call(lambda: self._build_engine(drafter, tree, verifier))
+        self.engine = ComputeThread.shared().call(lambda: self._build_engine(drafter, tree, law))
         self._request_ids = itertools.count()
         self._sequence_ids = itertools.count()
         self._worker = Worker(self.engine)
 
-    def _build_engine(self, drafter: str | Drafter, tree: str | None, verifier: Verifier) -> Engine:
+    def _build_engine(self, drafter: str | Drafter, tree: str | None, law: str | Verifier) -> Engine:
         config = self.config
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         if isinstance(drafter, str):
-            drafter = build_drafter(drafter, tree, self.checkpoint, config)
-        check_exact(verifier, drafter)  # before the weights are read
+            drafter = build_drafter(drafter, tree or suited_tree(drafter, law), self.checkpoint, config)
+        self.laws = choose_law(law, drafter.law)
+        check_exact(self.laws.default, drafter)  # before the weights are read
         target = load_runner(self.checkpoint, config, self._progress)
         limits = SchedulerConfig(config.max_rows, config.max_running, config.max_waiting)
         scheduler = Scheduler(target.cache.tables, limits)
         controller = self._controller or default_controller(target, drafter)
-        return Engine(target, drafter, verifier, controller, scheduler, KeyedRng())
+        return Engine(target, drafter, self.laws, controller, scheduler, KeyedRng())
 
     @property
     def max_length(self) -> int:
@@ -281,6 +283,7 @@ class LLM:
         """Check everything a request could be refused for, and make its answers."""
         text, tokens = self._encode(prompt)
         self._check_tokens(tokens, params)
+        check_exact(self.laws.law_of(params.law), self.engine.drafter)
         request_id = next(self._request_ids)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         banned = tuple(tuple(ids) for word in params.bad_words for ids in self._spellings(word))
@@ -296,6 +299,7 @@ class LLM:
         banned: tuple[tuple[int, ...], ...],
     ) -> Answer:
         end_of_text = frozenset() if params.ignore_eos else self.tokenizer.eos_ids
+        law = self.laws.law_of(params.law)
         return Answer(
             id=next(self._sequence_ids),
             request_id=request_id,
@@ -308,6 +312,8 @@ class LLM:
             bad_words=banned,
             text=TextStream(Detokenizer(self.tokenizer), params.stop),
             arrived=time.perf_counter(),
+            law=law.name,
+            lossless=law.lossless,
         )
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:

@@ -120,7 +120,7 @@ class Scheduler:
         seq, accepted, now = item.seq, outcome.accepted[b], self.clock()
         before = len(seq.tokens)
         try:
-            reason = seq.receive(outcome.tokens[b], accepted, outcome.drafted[b], now)
+            reason = seq.receive(outcome.tokens[b], accepted, outcome.drafted[b], now, outcome.drift[b])
             event = seq.event(len(seq.tokens) - before, accepted, reason, now, logprobs)
         except Exception as failure:  # one answer's text must not take its neighbours down
             error = f"{type(failure).__name__}: {failure}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
@@ -24,12 +25,15 @@ class Sequence:
     bad_words: tuple[tuple[int, ...], ...]
     text: TextStream
     arrived: float
+    law: str = "match"
+    lossless: bool = True
     prompt_length: int = field(init=False)
     cached_prompt_tokens: int = 0
     preemptions: int = 0
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
+    drift: float = 0.0  # nan once nobody knows
     first_token: float | None = None
 
     def __post_init__(self) -> None:
@@ -40,9 +44,12 @@ class Sequence:
         """Tokens of the answer so far."""
         return len(self.tokens) - self.prompt_length
 
-    def receive(self, gained: Tokens[int], num_accepted: int, num_drafted: int, now: float) -> FinishReason | None:
+    def receive(
+        self, gained: Tokens[int], num_accepted: int, num_drafted: int, now: float, drift: float = 0.0
+    ) -> FinishReason | None:
         """Take a step's tokens one by one; whatever ends the answer cuts the rest off, accepted or not."""
         self.steps += 1
+        self.drift += drift
         self.drafted += num_drafted
         self.first_token = now if self.first_token is None else self.first_token
         for i, token in enumerate(gained):
@@ -74,6 +81,9 @@ class Sequence:
             preemptions=self.preemptions,
             seconds=now - self.arrived,
             first_token_seconds=(self.first_token or now) - self.arrived,
+            law=self.law,
+            lossless=self.lossless,
+            drift=None if math.isnan(self.drift) else self.drift,
         )
 
     def event(

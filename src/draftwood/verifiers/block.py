@@ -1,8 +1,16 @@
-"""`block`: block verification, the optimal lossless law for one draft path (Sun et al., 2024).
+"""`block` and `traversal`: whole paths are weighed, not single tokens.
 
-With w_0 = 1 and w_i = min(1, w_{i-1} p(x_i) / q(x_i)), the block may end after any of its tokens: position i is taken
-with probability h_i = S_i / (S_i + 1 - w_i), S_i the sum of the residual (w_i p - q)+, and the *last* position taken
-counts: a rejection in the middle does not end the block. The token after it comes from that residual.
+A path carries the weight w that the target still affords it: w_0 = 1, and w_i = min(1, w_{i-1} p(x_i) / q(x_i)) for
+the first child. It may end after any of its tokens: node i is taken with probability S_i / (S_i + 1 - w_i), S_i the
+mass of the residual (w_i p - q)+, and the *deepest* node taken counts: a rejection in the middle ends nothing.
+
+On one path this is block verification, the best any lossless law can do (Sun et al. 2024). On a tree it is traversal
+verification (Weng et al. 2025): when the whole subtree of a child is rejected, the parent's target becomes the
+residual, its weight S / (S + 1 - w), and the next child is tried. A subtree entered with weight w fails with
+probability 1 - w whatever its shape, so nothing is learnt about later siblings, and the law is lossless for every tree
+that only grows.
+The weights depend on the tokens alone, not on the coins; so all of them are computed first, level by level, and the
+depth-first search is left to arithmetic.
 """
 
 from __future__ import annotations
@@ -10,67 +18,78 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from draftwood.protocols import BatchView, Randomness
-from draftwood.rng import Purpose, derive
-from draftwood.tree import DraftLaw, TokenTree, Verdict
+from draftwood.tree import TokenTree
+from draftwood.verifiers.law import NodeLaw, Odds, Scope, ratio, scaled
+from draftwood.verifiers.rules import Rejection
 
 
-class Block:
-    """Verify a whole chain at once."""
+class Traversal(NodeLaw):
+    """Keep the first node that is taken in a depth-first search from the leaves up."""
+
+    name = "traversal"
+
+    def odds(self, tree: TokenTree, p: Tensor) -> Odds:
+        """The weight of every node, then the order of search."""
+        tree = tree.distinct()
+        weight, taken = self._weights(tree, p)
+        # The root has nothing above it to fall back to.
+        taken = torch.where(tree.parents < 0, 1, taken)
+        return Odds(_first_taken(tree, taken), lambda nodes: self._left(tree, p, nodes, weight[nodes]))
+
+    def _weights(self, tree: TokenTree, p: Tensor) -> tuple[Tensor, Tensor]:
+        """Of every node: the weight it is entered with, and the chance it is taken if no child is. [M], [M]."""
+        weight = torch.ones(tree.num_nodes, dtype=torch.float64, device=p.device)
+        taken = torch.ones_like(weight)
+        for nodes in tree.levels:
+            chances, taken[nodes] = _weigh(tree, p, nodes, weight[nodes])
+            tries = tree.tries[nodes]
+            weight[tries[tries >= 0]] = chances[tries >= 0]
+        return weight, taken
+
+    def _left(self, tree: TokenTree, p: Tensor, nodes: Tensor, weight: Tensor) -> Tensor:
+        return Rejection().weigh(tree, nodes, scaled(p[nodes], weight), 1 - weight).left
+
+
+class Block(Traversal):
+    """Verify one path as a whole."""
 
     name = "block"
-    lossless = True
+    scope = Scope(chain=True)
 
-    def refuses(self, law: DraftLaw) -> str | None:
-        """Chains only: the law of one path."""
-        if law.chain:
-            return None
-        return "block verification is made for one path, and this drafter proposes trees; use a chain or the law 'walk'"
-
-    def verify(self, tree: TokenTree, p: Tensor, view: BatchView, rng: Randomness) -> Verdict:
-        """Find the last position taken, looking from the end of each chain."""
-        roots = tree.offsets[:-1]
-        size = tree.sizes
-        weight = _path_weights(tree, p)  # [M] w_i
-        seeds = derive(view.seeds, view.lengths)
-        length = torch.zeros_like(roots)
-        open_ = torch.ones_like(roots, dtype=torch.bool)
-        left = p[roots]
-        for back in range(tree.max_depth + 1):
-            rows = (open_ & (size > back)).nonzero().view(-1)
-            node = roots[rows] + size[rows] - 1 - back
-            residual, mass = _residual(tree, p, weight, node)
-            rest = mass + 1 - weight[node]
-            # 0 / 0: nothing can be left over and nothing can be lost, so the position is taken.
-            taken = torch.where(rest > 0, mass / torch.where(rest > 0, rest, 1), 1)
-            taken = torch.where(tree.local[node] == 0, 1, taken)
-            takes = rng.flip(taken, derive(seeds[rows], Purpose.ACCEPT, tree.local[node]))
-            done = rows[takes]
-            length[done] = tree.local[node[takes]]
-            left[done] = residual[takes]
-            open_[done] = False
-        steps = torch.arange(tree.max_depth + 1, device=roots.device)
-        path = torch.where(steps <= length[:, None], roots[:, None] + steps, -1)
-        return Verdict(path, length, rng.pick(left, derive(seeds, Purpose.RESIDUAL)))
+    def _weights(self, tree: TokenTree, p: Tensor) -> tuple[Tensor, Tensor]:
+        """On one path weights are products of single numbers: the rows are needed only once, all together."""
+        weight = torch.ones(tree.num_nodes, dtype=torch.float64, device=p.device)
+        above = tree.parents.clamp(min=0)
+        index = torch.arange(tree.num_nodes, device=p.device)
+        gain = ratio(p[above, tree.tokens].double(), tree.drawn_probability(index, torch.float64))
+        for nodes in tree.levels[1:]:
+            weight[nodes] = (weight[tree.parents[nodes]] * gain[nodes]).clamp(max=1)
+        return weight, _weigh(tree, p, index, weight)[1]
 
 
-def _path_weights(tree: TokenTree, p: Tensor) -> Tensor:
-    """w of every node: how far the target still affords the path up to it. [M]."""
-    weight = torch.ones(tree.num_nodes, dtype=p.dtype, device=p.device)
-    for step in range(1, tree.max_depth + 1):
-        nodes = (tree.local == step).nonzero().view(-1)
-        parents = tree.parents[nodes]
-        ratio = p[parents, tree.tokens[nodes]] / tree.drawn_probability(nodes, p.dtype)
-        weight[nodes] = (weight[parents] * ratio).clamp(max=1)
-    return weight
+def _weigh(tree: TokenTree, p: Tensor, nodes: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The weights of the children of `nodes`, and how likely each node is taken after them. [n, W], [n]."""
+    weighed = Rejection().weigh(tree, nodes, scaled(p[nodes], weight), 1 - weight)
+    return weighed.chance, ratio(weighed.mass, weighed.mass + (1 - weight))
 
 
-def _residual(tree: TokenTree, p: Tensor, weight: Tensor, node: Tensor) -> tuple[Tensor, Tensor]:
-    """(w p - q)+ at `node` [k] and its mass, q being the law of its child; a leaf keeps all of w p."""
-    scaled = weight[node][:, None] * p[node]
-    inner = (tree.first_child[node] >= 0).nonzero().view(-1)
-    scaled[inner] -= tree.law_rows(tree.first_child[node[inner]], scaled[inner])
-    scaled.clamp_(min=0)
-    mass = scaled.sum(-1)
-    empty = mass <= 0
-    return torch.where(empty[:, None], p[node], scaled), mass
+def _first_taken(tree: TokenTree, taken: Tensor) -> Tensor:
+    """The chance that each node is the first taken, children before parents, siblings in order. [M]."""
+    fails = 1 - taken  # that the whole subtree fails, once entered
+    below = torch.ones_like(fails)
+    for nodes in reversed(tree.levels):
+        below[nodes] = _children(tree, nodes, fails, 1.0).prod(1)
+        fails[nodes] *= below[nodes]
+    enters = torch.ones_like(fails)
+    for nodes in tree.levels[:-1]:
+        tries = tree.tries[nodes]
+        before = _children(tree, nodes, fails, 1.0).cumprod(1)
+        before = torch.cat([torch.ones_like(before[:, :1]), before[:, :-1]], 1) * enters[nodes][:, None]
+        enters[tries[tries >= 0]] = before[tries >= 0]
+    return enters * below * taken
+
+
+def _children(tree: TokenTree, nodes: Tensor, values: Tensor, missing: float) -> Tensor:
+    """The values of the children of `nodes`. [n, W]."""
+    tries = tree.tries[nodes]
+    return torch.where(tries >= 0, values[tries.clamp(min=0)], missing)

@@ -13,24 +13,28 @@ from torch import Tensor
 from draftwood.protocols import BatchView, Randomness
 from draftwood.rng import Purpose, derive
 from draftwood.tree import DraftLaw, TokenTree, Verdict
+from draftwood.verifiers.law import Scope
 from draftwood.verifiers.path import PathWalk, follow
 
 
 class Match:
     """Accept a node when it is what the target itself draws there."""
 
-    name = "match"
     lossless = True
+    scope = Scope()
+
+    def __init__(self, name: str = "match") -> None:
+        self.name = name
 
     def refuses(self, law: DraftLaw) -> str | None:
         """Exact for every tree."""
-        return None
+        return self.scope.refuses(law)
 
     def verify(self, tree: TokenTree, p: Tensor, view: BatchView, rng: Randomness) -> Verdict:
         """Walk down while the target's draw is in the tree."""
         seeds = derive(view.seeds, Purpose.TARGET)
         if tree.num_drafted == 0:
-            return Verdict.of_roots(tree, rng.pick(p, derive(seeds, view.lengths)))
+            return Verdict.of_roots(tree, rng.race(p, derive(seeds, view.lengths))[:, 0])
         if all(params.greedy for params in view.params):
             return follow(tree, p.argmax(-1).tolist())  # nothing is drawn: no need to ask node by node
         walk = PathWalk(tree)
@@ -38,7 +42,7 @@ class Match:
         while True:
             active = walk.active.nonzero().view(-1)
             keys = derive(seeds[active], view.lengths[active] + walk.length[active])
-            drawn = rng.pick(p[walk.node[active]], keys)
+            drawn = rng.race(p[walk.node[active]], keys)[:, 0]
             bonus[active] = drawn
             if not walk.descend(active, walk.child_with(active, drawn)):
                 return walk.verdict(bonus)

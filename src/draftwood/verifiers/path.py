@@ -37,15 +37,10 @@ class PathWalk:
 
     def child_with(self, rows: Tensor, tokens: Tensor) -> Tensor:
         """The first child of walkers `rows` that holds `tokens`, or -1. [k], [k] -> [k]."""
-        found = torch.full_like(tokens, -1)
-        if self.tree.num_drafted == 0:
-            return found
-        child = self.tree.first_child[self.node[rows]]
-        while bool((child >= 0).any()):
-            hit = (child >= 0) & (found < 0) & (self.tree.tokens[child] == tokens)
-            found = torch.where(hit, child, found)
-            child = torch.where((child >= 0) & (found < 0), self.tree.next_sibling[child], -1)
-        return found
+        tries = self.tree.tries[self.node[rows]]
+        hit = (tries >= 0) & (self.tree.tokens[tries.clamp(min=0)] == tokens[:, None])
+        first = tries.gather(1, hit.long().argmax(1, keepdim=True))[:, 0]
+        return torch.where(hit.any(1), first, -1)
 
     def descend(self, rows: Tensor, child: Tensor) -> bool:
         """Walkers `rows` step to `child`; those with -1 stop for good. Whether anybody still walks."""

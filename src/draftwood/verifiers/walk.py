@@ -1,13 +1,8 @@
-"""`walk`: the lossless walk that knows how each node was drawn.
+"""The top-down lift: at each node a sibling rule, and down into whatever child the target's token turns out to be.
 
-At every node the children are tried in order. A child x drawn from q is accepted with probability
-min(1, p(x) / q(x)), target over draft; after a rejection p becomes the normalised positive part of p - q, and the
-next child is tried against that. A point mass is the case q = 1 at x. The token after the last accepted node is
-drawn from what is left of p.
-
-One step maps p to p whatever q is, as long as x was drawn from q *given everything before it*; so the composition is
-exact for independent draws (SpecInfer's multi-step rule), draws without replacement (RSD, Sequoia), the hybrid of
-fixed children and one tail sample (tried first: then it is the optimal rule for that draw), and any mixture.
+`walk` (recursive rejection) is exact for every draw; `token`, `rrs`, `rrsw` and `hybrid` are its names in the
+literature, where it is restricted to one path, independent draws, draws without replacement, or the hybrid draw.
+`naive` and `kseq` are the same walk with another sibling rule.
 """
 
 from __future__ import annotations
@@ -15,60 +10,65 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from draftwood.protocols import BatchView, Randomness
-from draftwood.rng import Purpose, derive
-from draftwood.tree import DraftLaw, TokenTree, Verdict
-from draftwood.verifiers.path import PathWalk
+from draftwood.tree import TokenTree
+from draftwood.verifiers.law import NodeLaw, Odds, Scope
+from draftwood.verifiers.rules import SiblingRule
 
 
-class Walk:
-    """Recursive rejection sampling, top down."""
+class TopDown(NodeLaw):
+    """Walk down while a child is the target's next token, node by node."""
 
-    name = "walk"
-    lossless = True
+    def __init__(self, name: str, rule: SiblingRule, scope: Scope | None = None) -> None:
+        self.name = name
+        self.rule = rule
+        self.scope = scope or rule.scope
 
-    def refuses(self, law: DraftLaw) -> str | None:
-        """Exact for every draw a node can carry."""
-        return None
+    def odds(self, tree: TokenTree, p: Tensor) -> Odds:
+        """Every node is weighed once; the way to it is the product of the ways before."""
+        inner = (tree.tries[:, 0] >= 0).nonzero().view(-1)
+        passes = torch.zeros(tree.num_nodes, dtype=torch.float64, device=p.device)
+        ends = torch.ones_like(passes)
+        if inner.numel():
+            children, onward, end = self._outcomes(tree, inner, p[inner])
+            passes.index_add_(0, children.flatten().clamp(min=0), onward.flatten())
+            ends[inner] = end
+        reach = torch.ones_like(passes)
+        for nodes in tree.levels[1:]:
+            reach[nodes] = reach[tree.parents[nodes]] * passes[nodes]
+        return Odds(reach * ends, lambda nodes: self._left(tree, p, nodes))
 
-    def verify(self, tree: TokenTree, p: Tensor, view: BatchView, rng: Randomness) -> Verdict:
-        """Walk down while a child is accepted; the residual of the last node gives the next token."""
-        walk = PathWalk(tree)
-        seeds = derive(view.seeds, view.lengths)
-        left = p[walk.node]
-        while True:
-            rows = walk.active.nonzero().view(-1)
-            target = p[walk.node[rows]]
-            accepted, residual = self._try_children(tree, target, walk.node[rows], seeds[rows], rng)
-            left[rows] = residual
-            if not walk.descend(rows, accepted):
-                return walk.verdict(rng.pick(left, derive(seeds, Purpose.RESIDUAL)))
+    def _outcomes(self, tree: TokenTree, nodes: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The draws behind `nodes`, the chance that each is passed on to, and that none is. [n, W], [n, W], [n]."""
+        weighed = self.rule.weigh(
+            tree, nodes, target, torch.zeros(len(nodes), dtype=torch.float64, device=target.device)
+        )
+        tries = tree.tries[nodes]
+        hit = first_of_its_token(tree, tries) * weighed.left.gather(1, tree.tokens[tries.clamp(min=0)]).double()
+        # What is left is drawn from only after all draws were rejected; landing on a child is going there all the same.
+        share = torch.where(weighed.mass > 0, weighed.rest / torch.where(weighed.mass > 0, weighed.mass, 1), 0)
+        onward = hit * share[:, None]
+        onward[:, : weighed.taken.shape[1]] += weighed.taken
+        missed = weighed.mass - hit.sum(1)
+        return tries, onward, torch.where(weighed.mass > 0, share * missed, weighed.rest).clamp(min=0)
 
-    def _try_children(
-        self, tree: TokenTree, target: Tensor, node: Tensor, seeds: Tensor, rng: Randomness
-    ) -> tuple[Tensor, Tensor]:
-        """Try the children of `node` [k] against `target` [k, V]: the accepted one or -1, and what is left of it."""
-        child = tree.first_child[node]
-        accepted = torch.full_like(child, -1)
-        while True:
-            rows = (child >= 0).nonzero().view(-1)
-            if rows.numel() == 0:
-                return accepted, target
-            tried = child[rows]
-            ratio = target[rows, tree.tokens[tried]] / tree.drawn_probability(tried, target.dtype)
-            takes = rng.flip(ratio, derive(seeds[rows], Purpose.ACCEPT, tree.local[tried]))
-            accepted[rows] = torch.where(takes, tried, -1)
-            rejected = rows[~takes]
-            target[rejected] = residual_after(tree, child[rejected], target[rejected])
-            child[rows] = torch.where(takes, -1, tree.next_sibling[tried])
+    def _left(self, tree: TokenTree, p: Tensor, nodes: Tensor) -> Tensor:
+        """What is left at `nodes`, without the tokens of their children."""
+        dead = torch.zeros(len(nodes), dtype=torch.float64, device=p.device)
+        left = self.rule.weigh(tree, nodes, p[nodes], dead).left
+        return without_children(tree, nodes, left)
 
 
-def residual_after(tree: TokenTree, nodes: Tensor, p: Tensor) -> Tensor:
-    """What is left of `p` [k, V] once `nodes` [k] were rejected: the positive part of p - q, normalised.
+def without_children(tree: TokenTree, nodes: Tensor, rows: Tensor) -> Tensor:
+    """`rows` [k, V] with nothing on the tokens that are children of `nodes` [k]. Changes them."""
+    tries = tree.tries[nodes]
+    for child in tries.unbind(1):
+        token = tree.tokens[child.clamp(min=0)][:, None]
+        rows.scatter_(1, token, torch.where(child[:, None] >= 0, 0, rows.gather(1, token)))
+    return rows
 
-    It can only be empty where rejection has probability zero, up to rounding; then p stays as it is, so that no
-    mass is invented.
-    """
-    left = (p - tree.law_rows(nodes, p)).clamp_(min=0)
-    total = left.sum(-1, keepdim=True)
-    return torch.where(total > 0, left / torch.where(total > 0, total, 1), p)
+
+def first_of_its_token(tree: TokenTree, tries: Tensor) -> Tensor:
+    """Which draws are the first with their token among the draws behind a node. [n, W] bool."""
+    tokens = torch.where(tries >= 0, tree.tokens[tries.clamp(min=0)], -1)
+    again = (tokens[:, :, None] == tokens[:, None, :]).tril(-1).any(-1)
+    return (tries >= 0) & ~again

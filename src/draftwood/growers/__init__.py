@@ -1,0 +1,36 @@
+"""Tree shapes. A grower decides which nodes exist and whether their tokens are chosen or drawn; it knows no network.
+
+Whatever looks at drawn tokens to throw nodes away would bias a law that trusts their draws, so a grower that draws
+only ever adds: where it grows next may depend on what it drew, what it keeps may not.
+"""
+
+from draftwood.growers.levels import Levels, StaticShape, chain
+from draftwood.growers.paths import Paths
+from draftwood.growers.pickers import (
+    Best,
+    ChildPicker,
+    Children,
+    Coupled,
+    Frontier,
+    Hybrid,
+    Independent,
+    WithoutReplacement,
+)
+from draftwood.growers.ranked import Beam, BestFirst
+
+__all__ = [
+    "Beam",
+    "Best",
+    "BestFirst",
+    "ChildPicker",
+    "Children",
+    "Coupled",
+    "Frontier",
+    "Hybrid",
+    "Independent",
+    "Levels",
+    "Paths",
+    "StaticShape",
+    "WithoutReplacement",
+    "chain",
+]

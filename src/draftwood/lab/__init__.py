@@ -1,0 +1,1 @@
+"""The laboratory of acceptance laws: what each law gives on rows of real models."""

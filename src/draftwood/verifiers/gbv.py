@@ -1,0 +1,170 @@
+"""`gbv`: greedy multi-path block verification (Thomas, Pal 2026), with two amendments.
+
+Of K independent paths the greatest is kept, tokens being ordered by p / q at every node and paths like words in a
+dictionary, and block verification is run on it against the law of the greatest of K:
+
+    of(x) = ((below + joint (lo(x) + q(x)))^K - (below + joint lo(x))^K) / ((below + joint)^K - below^K)
+
+with lo(x) the draft's mass below x, `joint` the chance that a path comes this way and `below` that it ranks lower.
+
+- Fallback: the greatest of K good guesses is a bad guess. Where the first token would be accepted less often than by
+  one path alone (sum min(p, of) < sum min(p, q): rows only, no drawn token is looked at) the first path is verified.
+- Recycling: the paths not kept were never looked at below the node where they part. If the token after the accepted
+  path is one of their nodes, they are fresh independent paths from there, and the same is done again.
+Only the `RANKED` likeliest tokens under q are ordered by p / q; all others rank below them, by number. Any fixed order
+is lossless, and whole vocabularies are slow to sort.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftwood.tree import Draw, TokenTree
+from draftwood.verifiers.law import NodeLaw, Odds, Scope, mass_of, ratio, value_at
+from draftwood.verifiers.walk import without_children
+
+RANKED = 256
+
+
+@dataclass
+class _Standing:
+    """Where the kept path stands at every node, seen from the node its part of the tree begins at."""
+
+    below: Tensor  # [M] float64
+    joint: Tensor  # [M] float64
+    paths: Tensor  # [M] K, 1 where the first path is kept
+    weight: Tensor  # [M] float64, as in block verification
+    kept: Tensor  # [M] the child on the kept path, -1 at a leaf
+
+
+class GreedyPaths(NodeLaw):
+    """Keep the greatest of several independent paths, and verify it as a block."""
+
+    name = "gbv"
+    scope = Scope(frozenset({Draw.IID}), paths=True)
+
+    def odds(self, tree: TokenTree, p: Tensor) -> Odds:
+        """All kept paths of all parts of the tree at once: from every node the path that would be kept from there."""
+        ones = torch.ones(tree.num_nodes, dtype=torch.float64, device=p.device)
+        counts = (tree.tries >= 0).sum(1)
+        at = _Standing(0 * ones, ones.clone(), counts.clone(), ones.clone(), torch.full_like(counts, -1))
+        taken, hits = ones.clone(), torch.zeros_like(ones)  # hits: share of a node's residual on another path's node
+        for nodes in tree.levels:
+            inner = nodes[counts[nodes] > 0]
+            taken[nodes] = at.weight[nodes]  # a leaf; inner nodes follow
+            if inner.numel():
+                self._settle(tree, p, at, inner)
+                residual = self._residual(tree, p, at, inner)
+                mass = mass_of(residual)
+                taken[inner] = ratio(mass, mass + (1 - at.weight[inner]))
+                _share_residual(tree, at, inner, residual, mass, hits)
+        return Odds(_stops(tree, at, taken, hits), lambda nodes: self._left(tree, p, at, nodes))
+
+    def _settle(self, tree: TokenTree, p: Tensor, at: _Standing, nodes: Tensor) -> None:
+        """Choose the kept child of `nodes`, and set where it and its siblings stand."""
+        q = tree.law_rows(tree.tries[nodes, 0], p[nodes])
+        rank, lower = _order(p[nodes], q)
+        fresh = (at.joint[nodes] == 1) & (at.paths[nodes] > 1)
+        law = _law_of_greatest(q, lower, at, nodes)
+        loses = torch.minimum(p[nodes], law).sum(-1) < torch.minimum(p[nodes], q).sum(-1)
+        at.paths[nodes[fresh & loses]] = 1
+        law = torch.where((fresh & loses)[:, None], q, law)
+        tries = tree.tries[nodes]
+        tokens = tree.tokens[tries.clamp(min=0)]
+        standing = torch.where(tries >= 0, rank.gather(1, tokens), -1)
+        best = torch.where(at.paths[nodes] > 1, standing.argmax(1), 0)[:, None]
+        kept, token = tries.gather(1, best)[:, 0], tokens.gather(1, best)[:, 0]
+        at.kept[nodes] = kept
+        gain = ratio(value_at(p[nodes], token), value_at(law, token))
+        at.weight[kept] = (at.weight[nodes] * gain).clamp(max=1)
+        many = (tries == kept[:, None]).sum(1)  # paths that come this way; new ones may begin here
+        goes_on = (tree.tries[kept] >= 0).sum(1) == many
+        at.paths[kept] = torch.where(goes_on, at.paths[nodes], at.paths[kept])
+        below = at.below[nodes] + at.joint[nodes] * value_at(lower, token)
+        at.below[kept] = torch.where(goes_on, below, 0)
+        at.joint[kept] = torch.where(goes_on, at.joint[nodes] * value_at(q, token), 1)
+
+    def _residual(self, tree: TokenTree, p: Tensor, at: _Standing, nodes: Tensor) -> Tensor:
+        """(w p - law of the kept child)+ at inner `nodes`. [n, V]."""
+        q = tree.law_rows(tree.tries[nodes, 0].clamp(min=0), p[nodes])
+        law = _law_of_greatest(q, _order(p[nodes], q)[1], at, nodes)
+        return (at.weight[nodes].to(p.dtype)[:, None] * p[nodes] - law).clamp_(min=0)
+
+    def _left(self, tree: TokenTree, p: Tensor, at: _Standing, nodes: Tensor) -> Tensor:
+        inner = at.kept[nodes] >= 0
+        rows = p[nodes]
+        if bool(inner.any()):
+            left = self._residual(tree, p, at, nodes[inner])
+            rows[inner] = without_children(tree, nodes[inner], left)
+        return rows
+
+
+def _order(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Where each token ranks, and the draft's mass below it. [n, V], [n, V] float64."""
+    vocabulary = q.shape[1]
+    likely = q.topk(min(RANKED, vocabulary), -1).indices.sort(-1).values
+    ratios = p.gather(1, likely) / q.gather(1, likely)
+    ratios = torch.nan_to_num(ratios, nan=-1.0)  # 0 / 0: never drawn, wherever it ranks
+    order = likely.gather(1, ratios.argsort(dim=-1, stable=True))  # ties by number
+    count = order.shape[1]
+    ranks = torch.arange(vocabulary - count, vocabulary, device=q.device).expand_as(order)
+    rank = torch.arange(vocabulary, device=q.device).repeat(len(q), 1) - vocabulary
+    rank.scatter_(1, order, ranks)
+    unranked = q.double().scatter(1, order, 0.0)
+    lower = unranked.cumsum(-1) - unranked
+    ranked = q.gather(1, order).double()
+    lower.scatter_(1, order, unranked.sum(-1, keepdim=True) + ranked.cumsum(-1) - ranked)
+    return rank, lower
+
+
+def _law_of_greatest(q: Tensor, lower: Tensor, at: _Standing, nodes: Tensor) -> Tensor:
+    """The law of the kept path's next token at `nodes`. [n, V], typed as `q`."""
+    below, joint, paths = (x[nodes][:, None] for x in (at.below, at.joint, at.paths))
+    low = below + joint * lower
+    high = low + joint * q.double()
+    most = int(paths.max())
+    if most == 1:
+        return q
+    # a^K - b^K = (a - b) sum_i a^i b^(K-1-i): no difference of nearly equal powers.
+    above = torch.zeros_like(low)
+    whole = torch.zeros_like(below)
+    for i in range(most):
+        counts = i < paths
+        others = (paths - 1 - i).clamp(min=0)
+        above += torch.where(counts, high**i * low**others, 0)
+        whole += torch.where(counts, (below + joint) ** i * below**others, 0)
+    return (q.double() * above / whole).to(q.dtype)
+
+
+def _share_residual(
+    tree: TokenTree, at: _Standing, nodes: Tensor, residual: Tensor, mass: Tensor, hits: Tensor
+) -> None:
+    """Set how much of each node's residual lies on each child off the kept path."""
+    for child in tree.tries[nodes].unbind(1):
+        known = child >= 0
+        other = known & (child != at.kept[nodes])
+        value = value_at(residual, tree.tokens[child.clamp(min=0)])
+        share = torch.where(mass > 0, value / torch.where(mass > 0, mass, 1), 0)
+        hits[child[other]] = share[other]
+
+
+def _stops(tree: TokenTree, at: _Standing, taken: Tensor, hits: Tensor) -> Tensor:
+    """Block verification's chances along every kept path, handed on to the paths that begin where others end. [M]."""
+    heads = torch.ones(tree.num_nodes, dtype=torch.bool, device=taken.device)
+    heads[at.kept[at.kept >= 0]] = False
+    taken = torch.where(heads, 1, taken)
+    missed = torch.ones_like(taken)  # that nothing deeper on the path is taken
+    for nodes in reversed(tree.levels):
+        kept = at.kept[nodes]
+        deeper = (1 - taken[kept.clamp(min=0)]) * missed[kept.clamp(min=0)]
+        missed[nodes] = torch.where(kept >= 0, deeper, 1)
+    enters = torch.ones_like(taken)
+    ends = taken * missed
+    for nodes in tree.levels[1:]:
+        above = tree.parents[nodes]
+        enters[nodes] = enters[above] * torch.where(heads[nodes], (taken * missed)[above] * hits[nodes], 1)
+        ends.index_add_(0, above, -(taken * missed)[above] * torch.where(heads[nodes], hits[nodes], 0))
+    return enters * ends.clamp(min=0)

@@ -1,0 +1,131 @@
+"""What nearly all laws have in common: the odds of ending at each node, then two draws.
+
+Given the tree and the target's rows, a law says how likely the accepted path ends at each node, and what is left of
+the target there for the token after it. Nothing of that depends on earlier coins, so a verdict is one pick among the
+nodes and one in the vocabulary, and the odds are also what the laboratory reads expectations from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftwood.protocols import BatchView, Randomness
+from draftwood.rng import Purpose, derive
+from draftwood.tree import DraftLaw, Draw, TokenTree, Verdict
+from draftwood.verifiers.path import follow
+
+EVERY_DRAW = frozenset(Draw)
+INDEPENDENT_DRAWS = frozenset({Draw.POINT, Draw.IID, Draw.TAIL})
+
+DRAW_NAMES = {
+    Draw.POINT: "chosen tokens",
+    Draw.IID: "independent draws",
+    Draw.WITHOUT_REPLACEMENT: "draws without replacement",
+    Draw.TAIL: "a tail draw beside chosen tokens",
+}
+
+
+@dataclass(frozen=True)
+class Odds:
+    """Where the accepted path ends, and what the next token is drawn from."""
+
+    stop: Tensor  # [M] float64; sums to one over each tree
+    left: Callable[[Tensor], Tensor]  # nodes [k] -> rows [k, V], in proportion to the law of the token after each
+    drift: Tensor | None = None  # [M] what ending there may have moved the law of the emitted tokens; None: nothing
+
+    def expected_length(self, tree: TokenTree) -> Tensor:
+        """Accepted tokens to be expected from each tree. [B]."""
+        zeros = torch.zeros(tree.num_trees, dtype=self.stop.dtype, device=self.stop.device)
+        return zeros.index_add(0, tree.owner, self.stop * tree.depth)
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Which trees a law is exact for."""
+
+    draws: frozenset[Draw] = EVERY_DRAW
+    chain: bool = False  # chains only
+    paths: bool = False  # whole independent paths only
+    pairs: bool = False  # draws without replacement two at a time at most
+
+    def refuses(self, law: DraftLaw) -> str | None:
+        """Why such trees lie outside, or None."""
+        strange = law.draws - self.draws
+        if strange:
+            names = " and ".join(DRAW_NAMES[draw] for draw in sorted(strange))
+            return f"it is not made for {names}"
+        if self.chain and not law.chain:
+            return "it is made for one path, and this drafter proposes trees"
+        if self.paths and not law.paths:
+            return "it needs whole independent paths (--tree paths), and this drafter proposes something else"
+        if self.pairs and Draw.WITHOUT_REPLACEMENT in law.draws and (law.width is None or law.width > 2):
+            return "of draws without replacement it can weigh two behind a node, not more (traversal can)"
+        return None
+
+    def __str__(self) -> str:
+        shape = "one path" if self.chain else "independent paths" if self.paths else ""
+        draws = "" if self.draws == EVERY_DRAW else ", ".join(DRAW_NAMES[draw] for draw in sorted(self.draws))
+        pairs = ", at most two without replacement" if self.pairs else ""
+        return (": ".join(filter(None, [shape, draws])) or "every tree") + pairs
+
+
+class NodeLaw:
+    """A law that is told by its odds."""
+
+    name: str
+    scope = Scope()
+    lossless = True
+
+    def refuses(self, law: DraftLaw) -> str | None:
+        """Whatever lies outside its scope."""
+        return self.scope.refuses(law)
+
+    def odds(self, tree: TokenTree, p: Tensor) -> Odds:
+        """Where the path ends, given the target's rows `p` [M, V]."""
+        raise NotImplementedError
+
+    def verify(self, tree: TokenTree, p: Tensor, view: BatchView, rng: Randomness) -> Verdict:
+        """Pick the last accepted node of each tree, then the token after it."""
+        if self.lossless and all(params.greedy for params in view.params):
+            return follow(tree, p.argmax(-1).tolist())  # without chance every lossless law keeps the longest match
+        seeds = derive(view.seeds, view.lengths)
+        odds = self.odds(tree, p)
+        node = tree.offsets[:-1] + rng.pick(_by_tree(tree, odds.stop), derive(seeds, Purpose.ACCEPT))
+        left = odds.left(node)
+        # Nothing is left only where ending has no chance, up to rounding: then p stays, and no mass is invented.
+        left = torch.where(left.amax(-1, keepdim=True) > 0, left, p[node])
+        bonus = rng.pick(left, derive(seeds, Purpose.RESIDUAL))
+        drift = None if odds.drift is None else odds.drift[node]
+        return Verdict(tree.paths[node], tree.depth[node], bonus, drift)
+
+
+def _by_tree(tree: TokenTree, values: Tensor) -> Tensor:
+    """Values of nodes [M] as one row a tree, zero padded. [B, N]."""
+    if tree.num_trees == 1:
+        return values[None]
+    table = torch.zeros(tree.num_trees, int(tree.sizes.max()), dtype=values.dtype, device=values.device)
+    return table.index_put((tree.owner, tree.local), values)
+
+
+def ratio(part: Tensor, whole: Tensor) -> Tensor:
+    """part / whole, one where both are nothing: nothing to lose there, so it is taken."""
+    return torch.where(whole > 0, part / torch.where(whole > 0, whole, 1), 1)
+
+
+def value_at(rows: Tensor, tokens: Tensor) -> Tensor:
+    """rows[i, tokens[i]] in float64. [n, V], [n] -> [n]."""
+    return rows.gather(1, tokens[:, None])[:, 0].double()
+
+
+def mass_of(rows: Tensor) -> Tensor:
+    """Row sums in float64. [n, V] -> [n]."""
+    return rows.sum(-1, dtype=torch.float64)
+
+
+def scaled(rows: Tensor, weight: Tensor) -> Tensor:
+    """Each row times its weight. Changes them. [n, V], [n]."""
+    return rows.mul_(weight.to(rows.dtype)[:, None])

@@ -1,0 +1,178 @@
+"""Laws that are not lossless. They change what the model says; none is ever a default, and every answer says so.
+
+`mixture` is the only one with a certificate: what it emits at a step follows w p + (1 - w) q exactly, so it is at most
+(1 - w) TV(p, q) away from the model, and the sum of that over a text is reported with it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from draftwood.tree import TokenTree
+from draftwood.verifiers.law import NodeLaw, Odds, Scope
+from draftwood.verifiers.rules import Rejection, Weighed
+from draftwood.verifiers.walk import TopDown, first_of_its_token
+
+
+class LossyLaw(NodeLaw):
+    """A law that moves the model's distribution by nobody knows how much."""
+
+    lossless = False
+
+    def odds(self, tree: TokenTree, p: Tensor) -> Odds:
+        """Unknown drift wherever there was something to judge."""
+        odds = self.lossy_odds(tree, p)
+        guessed = (tree.sizes > 1)[tree.owner]
+        return Odds(odds.stop, odds.left, torch.where(guessed, torch.nan, 0.0))
+
+    def lossy_odds(self, tree: TokenTree, p: Tensor) -> Odds:
+        """Where the path ends."""
+        raise NotImplementedError
+
+
+class DeepestGoodEnough(LossyLaw):
+    """Keep the longest path all of whose tokens are good enough; the first of several."""
+
+    def good_enough(self, tree: TokenTree, p: Tensor) -> Tensor:
+        """Which nodes pass, whatever is above them. [M] bool; roots do not matter."""
+        raise NotImplementedError
+
+    def lossy_odds(self, tree: TokenTree, p: Tensor) -> Odds:
+        """All on one node."""
+        good = self.good_enough(tree, p) | (tree.parents < 0)
+        for nodes in tree.levels[1:]:
+            good[nodes] &= good[tree.parents[nodes]]
+        rank = torch.where(good, tree.depth * tree.num_nodes - tree.local, -1)
+        best = torch.full((tree.num_trees,), -1, device=p.device).scatter_reduce(0, tree.owner, rank, "amax")
+        return Odds((rank == best[tree.owner]).double(), lambda nodes: p[nodes])
+
+
+class Typical(DeepestGoodEnough):
+    """Typical acceptance (Medusa): p(x) > min(threshold, alpha exp(-entropy of p))."""
+
+    name = "typical"
+
+    def __init__(self, threshold: float = 0.3, alpha: float = 0.09) -> None:
+        _check("threshold", threshold, 0, 1)
+        _check("alpha", alpha, 0, 1)
+        self.threshold, self.alpha = threshold, alpha
+
+    def good_enough(self, tree: TokenTree, p: Tensor) -> Tensor:
+        """The surer the target, the more it asks of a token."""
+        entropy = torch.special.entr(p).sum(-1, dtype=torch.float64)
+        bar = (self.alpha * torch.exp(-entropy)).clamp(max=self.threshold)
+        return _wanted(tree, p) > bar[tree.parents.clamp(min=0)]
+
+
+class Relaxed(DeepestGoodEnough):
+    """Relaxed acceptance: among the `k` likeliest and at most `margin` below the best in log-probability."""
+
+    name = "relaxed"
+
+    def __init__(self, k: int = 3, margin: float = 0.5) -> None:
+        if k < 1:
+            raise ValueError("k must be at least 1")
+        _check("margin", margin, 0, float("inf"))
+        self.k, self.margin = k, margin
+
+    def good_enough(self, tree: TokenTree, p: Tensor) -> Tensor:
+        """Near the top of the parent's row."""
+        best = p.topk(min(self.k, p.shape[1]), -1).values.double()[tree.parents.clamp(min=0)]
+        wanted = _wanted(tree, p)
+        return (wanted > 0) & (wanted >= best[:, -1]) & (best[:, 0].log() - wanted.log() <= self.margin)
+
+
+class Threshold(LossyLaw):
+    """Plain target sampling with lowered bars: a child of probability `single` is accepted, others too if total < 1.
+
+    With single = 1 and total = 1 nothing is lost.
+    """
+
+    name = "threshold"
+
+    def __init__(self, single: float = 0.9, total: float = 1.0) -> None:
+        _check("single", single, 0, 1)
+        _check("total", total, 1e-6, 1)
+        self._walk = TopDown(self.name, _LoweredBars(single, total))
+
+    def lossy_odds(self, tree: TokenTree, p: Tensor) -> Odds:
+        """Top down."""
+        return self._walk.odds(tree, p)
+
+
+class _LoweredBars:
+    scope = Scope()
+
+    def __init__(self, single: float, total: float) -> None:
+        self.single, self.total = single, total
+
+    def weigh(self, tree: TokenTree, nodes: Tensor, target: Tensor, dead: Tensor) -> Weighed:
+        """One coin for all children, against what they have in common with the target so far."""
+        tries = tree.tries[nodes]
+        tokens = tree.tokens[tries.clamp(min=0)]
+        wanted = target.gather(1, tokens).double() * first_of_its_token(tree, tries)
+        missed = (1 - wanted.cumsum(1) / self.total).clamp(min=0)
+        missed = missed * (wanted < self.single).long().cumprod(1)
+        before = torch.cat([torch.ones_like(missed[:, :1]), missed[:, :-1]], 1)
+        chance = torch.where(before > 0, 1 - missed / torch.where(before > 0, before, 1), 1)
+        left = target.scatter_(1, tokens, torch.where(tries >= 0, 0, target.gather(1, tokens)))
+        return Weighed(chance, left, left.sum(-1, dtype=torch.float64))
+
+
+class Lenient(LossyLaw):
+    """Rejection sampling with its bar lowered: min(1, p / (lenience q)), the residual as if it were not."""
+
+    name = "lenient"
+
+    def __init__(self, lenience: float = 0.7) -> None:
+        _check("lenience", lenience, 1e-6, 1)
+        self._walk = TopDown(self.name, _Lenient(lenience))
+
+    def lossy_odds(self, tree: TokenTree, p: Tensor) -> Odds:
+        """Top down."""
+        return self._walk.odds(tree, p)
+
+
+class _Lenient(Rejection):
+    def __init__(self, lenience: float) -> None:
+        self.lenience = lenience
+
+    def weigh(self, tree: TokenTree, nodes: Tensor, target: Tensor, dead: Tensor) -> Weighed:
+        """Higher chances, nothing else."""
+        weighed = super().weigh(tree, nodes, target, dead)
+        return Weighed((weighed.chance / self.lenience).clamp(max=1), weighed.left, weighed.mass)
+
+
+class Mixture(NodeLaw):
+    """Verify against weight p + (1 - weight) q instead of p: the only lossy law with a certificate."""
+
+    name = "mixture"
+    lossless = False
+
+    def __init__(self, weight: float = 0.9) -> None:
+        _check("weight", weight, 0, 1)
+        self.weight = weight
+        self._walk = TopDown(self.name, Rejection())
+
+    def odds(self, tree: TokenTree, p: Tensor) -> Odds:
+        """Lossless with respect to the mixture; how far that is from p is added up along the path."""
+        first = tree.tries[:, 0]
+        q = tree.law_rows(first.clamp(min=0), p)
+        step = torch.where(first >= 0, (1 - self.weight) * (p - q).abs().sum(-1, dtype=torch.float64) / 2, 0)
+        mixed = torch.where(first[:, None] >= 0, torch.lerp(q, p, self.weight), p)
+        drift = step.clone()
+        for nodes in tree.levels[1:]:
+            drift[nodes] += drift[tree.parents[nodes]]
+        odds = self._walk.odds(tree, mixed)
+        return Odds(odds.stop, odds.left, drift)
+
+
+def _wanted(tree: TokenTree, p: Tensor) -> Tensor:
+    """p of every node's own token; anything at roots. [M] float64."""
+    return p[tree.parents.clamp(min=0), tree.tokens].double()
+
+
+def _check(name: str, value: float, least: float, most: float) -> None:
+    if not least <= value <= most:
+        raise ValueError(f"{name} must lie between {least:g} and {most:g}, not {value:g}")

@@ -1,0 +1,95 @@
+"""`optimal`: the best rule there is for the draws behind one node, by linear programming. A reference for toys.
+
+Every way the draws can fall is a source of its own probability, every token a sink of the target's; a draw that falls
+on x may be kept at no cost. The transport that keeps most is found by scipy's HiGHS. Independent draws only, and so few
+tokens and draws that all their combinations can be written down.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from draftwood.errors import DraftwoodError, InvalidRequest
+from draftwood.tree import Draw, TokenTree
+from draftwood.verifiers.law import Scope
+from draftwood.verifiers.rules import Weighed
+
+MOST_COMBINATIONS = 2000
+
+
+class OptimalTransport:
+    """Keep as much of the draws as any lossless rule can."""
+
+    scope = Scope(frozenset({Draw.POINT, Draw.IID, Draw.TAIL}))
+
+    def weigh(self, tree: TokenTree, nodes: Tensor, target: Tensor, dead: Tensor) -> Weighed:
+        """Node by node: one linear program each."""
+        tries = tree.tries[nodes]
+        taken = torch.zeros(tries.shape, dtype=torch.float64)
+        left = target.double()
+        for row, (draws, mass) in enumerate(zip(tries.tolist(), dead.tolist(), strict=True)):
+            draws = [child for child in draws if child >= 0]
+            if not draws:
+                continue
+            laws = tree.law_rows(torch.tensor(draws), target[:1].double().expand(len(draws), -1))
+            tokens = tree.tokens[draws].tolist()
+            kept, average = _transport(left[row].tolist(), mass, laws.tolist(), tokens)
+            for place, token in enumerate(tokens):
+                taken[row, place] = kept.pop(token, 0.0)  # the first draw of a token stands for all of them
+            left[row] -= torch.tensor(average, dtype=torch.float64)
+        left = left.clamp_(min=0).to(target.dtype)
+        return Weighed(_as_chances(taken), left, left.sum(-1, dtype=torch.float64))
+
+
+def _as_chances(taken: Tensor) -> Tensor:
+    before = 1 - (taken.cumsum(1) - taken)
+    return torch.where(before > 0, taken / torch.where(before > 0, before, 1), 1).clamp(0, 1)
+
+
+def _transport(
+    target: list[float], dead: float, laws: list[list[float]], drawn: list[int]
+) -> tuple[dict[int, float], list[float]]:
+    """What each token among `drawn` is kept with, given these draws; and the mass kept of each token on the average."""
+    combinations: dict[frozenset[int], float] = {}
+    for tokens in itertools.product(*([t for t, q in enumerate(law) if q > 0] for law in laws)):
+        chance = 1.0
+        for law, token in zip(laws, tokens, strict=True):
+            chance *= law[token]
+        combinations[frozenset(tokens)] = combinations.get(frozenset(tokens), 0.0) + chance
+        if len(combinations) > MOST_COMBINATIONS:
+            raise InvalidRequest(
+                f"The law 'optimal' writes down every way the draws can fall and gives up after {MOST_COMBINATIONS}; "
+                "it is a reference for tiny vocabularies."
+            )
+    flows = [(held, token) for held in combinations for token in sorted(held)]
+    amounts = _solve(flows, combinations, target)
+    average = [0.0] * len(target)
+    for (_, token), amount in zip(flows, amounts, strict=True):
+        average[token] += amount
+    own = frozenset(drawn)
+    given = {token: a / combinations[own] for (held, token), a in zip(flows, amounts, strict=True) if held == own}
+    return given, average
+
+
+def _solve(
+    flows: list[tuple[frozenset[int], int]], combinations: dict[frozenset[int], float], target: list[float]
+) -> Any:
+    """The amounts kept: as much in all as the draws can carry and the target can take."""
+    try:
+        from scipy.optimize import linprog
+        from scipy.sparse import csr_array
+    except ImportError as error:
+        raise DraftwoodError("The law 'optimal' needs scipy: pip install 'draftwood[lab]'.") from error
+    sources = {held: row for row, held in enumerate(combinations)}
+    rows = [sources[held] for held, _ in flows] + [len(sources) + token for _, token in flows]
+    columns = [*range(len(flows)), *range(len(flows))]
+    limits = csr_array(([1.0] * len(rows), (rows, columns)), shape=(len(sources) + len(target), len(flows)))
+    bounds = [*combinations.values(), *target]
+    found = linprog([-1.0] * len(flows), A_ub=limits, b_ub=bounds, method="highs")
+    if found.status != 0:
+        raise DraftwoodError(f"The linear program of the law 'optimal' was not solved: {found.message}")
+    return found.x.clip(min=0)
