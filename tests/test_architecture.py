@@ -18,6 +18,7 @@ LAYERS = [  # each may import what stands above it
     ("sampling", "cache", "ops", "model", "config"),
     ("growers", "drafters", "verifiers"),
     ("engine", "assembly", "calibration"),
+    ("lab",),
     ("cli", "__main__", "__init__"),
 ]
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}

@@ -206,6 +206,11 @@ class PageTables:
             self.pool.remember(table.pages[i], table.pages[i - 1] if i else None, content)
         table.num_remembered = max(full, table.num_remembered)
 
+    def rewind(self, seq_id: int, num_cached: int) -> None:
+        """Run the tokens from `num_cached` on once more: their logits are wanted again."""
+        table = self._tables[seq_id]
+        table.num_cached = min(table.num_cached, num_cached)
+
     def trim(self, seq_id: int) -> None:
         """Give back the pages that hold nothing committed: room a draft tree had asked for."""
         pages = self._tables[seq_id].pages

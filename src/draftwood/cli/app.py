@@ -169,6 +169,46 @@ def calibrate(engine: EngineFlags, as_json: Json = False) -> None:
 
 @app.command(rich_help_panel="What there is")
 @command
+def laws(
+    engine: EngineFlags,
+    list_them: Annotated[
+        bool, typer.Option("--list", help="Name every law, what it is exact for and whether it is lossless.")
+    ] = False,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Texts to answer: one a line, or JSON lines with turns, prompt or text.")
+    ] = None,
+    temperatures: Annotated[str, typer.Option(help="Temperatures, separated by commas.")] = "0.2,0.6,1.0",
+    contexts: Annotated[int, typer.Option(help="Places in the answers to draw trees at, for each temperature.")] = 32,
+    paths: Annotated[int, typer.Option(help="Most paths of a tree.")] = 4,
+    depth: Annotated[int, typer.Option(help="Tokens of a path.")] = 5,
+    seed: Annotated[int, typer.Option(help="Of answers and trees.")] = 0,
+    out: Annotated[Path, typer.Option(help="Folder for laws.html and laws.json.")] = Path("laws"),
+    save: Annotated[Path | None, typer.Option(help="Also keep the recorded rows in this folder (large).")] = None,
+    rows: Annotated[Path | None, typer.Option(help="Replay rows recorded before; no model is loaded.")] = None,
+) -> None:
+    """Compare all acceptance laws on a real pair of models: expected tokens a step, without sampling noise.
+
+    [dim]Example:[/]
+
+    draftwood laws --model big.gguf --drafter model:small.gguf --weights w8a8 --prompts questions.jsonl
+    """
+    from draftwood.cli.parts import laws_table
+    from draftwood.lab.experiment import Setting
+
+    if list_them:
+        stdout().print(laws_table())
+        return
+    from draftwood.cli.laws import run_laws
+
+    try:
+        degrees = tuple(float(t) for t in temperatures.split(","))
+    except ValueError as error:
+        raise InvalidRequest(f"Temperatures are numbers separated by commas, not '{temperatures}'.") from error
+    run_laws(engine, prompts, Setting(degrees, paths, depth, contexts, seed=seed), out, save, rows)
+
+
+@app.command(rich_help_panel="What there is")
+@command
 def models(
     fetch: Annotated[
         str | None,
