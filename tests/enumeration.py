@@ -1,8 +1,11 @@
-"""An enumerating source of randomness, and the exact criterion of losslessness.
+"""Two enumerating sources of randomness, and the exact criterion of losslessness.
 
-`law_of(run)` replays `run(rng)` through every outcome of its coin flips and draws, depth first, so the shipped control
-flow itself is what is measured. `assert_lossless` checks criterion (1): with h(s) the probability that a round emits
-the string s, the sum over the prefixes s of y of h(s) p(y | s) is p(y), for every string y one longer than the tree.
+`law_of(run)` replays `run(rng)` through every outcome of its draws, depth first, so the shipped control flow itself is
+what is measured: `round_law` is the law of one round, grower and `verify` included. `node_law` is the quick way for
+laws that are told by their odds: all draft trees the grower can draw stand side by side in one batch (`drafts_of`), the
+odds are asked once, and the two draws of `NodeLaw.verify` are added up. `assert_lossless` checks criterion (1): with
+h(s) the probability that a round emits the string s, the sum over the prefixes s of y of h(s) p(y | s) is p(y), for
+every string y one longer than the tree.
 """
 
 from __future__ import annotations
@@ -10,9 +13,9 @@ from __future__ import annotations
 import itertools
 import random
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -21,9 +24,14 @@ from draftwood.protocols import BatchView, Budget, Grower, Verifier
 from draftwood.request import SamplingParams
 from draftwood.tree import TokenTree
 from draftwood.treebuilder import TreeBuilder
+from draftwood.verifiers import NodeLaw, Odds
 
 Row = tuple[float, ...]
-Rows = Callable[[tuple[int, ...]], Row]  # prefix -> distribution of the next token
+Prefix = tuple[int, ...]
+Rows = Callable[[Prefix], Row]  # prefix -> distribution of the next token
+Law = dict[Prefix, float]  # string -> probability that a round emits it
+
+MOST_TREES = 5000  # in one batch
 
 
 @dataclass
@@ -50,8 +58,7 @@ class Enumerator:
         return chosen
 
     def pick(self, weights: Tensor, keys: Tensor) -> Tensor:
-        assert bool((weights >= -1e-15).all()), "a weight is negative"
-        assert bool(torch.isfinite(weights).all()), "a weight is not a number"
+        _check_weights(weights)
         rows = weights.clamp(min=0).tolist()
         return torch.tensor([self._choose(w, k) for w, k in zip(rows, keys.tolist(), strict=True)], dtype=torch.int64)
 
@@ -64,33 +71,50 @@ class Enumerator:
         return torch.stack(places, 1)
 
 
-def law_of(run: Callable[[Enumerator], Hashable]) -> dict[Hashable, float]:
-    """The exact law of what `run` returns."""
-    law: dict[Hashable, float] = defaultdict(float)
+def _check_weights(weights: Tensor) -> None:
+    assert bool((weights >= -1e-15).all()), "a weight is negative"
+    assert bool(torch.isfinite(weights).all()), "a weight is not a number"
+
+
+def outcomes_of(run: Callable[[Enumerator], Hashable], used: Collection[int] = ()) -> list[tuple[Hashable, Enumerator]]:
+    """What `run` returns for every outcome of its draws, and the source each came from; `used` keys are taken."""
+    outcomes: list[tuple[Hashable, Enumerator]] = []
     script: list[int] = []
     while True:
-        rng = Enumerator(script)
-        law[run(rng)] += rng.weight
+        rng = Enumerator(script, used=set(used))
+        outcomes.append((run(rng), rng))
         script = rng.script[: len(rng.options)]
         while script and script[-1] + 1 == rng.options[len(script) - 1]:
             script.pop()
         if not script:
-            return dict(law)
+            return outcomes
         script[-1] += 1
 
 
-def view_of(temperature: float = 1.0, nodes: int = 100, depth: int = 100, root: int = 0) -> BatchView:
+def law_of(run: Callable[[Enumerator], Hashable], used: Collection[int] = ()) -> dict[Hashable, float]:
+    """The exact law of what `run` returns."""
+    law: dict[Hashable, float] = defaultdict(float)
+    for outcome, rng in outcomes_of(run, used):
+        law[outcome] += rng.weight
+    return dict(law)
+
+
+def view_of(
+    temperature: float = 1.0, nodes: int = 100, depth: int = 100, root: int = 0, sequences: int = 1
+) -> BatchView:
+    """`sequences` requests that differ in nothing but number and seed."""
+    each = torch.ones(sequences, dtype=torch.int64)
     return BatchView(
-        seq_ids=(0,),
-        tokens=[[root]],
-        prompt_lengths=(1,),
-        params=(SamplingParams(temperature=temperature),),
-        bad_words=((),),
-        lengths=torch.tensor([1]),
-        seeds=torch.tensor([7]),
-        temperature=torch.tensor([temperature]),
-        max_nodes=torch.tensor([nodes]),
-        max_depth=torch.tensor([depth]),
+        seq_ids=tuple(range(sequences)),
+        tokens=[[root]] * sequences,
+        prompt_lengths=(1,) * sequences,
+        params=(SamplingParams(temperature=temperature),) * sequences,
+        bad_words=((),) * sequences,
+        lengths=each,
+        seeds=torch.arange(7, 7 + sequences),
+        temperature=each * torch.tensor(temperature),
+        max_nodes=each * nodes,
+        max_depth=each * depth,
     )
 
 
@@ -101,45 +125,225 @@ class TableModel:
     rows: Rows
 
     def begin(self, view: BatchView) -> Tensor:
-        return self._logits([()])
+        return self._logits([()]).expand(len(view.seq_ids), -1)
 
     def extend(self, builder: TreeBuilder, columns: Tensor) -> Tensor:
-        return self._logits([path_to(builder, int(c)) for c in columns[0]])[None]
+        tokens, parents = builder.tokens.tolist(), builder.parents.tolist()
+        every = [_path_to(tokens[b], parents[b], column) for b, row in enumerate(columns.tolist()) for column in row]
+        return self._logits(every).view(*columns.shape, -1)
 
-    def _logits(self, prefixes: list[tuple[int, ...]]) -> Tensor:
+    def _logits(self, prefixes: list[Prefix]) -> Tensor:
         return torch.tensor([self.rows(prefix) for prefix in prefixes], dtype=torch.float64).log()
 
 
-def path_to(builder: TreeBuilder, column: int) -> tuple[int, ...]:
+def _path_to(tokens: list[int], parents: list[int], column: int) -> Prefix:
     path: list[int] = []
     while column > 0:
-        path.append(int(builder.tokens[0, column]))
-        column = int(builder.parents[0, column])
+        path.append(tokens[column])
+        column = parents[column]
     return tuple(reversed(path))
 
 
+def prefixes_of(tree: TokenTree) -> list[Prefix]:
+    """The tokens on the way to each node, the root's own left out. [M]."""
+    tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
+    prefixes: list[Prefix] = []
+    for token, parent in zip(tokens, parents, strict=True):
+        prefixes.append((*prefixes[parent], token) if parent >= 0 else ())
+    return prefixes
+
+
 def target_rows(tree: TokenTree, p: Rows) -> Tensor:
-    prefixes = [tuple(tree.tokens[[n for n in path if n >= 0]].tolist()[1:]) for path in tree.paths.tolist()]
-    return torch.tensor([p(prefix) for prefix in prefixes], dtype=torch.float64)
+    return torch.tensor([p(prefix) for prefix in prefixes_of(tree)], dtype=torch.float64)
 
 
-def emitted(tree: TokenTree, verdict) -> tuple[int, ...]:
+def emitted(tree: TokenTree, verdict) -> Prefix:
     return tuple(verdict.to_host(tree).tokens[0])
 
 
-def round_law(grower: Grower, verifier: Verifier, p: Rows, q: Rows, view: BatchView | None = None):
-    """h(s): the law of what one round of the shipped grower and verifier emits."""
-    view = view or view_of()
+@dataclass
+class Scripts:
+    """Every tree of a batch follows a script of its own: all outcomes of `draws` draws a tree side by side."""
 
-    def run(rng: Enumerator) -> tuple[int, ...]:
+    draws: int
+    vocabulary: int
+    asked: int = 0  # draws a tree so far; those beyond the script all fall on the first token
+    used: set[int] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        assert self.vocabulary**self.draws <= MOST_TREES, "too many draft trees"
+        every = list(itertools.product(range(self.vocabulary), repeat=self.draws))
+        self.script = torch.tensor(every, dtype=torch.int64).view(len(every), -1)  # [B, draws]
+        self.weight = torch.ones(len(every), dtype=torch.float64)
+
+    def pick(self, weights: Tensor, keys: Tensor) -> Tensor:
+        _check_weights(weights)
+        rows = weights.view(len(self.script), -1, self.vocabulary)
+        here = slice(self.asked, self.asked + rows.shape[1])
+        self.asked += rows.shape[1]
+        self.used |= set(keys.tolist())
+        assert len(self.used) == self.asked * len(rows), "two draws share a key: they would not be independent"
+        if self.asked > self.draws:
+            return torch.zeros_like(keys)
+        chosen, total = self.script[:, here], rows.sum(-1)
+        chance = rows.gather(2, chosen[..., None])[..., 0] / torch.where(total > 0, total, 1)
+        # With nothing to choose from there is one outcome, and no node comes of it.
+        self.weight *= torch.where(total > 0, chance, (chosen == 0).double()).prod(1)
+        return chosen.flatten()
+
+
+@dataclass(frozen=True, eq=False)
+class Drafts:
+    """All draft trees a grower can draw, as one batch, and how likely each is."""
+
+    tree: TokenTree
+    chance: Tensor  # [B] float64
+    vocabulary: int
+
+    @cached_property
+    def prefixes(self) -> list[Prefix]:
+        """Of every node. [M]."""
+        return prefixes_of(self.tree)
+
+    @cached_property
+    def distinct(self) -> list[Prefix]:
+        """Every prefix once."""
+        return list(dict.fromkeys(self.prefixes))
+
+    @cached_property
+    def index(self) -> Tensor:
+        """Which of the distinct prefixes each node has. [M]."""
+        number = {prefix: i for i, prefix in enumerate(self.distinct)}
+        return torch.tensor([number[prefix] for prefix in self.prefixes])
+
+    def rows(self, p: Rows) -> Tensor:
+        """The target's row at every node. [M, V]."""
+        return torch.tensor([p(prefix) for prefix in self.distinct], dtype=torch.float64)[self.index]
+
+    def strings(self, ends: Tensor) -> Law:
+        """What is emitted, from the chances `ends` [M, V] of every node and the token after it."""
+        sums = torch.zeros(len(self.distinct), self.vocabulary, dtype=torch.float64).index_add_(0, self.index, ends)
+        return {
+            (*prefix, token): value
+            for prefix, row in zip(self.distinct, sums.tolist(), strict=True)
+            for token, value in enumerate(row)
+            if value != 0
+        }
+
+
+@lru_cache(maxsize=512)
+def drafts_of(grower: Grower, q: Rows, nodes: int = 100, depth: int = 100) -> Drafts:
+    """Every tree the shipped grower can draw from `q`, grown as one batch."""
+    vocabulary = len(q(()))
+    rng = Scripts(0, vocabulary)
+    builder = _grow_all(grower, q, nodes, depth, rng)
+    while rng.asked > rng.draws:  # until the script is long enough for every tree
+        rng = Scripts(rng.asked, vocabulary)
+        builder = _grow_all(grower, q, nodes, depth, rng)
+    possible = rng.weight > 0
+    tree, _ = builder.build()[0].take(possible.nonzero()[:, 0])
+    tree.validate()
+    chance = rng.weight[possible]
+    assert abs(float(chance.sum()) - 1) <= 1e-12
+    return Drafts(tree, chance, vocabulary)
+
+
+def _grow_all(grower: Grower, q: Rows, nodes: int, depth: int, rng: Scripts) -> TreeBuilder:
+    view = view_of(nodes=nodes, depth=depth, sequences=len(rng.script))
+    return grower.grow(TableModel(q), view, Budget(100), rng)
+
+
+def pack(trees: Sequence[TokenTree]) -> TokenTree:
+    """Several trees as one batch, in this order."""
+    nodes, laws, parents, rows, drawn = 0, 0, [], [], []
+    for tree in trees:
+        parents.append(torch.where(tree.parents >= 0, tree.parents + nodes, -1))
+        rows.append(torch.where(tree.q_row >= 0, tree.q_row + laws, -1))
+        drawn.append(nodes + (torch.arange(tree.num_nodes) if tree.drawn is None else tree.drawn))
+        nodes += tree.num_nodes
+        laws += 0 if tree.q is None else len(tree.q)
+    sizes = torch.cat([tree.sizes for tree in trees])
+    return TokenTree(
+        tokens=torch.cat([tree.tokens for tree in trees]),
+        parents=torch.cat(parents),
+        offsets=torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]),
+        draw=torch.cat([tree.draw for tree in trees]),
+        q_row=torch.cat(rows),
+        q=torch.cat([tree.q for tree in trees if tree.q is not None]) if laws else None,
+        drawn=None if all(tree.drawn is None for tree in trees) else torch.cat(drawn),
+    )
+
+
+_packed = lru_cache(maxsize=64)(lambda drafts: pack([each.tree for each in drafts]))
+
+
+def odds_of(law: NodeLaw, tree: TokenTree, rows: Tensor) -> Odds:
+    """The odds of all trees of a batch at once: they are chances, and sum to one over each tree."""
+    odds = law.odds(tree, rows)
+    sums = torch.zeros(tree.num_trees, dtype=torch.float64).index_add_(0, tree.owner, odds.stop)
+    assert bool((odds.stop >= -1e-15).all()), "a chance is negative"
+    assert bool(((sums - 1).abs() <= 1e-12).all()), "the odds of a tree do not sum to one"
+    return odds
+
+
+def node_law(law: NodeLaw, drafts: Drafts, p: Rows) -> Law:
+    """h(s) by adding up what `NodeLaw.verify` draws: one pick among the nodes, one in the vocabulary."""
+    (h,) = node_laws(law, [(drafts, p)])
+    return h
+
+
+def node_laws(law: NodeLaw, problems: Sequence[tuple[Drafts, Rows]]) -> list[Law]:
+    """`node_law` of several drafts and targets, all their trees in one batch."""
+    tree = _packed(tuple(drafts for drafts, _ in problems)) if len(problems) > 1 else problems[0][0].tree
+    rows = torch.cat([drafts.rows(p) for drafts, p in problems])
+    odds = odds_of(law, tree, rows)
+    left = odds.left(torch.arange(tree.num_nodes))
+    _check_weights(left)
+    left = torch.where(left.amax(-1, keepdim=True) > 0, left, rows)
+    chance = torch.cat([drafts.chance for drafts, _ in problems])
+    ends = (chance[tree.owner] * odds.stop)[:, None] * left / left.sum(-1, keepdim=True)
+    parts = ends.split([drafts.tree.num_nodes for drafts, _ in problems])
+    return [drafts.strings(part) for (drafts, _), part in zip(problems, parts, strict=True)]
+
+
+@lru_cache(maxsize=512)
+def _drawn_one_by_one(grower: Grower, q: Rows, nodes: int, depth: int) -> list[tuple[TokenTree, Enumerator]]:
+    view = view_of(nodes=nodes, depth=depth)
+
+    def run(rng: Enumerator) -> TokenTree:
         tree, _ = grower.grow(TableModel(q), view, Budget(100), rng).build()
         tree.validate()
-        return emitted(tree, verifier.verify(tree, target_rows(tree, p), view, rng))
+        return tree
 
-    return law_of(run)
+    return outcomes_of(run)
 
 
-def law_error(h: dict, p: Rows, vocabulary: int) -> float:
+def round_law(grower: Grower, verifier: Verifier, p: Rows, q: Rows, nodes: int = 100, depth: int = 100) -> Law:
+    """h(s): the law of what one round of the shipped grower and verifier emits, draw by draw, keys and all."""
+    view = view_of(nodes=nodes, depth=depth)
+    law: Law = defaultdict(float)
+    for tree, drawn in _drawn_one_by_one(grower, q, nodes, depth):
+        rows = target_rows(tree, p)
+
+        def run(rng: Enumerator, tree: TokenTree = tree, rows: Tensor = rows) -> Prefix:
+            return emitted(tree, verifier.verify(tree, rows, view, rng))
+
+        for text, chance in law_of(run, drawn.used).items():
+            law[text] += drawn.weight * chance
+    return dict(law)
+
+
+def accepted_of(h: Law) -> float:
+    """The number of draft tokens a round may expect to keep."""
+    return sum(chance * (len(s) - 1) for s, chance in h.items())
+
+
+def law_distance(h: Law, other: Law) -> float:
+    """The largest difference between two laws of a round."""
+    return max(abs(h.get(s, 0.0) - other.get(s, 0.0)) for s in h.keys() | other.keys())
+
+
+def law_error(h: Law, p: Rows, vocabulary: int) -> float:
     """The largest violation of criterion (1) over all strings one longer than anything the tree can hold."""
     longest = max(len(s) for s in h)
     worst = abs(sum(h.values()) - 1)
@@ -149,7 +353,7 @@ def law_error(h: dict, p: Rows, vocabulary: int) -> float:
     return worst
 
 
-def continuation(p: Rows, y: tuple[int, ...], start: int) -> float:
+def continuation(p: Rows, y: Prefix, start: int) -> float:
     """p(y[start:] | y[:start])."""
     chance = 1.0
     for i in range(start, len(y)):
@@ -157,7 +361,7 @@ def continuation(p: Rows, y: tuple[int, ...], start: int) -> float:
     return chance
 
 
-def assert_lossless(h: dict, p: Rows, vocabulary: int, tolerance: float = 1e-12) -> None:
+def assert_lossless(h: Law, p: Rows, vocabulary: int, tolerance: float = 1e-12) -> None:
     error = law_error(h, p, vocabulary)
     assert error <= tolerance, f"criterion (1) is violated by {error:.2e}"
 

@@ -6,6 +6,7 @@ probability of every tree among the nodes of that tree; losslessness is linear i
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,29 +14,24 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import csr_array
 
-from draftwood.protocols import BatchView, Budget, Grower
-from draftwood.tree import TokenTree
-from enumeration import Enumerator, Rows, TableModel, law_of, view_of
+from draftwood.protocols import Grower
+from enumeration import Prefix, Rows, drafts_of
 
-Prefix = tuple[int, ...]
 Nodes = frozenset[Prefix]
 Terms = dict[Any, float]  # name of a variable -> its coefficient
 
 
-def tree_law(grower: Grower, q: Rows, view: BatchView | None = None) -> dict[Nodes, float]:
-    """Every draft tree the shipped grower can draw, as the set of its nodes' prefixes, with its probability."""
-    view = view or view_of()
+def tree_law(grower: Grower, q: Rows) -> dict[Nodes, float]:
+    """Every draft tree the shipped grower can draw, as the set of its nodes' prefixes, with its probability.
 
-    def run(rng: Enumerator) -> Nodes:
-        tree, _ = grower.grow(TableModel(q), view, Budget(100), rng).build()
-        return prefixes_of(tree)
-
-    return law_of(run)
-
-
-def prefixes_of(tree: TokenTree) -> Nodes:
-    """The tokens on the way to each node, the root's own left out; siblings that repeat a token become one."""
-    return frozenset(tuple(tree.tokens[[n for n in path if n >= 0]].tolist()[1:]) for path in tree.paths.tolist())
+    Siblings that repeat a token become one.
+    """
+    drafts = drafts_of(grower, q)
+    bounds = drafts.tree.offsets.tolist()
+    law: dict[Nodes, float] = defaultdict(float)
+    for begin, end, chance in zip(bounds[:-1], bounds[1:], drafts.chance.tolist(), strict=True):
+        law[frozenset(drafts.prefixes[begin:end])] += chance
+    return dict(law)
 
 
 def optimal_acceptance(trees: dict[Nodes, float], p: Rows, vocabulary: int) -> float:

@@ -13,14 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 import draftwood
 from draftwood.cli import app
-from draftwood.cli.screen import coloured
+from draftwood.cli.screen import coloured, figures
 from draftwood.engine.llm import LLM
 from draftwood.model import store
 from draftwood.request import Event, FinishReason, SpeculationStats
+from draftwood.verifiers import LAWS
 from tiny import tiny_folder
 
 KEYS = {
@@ -37,6 +39,8 @@ KEYS = {
     "model",
     "drafter",
     "law",
+    "lossless",
+    "drift",
     "seed",
 }
 
@@ -129,6 +133,82 @@ def test_json_is_one_line_with_every_key(folder: str) -> None:
         "match",
     )
     assert record["finish_reason"] == "length"
+    assert (record["lossless"], record["drift"]) == (True, 0.0)
+
+
+@pytest.fixture(scope="module")
+def draft_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A draft model that is like the target, not the same."""
+    return str(tiny_folder(tmp_path_factory.mktemp("models") / "draft", noise=0.2))
+
+
+@pytest.mark.parametrize(
+    ("flags", "law", "lossless"),
+    [
+        (("--tree", "sampled-chain"), "block", True),
+        (("--tree", "sampled-chain", "--law", "walk"), "walk", True),
+        (("--tree", "paths:paths=2,depth=2"), "layer-kseq", True),
+        (("--law", "coupled"), "coupled", True),
+        (("--tree", "sampled-chain", "--law", "typical:threshold=0.2"), "typical", False),
+        (("--tree", "sampled-chain", "--law", "mixture:weight=0.5"), "mixture", False),
+    ],
+)
+def test_json_says_by_which_law_and_what_it_did(
+    folder: str, draft_folder: str, flags: tuple[str, ...], law: str, lossless: bool
+) -> None:
+    arguments = ("generate", "Hello", "-m", folder, "-d", f"model:{draft_folder}", "-n", "16", "-t", "1", "--seed", "3")
+    record = json.loads(run(*arguments, "--json", *flags).stdout)
+    assert (record["law"], record["lossless"]) == (law, lossless)
+    if law == "mixture":
+        assert record["drift"] > 0
+    else:
+        assert record["drift"] == (0.0 if lossless else None)
+
+
+def test_json_knows_no_nan(folder: str, draft_folder: str) -> None:
+    """What nobody knows is null, on one line of JSON that every reader takes."""
+    flags = ("-d", f"model:{draft_folder}", "--tree", "sampled-chain", "--law", "lenient", "-t", "1", "-n", "9")
+    text = run("generate", "Hello", "-m", folder, "--json", *flags).stdout
+    assert '"drift": null' in text
+    assert "NaN" not in text
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody is watching."""
+
+    def watched() -> Console:
+        return Console(stderr=True, force_terminal=True, highlight=False, width=400)
+
+    for module in ("screen", "session"):
+        monkeypatch.setattr(f"draftwood.cli.{module}.stderr", watched)
+
+
+@pytest.mark.usefixtures("terminal")
+@pytest.mark.parametrize(
+    ("law", "words"),
+    [
+        ("typical", ("NOT the model’s own words", "the law 'typical' moved their distribution", "no bound on how far")),
+        ("mixture:weight=0.5", ("NOT the model’s own words", "the law 'mixture'", "at most", "in total variation")),
+        ("walk", ()),
+    ],
+)
+def test_whoever_watches_is_told_when_the_words_are_not_the_models_own(
+    folder: str, draft_folder: str, law: str, words: tuple[str, ...]
+) -> None:
+    flags = ("-d", f"model:{draft_folder}", "--tree", "sampled-chain", "-n", "12", "-t", "1", "--seed", "2")
+    shown = run("generate", "Hello", "-m", folder, "--law", law, *flags).stderr
+    assert "tokens/step" in shown
+    assert all(word in shown for word in words)
+    assert ("NOT the model" in shown) == bool(words)
+
+
+def test_figures_say_what_a_lossy_law_did() -> None:
+    known = SpeculationStats(law="mixture", lossless=False, drift=0.125)
+    assert "own words: the law 'mixture' moved their distribution, at most 0.125 in total variation" in figures(known)
+    unknown = SpeculationStats(law="relaxed", lossless=False, drift=None)
+    assert "the law 'relaxed' moved their distribution, no bound on how far" in figures(unknown)
+    assert "words" not in figures(SpeculationStats(law="block"))
 
 
 def test_a_drawn_seed_is_told_and_gives_the_same_answer_again(folder: str) -> None:
@@ -220,10 +300,24 @@ def test_models_fetch_prints_the_path(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_parts_lists_all_of_them() -> None:
-    text = run("parts").stdout
-    assert all(
-        name in text for name in ("ngram", "model:NAME", "beam", "hybrid", "widths=2x2x1", "match", "walk", "block")
-    )
+    result = run("parts")
+    assert result.exit_code == 0
+    words = ("ngram", "model:NAME", "beam", "hybrid", "widths=2x2x1", "paths=2, depth=4, trunk=0", "coupled")
+    assert all(word in result.stdout for word in words)
+
+
+def test_parts_says_of_every_law_whether_it_is_lossless() -> None:
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in run("parts").stdout.splitlines()]
+    laws = {row[0]: row for row in rows if len(row) == 5 and row[0] in LAWS}
+    assert list(laws) == list(LAWS)
+    assert {name for name, row in laws.items() if row[1] == "NO"} == {
+        *("typical", "threshold", "relaxed", "lenient", "mixture")
+    }
+    assert laws["match"][1:4] == ["yes", "every tree", "-"]
+    assert laws["block"][2] == "one path"
+    assert laws["gbv"][2] == "independent paths: independent draws"
+    assert laws["rrsw"][2] == "draws without replacement"
+    assert laws["typical"][3] == "threshold=0.3, alpha=0.09"
 
 
 def test_guesses_are_coloured_and_escape_sequences_defused() -> None:
@@ -268,7 +362,7 @@ def test_unknown_model() -> None:
     ("flag", "choices"),
     [
         ("--drafter", ("none", "ngram", "model:NAME")),
-        ("--law", ("match", "walk", "block")),
+        ("--law", ("auto", "match", "walk", "block", "mixture")),
         ("--tree", ("chain", "beam", "hybrid")),
         ("--dtype", ("float32", "bfloat16")),
         ("--weights", ("stored", "int8", "w4a8")),
@@ -295,6 +389,9 @@ def test_unknown_part_lists_the_choices(folder: str, flag: str, choices: tuple[s
         (("--device", "nowhere"), "nowhere"),
         (("--drafter", "ngram:nodes=many"), "nodes"),
         (("--drafter", "ngram:colour=red"), "colour"),
+        (("--law", "typical:threshold=2"), "threshold"),
+        (("--law", "typical:colour=red"), "colour"),
+        (("--law", "block:threshold=0.5"), "it has: none"),
     ],
 )
 def test_parameters_out_of_range(folder: str, flags: tuple[str, ...], word: str) -> None:
@@ -307,6 +404,7 @@ def test_parameters_out_of_range(folder: str, flags: tuple[str, ...], word: str)
         (("--raw", "--system", "Be kind."), "--system"),
         (("--drafter", "ngram", "--tree", "beam"), "--tree"),
         (("--drafter", "ngram:branches=2", "--law", "block"), "block"),
+        (("--drafter", "ngram", "--law", "gbv"), "chosen tokens"),
     ],
 )
 def test_contradictory_parameters(folder: str, flags: tuple[str, ...], word: str) -> None:

@@ -8,7 +8,7 @@ from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
 from draftwood.drafters.points import PointDrafter, PointTree
 from draftwood.drafters.scripted import ScriptedDrafter
-from draftwood.growers import Best, Levels, chain
+from draftwood.growers import Best, Coupled, Independent, Levels, Paths, chain
 from draftwood.protocols import Budget
 from draftwood.request import SamplingParams
 from draftwood.rng import KeyedRng
@@ -96,6 +96,25 @@ def test_the_target_as_its_own_draft_model_is_always_right() -> None:
     for answer in answers:
         assert answer.accepted == answer.num_generated - answer.steps
     assert answers[0].steps <= 7
+
+
+@pytest.mark.parametrize("grower", [Paths(3, 3), Paths(2, 2, trunk=1), Levels((1, 1, 1), Independent())])
+def test_drawn_guesses_of_the_target_itself_are_always_right_without_chance(grower) -> None:
+    """At temperature 0 all paths are one, merged in the draft cache as in the tree; three tokens a round."""
+    harness = Harness(tiny_runner(), ModelDrafter(tiny_runner(), grower), Match())
+    (answer,) = harness.run([Ask((1, 2, 3), SamplingParams(max_tokens=21))])
+    assert answer.accepted == answer.num_generated - answer.steps
+    assert answer.steps <= 7
+    assert answer.drafted <= 18, "agreeing paths are one node each"
+
+
+def test_with_shared_noise_the_target_itself_is_always_right() -> None:
+    drafter = ModelDrafter(tiny_runner(), Levels((1, 1, 1), Coupled()))
+    harness = Harness(tiny_runner(), drafter, Match())
+    asks = [Ask((1, 2, 3), SamplingParams(temperature=1.0, seed=seed, max_tokens=21)) for seed in range(4)]
+    for answer in harness.run(asks):
+        assert answer.accepted == answer.num_generated - answer.steps
+        assert answer.steps <= 7
 
 
 def test_a_draft_cache_without_room_for_everybody_serves_whom_it_can() -> None:

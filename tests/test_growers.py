@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,21 +13,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftwood.growers import (
-    MAX_NODES,
     Beam,
     Best,
     BestFirst,
+    Coupled,
     Hybrid,
     Independent,
     Levels,
+    Paths,
     StaticShape,
     WithoutReplacement,
     chain,
 )
+from draftwood.growers.levels import MAX_NODES
 from draftwood.protocols import Budget
-from draftwood.rng import KeyedRng
-from draftwood.tree import Draw
-from enumeration import TableModel, view_of
+from draftwood.rng import KeyedRng, Purpose, derive
+from draftwood.tree import Draw, TokenTree
+from enumeration import Enumerator, TableModel, law_of, view_of
 
 ROWS = {(): (0.6, 0.3, 0.1), (0,): (0.2, 0.7, 0.1), (1,): (0.1, 0.1, 0.8), (0, 1): (0.5, 0.4, 0.1)}
 
@@ -33,8 +38,8 @@ def draft(prefix: tuple[int, ...]) -> tuple[float, ...]:
     return ROWS.get(prefix, (0.5, 0.3, 0.2))
 
 
-def grown(grower, nodes: int = 100, depth: int = 100, temperature: float = 1.0, budget: int = 100):
-    view = view_of(temperature, nodes, depth, root=2)
+def grown(grower, nodes: int = 100, depth: int = 100, temperature: float = 1.0, budget: int = 100, seed: int = 7):
+    view = replace(view_of(temperature, nodes, depth, root=2), seeds=torch.tensor([seed]))
     tree, _ = grower.grow(TableModel(draft), view, Budget(budget), KeyedRng()).build()
     tree.validate()
     return tree
@@ -125,23 +130,171 @@ EVERY = [
     StaticShape(((0,), (1,), (0, 0), (0, 1), (0, 0, 0))),
     Beam(nodes=6, width=2, depth=3),
     BestFirst(nodes=6, width=2, forwards=3),
+    Levels((1, 1, 1), Coupled()),
+    Levels((2, 2), Coupled()),
+    Paths(1, 3),
+    Paths(2, 2),
+    Paths(3, 2),
+    Paths(2, 2, trunk=1),
+    Paths(3, 1, trunk=2),
 ]
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.sampled_from(EVERY), st.integers(0, 9), st.integers(0, 4), st.integers(0, 9))
-def test_limits_are_kept(grower, nodes: int, depth: int, budget: int) -> None:
-    tree = grown(grower, nodes, depth, budget=budget)
+@settings(deadline=None, max_examples=120)
+@given(st.sampled_from(EVERY), st.integers(0, 9), st.integers(0, 4), st.integers(0, 9), st.integers(0, 50))
+def test_limits_are_kept(grower, nodes: int, depth: int, budget: int, seed: int) -> None:
+    tree = grown(grower, nodes, depth, budget=budget, seed=seed)
     assert tree.num_nodes - 1 <= min(nodes, budget, grower.max_nodes)
     assert tree.max_depth <= depth
 
 
 @pytest.mark.parametrize("grower", EVERY)
 def test_the_promised_law_is_kept(grower) -> None:
-    tree = grown(grower)
-    assert {Draw(d) for d in tree.draw[1:].tolist()} <= grower.law.draws
-    assert not grower.law.chain or bool((tree.next_sibling < 0).all())
-    assert tree.num_nodes - 1 <= grower.max_nodes
+    for tree in (grown(grower, seed=seed) for seed in range(8)):
+        assert {Draw(d) for d in tree.draw[1:].tolist()} <= grower.law.draws
+        assert not grower.law.chain or tree.tries.shape[1] == 1
+        assert tree.num_nodes - 1 <= grower.max_nodes
+        assert tree.drawn is None or grower.law.paths, "only paths are merged"
+
+
+# --- independent paths
+
+
+PATHS = [Paths(1, 3), Paths(2, 2), Paths(3, 3), Paths(4, 2), Paths(2, 2, trunk=1), Paths(3, 2, trunk=2)]
+SEEDS = range(10)
+
+
+def children_of(tree: TokenTree, node: int) -> list[int]:
+    return [child for child in tree.tries[node].tolist() if child >= 0]
+
+
+@pytest.mark.parametrize("grower", PATHS)
+def test_paths_that_agree_share_their_nodes(grower: Paths) -> None:
+    """As many draws behind a node as paths come through it, and one node for each token drawn behind it."""
+    merged = 0
+    for seed in SEEDS:
+        tree = grown(grower, seed=seed)
+        for node in range(tree.num_nodes):
+            children = children_of(tree, node)
+            tokens = [int(tree.tokens[child]) for child in dict.fromkeys(children)]
+            assert len(tokens) == len(set(tokens)), "two nodes for the same text"
+            depth = int(tree.depth[node])
+            if depth == grower.trunk + grower.depth:
+                assert children == []
+            elif depth < grower.trunk:
+                assert len(children) == 1
+            elif depth == grower.trunk:
+                assert len(children) == grower.paths, "here all paths begin"
+            else:
+                arrivals = children_of(tree, int(tree.parents[node])).count(node)
+                assert len(children) == arrivals
+            merged += len(children) - len(tokens)
+        for level in tree.levels[grower.trunk + 1 :]:
+            assert sum(children_of(tree, int(tree.parents[n])).count(int(n)) for n in level) == grower.paths
+    assert (merged > 0) == (grower.paths > 1)
+
+
+def test_one_path_is_a_chain() -> None:
+    assert Paths(1, 3).law.chain
+    assert not Paths(2, 3).law.chain
+    assert Paths(2, 3).law.paths
+    for seed in SEEDS:
+        tree = grown(Paths(1, 2, trunk=1), seed=seed)
+        assert tree.parents.tolist() == [-1, 0, 1, 2]
+        assert tree.tries.tolist() == [[1], [2], [3], [-1]]
+
+
+def test_at_temperature_zero_all_paths_agree() -> None:
+    tree = grown(Paths(3, 2), temperature=0.0)
+    assert paths(tree) == {(0,), (0, 1)}
+    assert tree.tries.tolist() == [[1, 1, 1], [2, 2, 2], [-1, -1, -1]]
+
+
+def drawn_texts(tree: TokenTree) -> tuple[tuple[int, ...], ...]:
+    """The text of every draw, level by level: a node as often as it was drawn."""
+    drawn = range(tree.num_nodes) if tree.drawn is None else tree.drawn.tolist()
+    whole = [tuple(tree.tokens[[n for n in path if n >= 0]].tolist()[1:]) for path in tree.paths.tolist()]
+    return tuple(sorted((whole[node] for node in drawn if whole[node]), key=lambda text: (len(text), text)))
+
+
+@pytest.mark.parametrize("grower", [Paths(2, 2), Paths(3, 1), Paths(2, 1, trunk=1)])
+def test_the_draws_are_those_of_independent_paths(grower: Paths) -> None:
+    """The law of what is drawn, repeats counted, is that of whole paths drawn one after the other."""
+
+    def run(rng: Enumerator):
+        return drawn_texts(grower.grow(TableModel(draft), view_of(root=2), Budget(100), rng).build()[0])
+
+    def texts(length: int, prefix: tuple[int, ...] = ()) -> dict[tuple[int, ...], float]:
+        found = {prefix: 1.0}
+        for _ in range(length):
+            found = {(*v, t): c * draft(v)[t] for v, c in found.items() for t in range(3)}
+        return found
+
+    want: Counter[tuple[tuple[int, ...], ...]] = Counter()
+    for trunk, chance in texts(grower.trunk).items():
+        ways = texts(grower.depth, trunk)
+        for chosen in itertools.product(ways, repeat=grower.paths):
+            shared = [trunk[: i + 1] for i in range(grower.trunk)]
+            parts = [path[:n] for path in chosen for n in range(grower.trunk + 1, len(path) + 1)]
+            key = tuple(sorted(shared + parts, key=lambda text: (len(text), text)))
+            want[key] += chance * math.prod(ways[path] for path in chosen)
+    got = law_of(run)
+    assert set(got) == set(want)
+    assert max(abs(got[key] - want[key]) for key in want) <= 1e-12
+
+
+@pytest.mark.parametrize("grower", PATHS)
+def test_how_deep_paths_go_depends_on_their_room_alone(grower: Paths) -> None:
+    """A level is grown whole or not at all, where there is room for it even if no two draws of the tree agree.
+
+    Where agreement made room for one more level, that level's law would depend on who agreed, and `gbv` be biased.
+    """
+    sizes = list(itertools.accumulate([1] * grower.trunk + [grower.paths] * grower.depth))
+    for seed, room in itertools.product(SEEDS, range(grower.max_nodes + 1)):
+        whole = grown(grower, seed=seed)
+        tree = grown(grower, seed=seed, **{("nodes", "budget")[room % 2]: room})
+        assert tree.max_depth == sum(size <= room for size in sizes)
+        assert drawn_texts(tree) == tuple(text for text in drawn_texts(whole) if len(text) <= tree.max_depth)
+
+
+@pytest.mark.parametrize("grower", EVERY)
+def test_trees_of_a_batch_grow_as_they_would_alone(grower) -> None:
+    """Every sequence has room of its own: whoever has none left stops, and the others do not notice."""
+    rooms, depths = torch.tensor([9, 0, 3, 4, 9, 5, 9, 2]), torch.tensor([9, 9, 9, 9, 0, 2, 1, 9])
+    view = replace(view_of(root=2, sequences=8), max_nodes=rooms, max_depth=depths)
+    batch, _ = grower.grow(TableModel(draft), view, Budget(7), KeyedRng()).build()
+    batch.validate()
+    for b in range(8):
+        alone, _ = grower.grow(TableModel(draft), view.take([b]), Budget(7), KeyedRng()).build()
+        part, _ = batch.take(torch.tensor([b]))
+        assert part.tokens.tolist() == alone.tokens.tolist()
+        assert part.parents.tolist() == alone.parents.tolist()
+        for node in range(part.num_nodes):
+            assert children_of(part, node) == children_of(alone, node)
+
+
+# --- shared noise
+
+
+def test_coupled_guesses_are_what_the_target_would_draw_if_it_were_the_draft() -> None:
+    for seed in range(20):
+        tree = grown(Levels((1, 1, 1), Coupled()), seed=seed)
+        text: tuple[int, ...] = ()
+        for position in range(1, 4):  # one token is committed
+            key = derive(torch.tensor([seed]), Purpose.TARGET, torch.tensor([position]))
+            row = torch.tensor([draft(text)], dtype=torch.float64)
+            text = (*text, int(KeyedRng().race(row, key)))
+        assert tree.tokens.tolist()[1:] == list(text)
+        assert tree.q is None
+
+
+def test_coupled_siblings_are_the_first_of_one_race() -> None:
+    for seed in range(20):
+        key = derive(torch.tensor([seed]), Purpose.TARGET, torch.tensor([1]))
+        row = torch.tensor([draft(())], dtype=torch.float64)
+        places = KeyedRng().race(row, key, winners=3)[0].tolist()
+        for width in (1, 2, 3, 5):
+            assert grown(Levels((width,), Coupled()), seed=seed).tokens.tolist()[1:] == places[:width]
 
 
 @pytest.mark.parametrize(
@@ -157,8 +310,13 @@ def test_the_promised_law_is_kept(grower) -> None:
         lambda: Beam(0, 1, 1),
         lambda: Beam(MAX_NODES + 1, 1, 1),
         lambda: BestFirst(1, 0, 1),
+        lambda: Paths(0, 1),
+        lambda: Paths(1, 0),
+        lambda: Paths(1, 1, -1),
+        lambda: Paths(64, 33),
+        lambda: Paths(1, 1, MAX_NODES),
     ],
 )
 def test_impossible_shapes_are_refused(make) -> None:
-    with pytest.raises(ValueError, match=r"tree|shape|node"):
+    with pytest.raises(ValueError, match=r"tree|shape|node|path"):
         make()

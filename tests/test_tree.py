@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import defaultdict
+from dataclasses import dataclass, replace
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draftwood.tree import Draw, TokenTree, Verdict
@@ -38,8 +42,14 @@ def test_paths_run_from_the_root(tree: TokenTree) -> None:
 
 
 def test_siblings_in_order(tree: TokenTree) -> None:
-    assert tree.first_child.tolist() == [1, 3, -1, -1, -1, -1, 7, 8, 9, -1]
-    assert tree.next_sibling.tolist() == [-1, 2, -1, 4, -1, -1, -1, -1, -1, -1]
+    nothing = [-1, -1]
+    wanted = [[1, 2], [3, 4], nothing, nothing, nothing, nothing, [7, -1], [8, -1], [9, -1], nothing]
+    assert tree.tries.tolist() == wanted
+    assert replace(tree).tries.tolist() == wanted, "what the host knew is what the device finds"
+
+
+def test_levels_hold_the_nodes_of_each_depth(tree: TokenTree) -> None:
+    assert [nodes.tolist() for nodes in tree.levels] == [[0, 5, 6], [1, 2, 7], [3, 4, 8], [9]]
 
 
 def test_ancestors_are_bits_over_draft_nodes(tree: TokenTree) -> None:
@@ -67,6 +77,9 @@ def test_roots_are_a_batch_of_single_nodes() -> None:
     roots.validate()
     assert roots.max_depth == 0
     assert roots.sizes.tolist() == [1, 1]
+    assert roots.tries.tolist() == [[-1], [-1]]
+    assert [nodes.tolist() for nodes in roots.levels] == [[0, 1]]
+    assert replace(roots).tries.tolist() == roots.tries.tolist()
 
 
 @st.composite
@@ -92,13 +105,13 @@ def test_structure_agrees_with_a_plain_walk(trees: list[tuple[list[int], list[in
                 above = parents[above]
             assert [n for n in tree.paths[start + node].tolist() if n >= 0] == path
             children = [start + c for c, p in enumerate(parents) if p == node]
-            found, child = [], int(tree.first_child[start + node])
-            while child >= 0:
-                found.append(child)
-                child = int(tree.next_sibling[child])
-            assert found == children
+            for made in (tree, replace(tree)):  # known from the host, and found on the device
+                tries = made.tries[start + node].tolist()
+                assert tries == children + [-1] * (len(tries) - len(children))
+            assert start + node in tree.levels[len(path) - 1].tolist()
             assert parent < node
         start += len(parents)
+    assert sum(len(nodes) for nodes in tree.levels) == tree.num_nodes
 
 
 def drawn_tree() -> TokenTree:
@@ -154,18 +167,17 @@ def test_select_refuses_orphans(tree: TokenTree) -> None:
         ({"q_row": torch.tensor([-1, -1, -1])}, "names no law"),
         ({"q_row": torch.tensor([-1, 1, 0])}, "point mass names"),
         ({"q_row": torch.tensor([-1, 7, -1])}, "not there"),
+        ({"drawn": torch.tensor([0, 1, 1])}, "never drawn"),
+        ({"drawn": torch.tensor([1, 2, 1])}, "never drawn"),
+        ({"drawn": torch.tensor([0, 1, 2, 3])}, "never drawn"),
     ],
 )
 def test_validate_names_what_is_wrong(change: dict, message: str) -> None:
-    from dataclasses import replace
-
     with pytest.raises(ValueError, match=message):
         replace(drawn_tree(), **change).validate()
 
 
 def test_validate_notices_a_parent_in_another_tree() -> None:
-    from dataclasses import replace
-
     tree = TokenTree.of_points([([0, 1], [-1, 0]), ([0, 1], [-1, 0])])
     with pytest.raises(ValueError, match="another tree"):
         replace(tree, parents=torch.tensor([-1, 0, -1, 0])).validate()
@@ -213,3 +225,258 @@ def test_keep_only_forgets_draws() -> None:
     tree.validate()
     assert tree.tokens.tolist() == [9, 2]
     assert tree.q is None
+
+
+# --- draws that came twice
+
+Q = torch.tensor([[0.5, 0.2, 0.3], [0.1, 0.6, 0.3], [0.25, 0.25, 0.5]], dtype=torch.float64)
+A, B, C = 0, 1, 2
+
+
+def of_draws(drawn: list[int]) -> TokenTree:
+    """A root and the tokens drawn behind it from the first row of Q, one node a token, in the order drawn."""
+    tokens = list(dict.fromkeys(drawn))
+    count = len(tokens)
+    return TokenTree(
+        tokens=torch.tensor([9, *tokens]),
+        parents=torch.tensor([-1, *[0] * count]),
+        offsets=torch.tensor([0, count + 1]),
+        draw=torch.tensor([Draw.POINT, *[Draw.IID] * count]),
+        q_row=torch.tensor([-1, *[0] * count]),
+        q=Q,
+        drawn=torch.tensor([0, *[1 + tokens.index(token) for token in drawn]]),
+    )
+
+
+def test_a_draw_that_repeats_a_node_is_tried_again() -> None:
+    tree = of_draws([A, B, A])
+    tree.validate()
+    assert tree.num_nodes == 3
+    assert tree.tries.tolist() == [[1, 2, 1], [-1, -1, -1], [-1, -1, -1]]
+    assert of_draws([A, A, B]).tries[0].tolist() == [1, 1, 2]
+    assert of_draws([B, B]).tries[0].tolist() == [1, 1]
+
+
+def test_what_is_left_of_repeated_draws_are_draws_without_replacement() -> None:
+    for drawn in ([A, B, A], [A, A, B], [A, B, B]):
+        tree = of_draws(drawn).distinct()
+        tree.validate()
+        assert tree.drawn is None
+        assert tree.tries[0].tolist() == [1, 2]
+        assert tree.draw.tolist() == [Draw.POINT, Draw.WITHOUT_REPLACEMENT, Draw.WITHOUT_REPLACEMENT]
+        rows = tree.law_rows(torch.tensor([1, 2]), torch.zeros(2, 3, dtype=torch.float64))
+        assert rows[0].tolist() == pytest.approx([0.5, 0.2, 0.3])
+        assert rows[1].tolist() == pytest.approx([0, 0.4, 0.6]), "the first token cannot come again"
+    assert of_draws([A, A, A]).distinct().tries[0].tolist() == [1]
+
+
+def test_twins_that_were_not_merged_stay_independent() -> None:
+    """Behind the first root a a as two nodes, behind the second b c b as two: only the latter are without repeats."""
+    tree = TokenTree(
+        tokens=torch.tensor([9, A, A, 8, B, C]),
+        parents=torch.tensor([-1, 0, 0, -1, 3, 3]),
+        offsets=torch.tensor([0, 3, 6]),
+        draw=torch.tensor([Draw.POINT, Draw.IID, Draw.IID] * 2),
+        q_row=torch.tensor([-1, 0, 0, -1, 1, 1]),
+        q=Q,
+        drawn=torch.tensor([0, 1, 2, 3, 4, 5, 4]),
+    )
+    tree.validate()
+    distinct = tree.distinct()
+    distinct.validate()
+    without, independent = Draw.WITHOUT_REPLACEMENT, Draw.IID
+    assert distinct.draw.tolist() == [Draw.POINT, independent, independent, Draw.POINT, without, without]
+    rows = distinct.law_rows(torch.tensor([1, 2, 4, 5]), torch.zeros(4, 3, dtype=torch.float64))
+    assert rows[:3].tolist() == [Q[0].tolist(), Q[0].tolist(), Q[1].tolist()]
+    assert rows[3].tolist() == pytest.approx([0.25, 0, 0.75])
+
+
+def test_without_repeats_there_is_nothing_to_do(tree: TokenTree) -> None:
+    assert tree.distinct() is tree
+    unrepeated = drawn_tree()
+    assert unrepeated.distinct() is unrepeated
+
+
+def test_what_distinct_says_is_how_repeated_draws_fall() -> None:
+    """All 27 ways three draws can fall: each new token's law given the ones before it, counted and stated."""
+    seen: dict[tuple[int, ...], dict[int, float]] = defaultdict(lambda: defaultdict(float))
+    stated: dict[tuple[int, ...], list[float]] = {}
+    for drawn in itertools.product((A, B, C), repeat=3):
+        chance = Q[0, drawn[0]] * Q[0, drawn[1]] * Q[0, drawn[2]]
+        tree = of_draws(list(drawn)).distinct()
+        tokens = tree.tokens[1:].tolist()
+        for place, token in enumerate(tokens):
+            before = tuple(tokens[:place])
+            seen[before][token] += float(chance)
+            assert tree.q is not None
+            stated[before] = tree.q[tree.q_row[1 + place]].tolist()
+    assert set(stated) == {(), (A,), (B,), (C,), *itertools.permutations((A, B, C), 2)}
+    for before, counted in seen.items():
+        total = sum(counted.values())
+        assert stated[before] == pytest.approx([counted[t] / total for t in (A, B, C)], abs=1e-12), before
+
+
+@dataclass(frozen=True)
+class Grown:
+    """A tree drawn at random, as plain lists: what the packed one is compared with."""
+
+    tokens: list[int]
+    parents: list[int]
+    rows: list[int]  # of Q, -1 for a chosen token
+    draws: list[int]  # nodes in the order drawn, the root first
+
+
+@st.composite
+def drawn_trees(draw: st.DrawFn) -> Grown:
+    """No two siblings hold the same token; any node but the root may be drawn several times."""
+    tokens, parents, rows = [draw(st.integers(0, 2))], [-1], [-1]
+    for i in range(1, draw(st.integers(1, 8))):
+        parent = draw(st.integers(0, i - 1))
+        free = sorted({A, B, C} - {tokens[c] for c in range(i) if parents[c] == parent})
+        if free:
+            first = next((rows[c] for c in range(len(parents)) if parents[c] == parent), None)
+            tokens.append(draw(st.sampled_from(free)))
+            parents.append(parent)
+            rows.append(draw(st.integers(-1, 2)) if first is None else first)
+        else:
+            break
+    again = draw(st.lists(st.sampled_from(range(1, len(tokens))), max_size=6)) if len(tokens) > 1 else []
+    draws = list(range(len(tokens)))
+    for node in again:  # a repeat comes anywhere after the first
+        draws.insert(draw(st.integers(draws.index(node) + 1, len(draws))), node)
+    return Grown(tokens, parents, rows, draws)
+
+
+def packed(trees: list[Grown]) -> TokenTree:
+    columns: dict[str, list[int]] = {name: [] for name in ("tokens", "parents", "rows", "draws")}
+    offsets = [0]
+    for tree in trees:
+        start = offsets[-1]
+        columns["tokens"] += tree.tokens
+        columns["parents"] += [p + start if p >= 0 else -1 for p in tree.parents]
+        columns["rows"] += tree.rows
+        columns["draws"] += [node + start for node in tree.draws]
+        offsets.append(start + len(tree.tokens))
+    rows = torch.tensor(columns["rows"])
+    return TokenTree(
+        tokens=torch.tensor(columns["tokens"]),
+        parents=torch.tensor(columns["parents"]),
+        offsets=torch.tensor(offsets),
+        draw=torch.where(rows >= 0, int(Draw.IID), int(Draw.POINT)),
+        q_row=rows,
+        q=Q,
+        drawn=torch.tensor(columns["draws"]),
+    )
+
+
+def tries_of(tree: Grown, node: int) -> list[int]:
+    return [child for child in tree.draws if tree.parents[child] == node]
+
+
+def without_padding(row: torch.Tensor, start: int = 0) -> list[int]:
+    return [n - start for n in row.tolist() if n >= 0]
+
+
+BATCHES = st.lists(drawn_trees(), min_size=1, max_size=4)
+
+
+@given(BATCHES)
+@settings(max_examples=60, deadline=None)
+def test_every_draw_is_tried_in_the_order_drawn(trees: list[Grown]) -> None:
+    batch = packed(trees)
+    batch.validate()
+    for b, tree in enumerate(trees):
+        start = int(batch.offsets[b])
+        for node in range(len(tree.tokens)):
+            assert without_padding(batch.tries[start + node], start) == tries_of(tree, node)
+
+
+@given(BATCHES)
+@settings(max_examples=60, deadline=None)
+def test_distinct_draws_one_by_one(trees: list[Grown]) -> None:
+    batch = packed(trees).distinct()
+    batch.validate()
+    for b, tree in enumerate(trees):
+        start = int(batch.offsets[b])
+        for node in range(len(tree.tokens)):
+            once = list(dict.fromkeys(tries_of(tree, node)))
+            assert without_padding(batch.tries[start + node], start) == once
+            for place, child in enumerate(once):
+                row = [1.0 if t == tree.tokens[child] else 0.0 for t in (A, B, C)]
+                if tree.rows[child] >= 0:
+                    taken = [tree.tokens[c] for c in once[:place]]
+                    left = [0.0 if t in taken else float(Q[tree.rows[child], t]) for t in (A, B, C)]
+                    row = [x / sum(left) for x in left]
+                nodes = torch.tensor([start + child])
+                assert batch.law_rows(nodes, torch.zeros(1, 3, dtype=torch.float64))[0].tolist() == pytest.approx(row)
+
+
+@given(BATCHES, st.data())
+@settings(max_examples=60, deadline=None)
+def test_some_trees_of_a_batch_are_those_trees_alone(trees: list[Grown], data: st.DataObject) -> None:
+    batch = packed(trees)
+    wanted = [b for b in range(len(trees)) if data.draw(st.booleans())] or [len(trees) - 1]
+    part, nodes = batch.take(torch.tensor(wanted))
+    part.validate()
+    alone = packed([trees[b] for b in wanted])
+    for name in ("tokens", "parents", "offsets", "draw", "q_row", "drawn", "tries", "depth", "owner", "ancestors"):
+        assert getattr(part, name).tolist() == getattr(alone, name).tolist(), name
+    assert torch.equal(batch.tokens[nodes], part.tokens)
+    assert batch.owner[nodes].tolist() == [wanted[b] for b in part.owner.tolist()]
+    assert part.q is not None
+    every = torch.arange(part.num_nodes)
+    like = torch.zeros(part.num_nodes, 3, dtype=torch.float64)
+    assert torch.equal(part.law_rows(every, like), batch.law_rows(nodes, like))
+
+
+@given(BATCHES, st.data())
+@settings(max_examples=60, deadline=None)
+def test_kept_nodes_keep_their_draws(trees: list[Grown], data: st.DataObject) -> None:
+    batch = packed(trees)
+    keep = [True] * batch.num_nodes
+    for node, parent in enumerate(batch.parents.tolist()):
+        keep[node] = parent < 0 or (keep[parent] and data.draw(st.booleans()))
+    kept = batch.select(torch.tensor(keep), judged=False)
+    kept.validate()
+    old = [node for node, stays in enumerate(keep) if stays]  # new number -> old number
+    assert kept.tokens.tolist() == batch.tokens[old].tolist()
+    assert kept.drawn is not None
+    assert batch.drawn is not None
+    assert [old[node] for node in kept.drawn.tolist()] == [node for node in batch.drawn.tolist() if keep[node]]
+    for new, node in enumerate(old):
+        assert [old[c] for c in without_padding(kept.tries[new])] == [
+            c for c in without_padding(batch.tries[node]) if keep[c]
+        ]
+    forgotten = batch.select(torch.tensor(keep), judged=True)
+    assert forgotten.drawn is None
+    forgotten.validate()
+
+
+def test_a_builder_merges_draws_that_agree() -> None:
+    """Three draws behind each root: a b a and a a a; then one behind the node the first and third share."""
+    builder = TreeBuilder(torch.tensor([9, 8]))
+    parents, alive = torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.bool)
+    q = Q[0].expand(2, 3, 3)
+    columns = builder.add_drawn(parents, torch.tensor([[A, B, A], [A, A, A]]), alive, Draw.IID, q)
+    builder.merge(columns, torch.tensor([[1, 2, 1], [1, 1, 1]]))
+    assert builder.sizes.tolist() == [2, 1]
+    builder.add_drawn(columns[:, :1], torch.tensor([[C], [B]]), alive[:, :1], Draw.IID, Q[1].expand(2, 1, 3))
+    tree, columns = builder.build()
+    tree.validate()
+    assert tree.tokens.tolist() == [9, A, B, C, 8, A, B]
+    assert columns.tolist() == [0, 1, 2, 4, 0, 1, 4]
+    assert tree.tries.tolist()[:2] == [[1, 2, 1], [3, -1, -1]]
+    assert tree.tries.tolist()[4:6] == [[5, 5, 5], [6, -1, -1]]
+
+
+def test_draws_of_a_level_without_room_never_happened() -> None:
+    builder = TreeBuilder(torch.tensor([9, 8]))
+    parents, fits = torch.zeros(2, 2, dtype=torch.int64), torch.tensor([[True, True], [False, False]])
+    columns = builder.add_drawn(parents, torch.tensor([[A, A], [B, B]]), fits, Draw.IID, Q[0].expand(2, 2, 3))
+    builder.merge(columns, torch.tensor([[1, 1], [1, 1]]))
+    tree, _ = builder.build()
+    tree.validate()
+    assert tree.tokens.tolist() == [9, A, 8]
+    assert tree.tries.tolist() == [[1, 1], [-1, -1], [-1, -1]]
+    builder.keep_only(torch.ones(2, 3, dtype=torch.bool))
+    assert builder.build()[0].drawn is None

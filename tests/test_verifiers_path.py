@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,6 +26,9 @@ def trees(draw: st.DrawFn) -> tuple[list[int], list[int]]:
 def test_following_choices_is_walking(given_trees: list[tuple[list[int], list[int]]], data: st.DataObject) -> None:
     tree = TokenTree.of_points(given_trees, CPU)
     count = tree.tokens.shape[0]
+    if data.draw(st.booleans()):  # draws that came twice stand twice among the tries, and change nothing
+        again = data.draw(st.lists(st.integers(0, count - 1), max_size=5))
+        tree = replace(tree, drawn=torch.tensor([*range(count), *again]))
     choices = data.draw(st.lists(st.integers(0, 3), min_size=count, max_size=count))
     walk, chosen = PathWalk(tree), torch.tensor(choices)
     while True:

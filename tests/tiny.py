@@ -137,7 +137,9 @@ def tiny_runner(
     return ModelRunner.load(checkpoint, dtype, device, num_pages, page_size, FORMATS[weights])
 
 
-def tiny_folder(path: Path, family: str = "llama", tokenizer: bool = True, **changes: object) -> Path:
+def tiny_folder(
+    path: Path, family: str = "llama", tokenizer: bool = True, noise: float = 0.0, **changes: object
+) -> Path:
     """A checkpoint folder on disk: config, safetensors and a byte-level tokenizer with a chat template."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -150,7 +152,7 @@ def tiny_folder(path: Path, family: str = "llama", tokenizer: bool = True, **cha
     vocab = backend.get_vocab_size()
     config = hf_config(family, vocab, eos_token_id=vocab - 1, **changes)
     (path / "config.json").write_text(json.dumps(config))
-    checkpoint = TinyCheckpoint(ModelConfig.from_hf(config))
+    checkpoint = TinyCheckpoint(ModelConfig.from_hf(config), noise=noise)
     names = tensor_names(checkpoint.config)
     save_file({n: checkpoint.tensor(n).float().contiguous() for n in names}, path / "model.safetensors")
     if tokenizer:

@@ -18,6 +18,8 @@ from torch import Tensor
 
 BITS = 64  # nodes a word of an ancestor set
 
+Turn = tuple[Tensor, Tensor]  # (which node of a level, which of the draws behind it), one for each tree
+
 
 class Draw(IntEnum):
     """How a node's token was chosen. A sampled node names the row of `q` it was drawn from."""
@@ -35,7 +37,6 @@ class DraftLaw:
     draws: frozenset[Draw]
     chain: bool  # no node has two children
     paths: bool = False  # whole independent paths, merged where they agree; perhaps behind a trunk they share
-    width: int | None = None  # most draws behind a node, where that is known
 
 
 POINT_CHAIN = DraftLaw(frozenset({Draw.POINT}), chain=True)
@@ -148,8 +149,29 @@ class TokenTree:
 
         Bit i of word w is local node 64 w + i + 1: the root is an ordinary committed token and needs no bit.
         """
-        widest = int(self.sizes.max()) if self.num_trees else 1
-        return ancestor_words(self.paths, self.local, max(1, -(-(widest - 1) // BITS)))
+        return ancestor_words(self.paths, self.local, max(1, -(-(self.widest - 1) // BITS)))
+
+    @cached_property
+    def widest(self) -> int:
+        """Nodes of the largest tree, root included."""
+        return int(self.sizes.max()) if self.num_trees else 1
+
+    @cached_property
+    def inner(self) -> Tensor:
+        """Nodes something was drawn behind. [n]."""
+        return (self.tries[:, 0] >= 0).nonzero().view(-1)
+
+    @cached_property
+    def turns(self) -> list[list[Turn]]:
+        """The draws behind each level, one a tree at a time: whose turn it is, and with which of its draws."""
+        return [self._turns_behind(nodes) for nodes in self.levels]
+
+    def _turns_behind(self, nodes: Tensor) -> list[Turn]:
+        row, place = (self.tries[nodes] >= 0).nonzero(as_tuple=True)
+        whose = self.owner[nodes[row]]
+        counts = torch.bincount(whose, minlength=self.num_trees)
+        turn = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[whose]
+        return [(row[turn == i], place[turn == i]) for i in range(int(counts.max()) if len(row) else 0)]
 
     @cached_property
     def levels(self) -> list[Tensor]:
@@ -176,6 +198,14 @@ class TokenTree:
         again = (self.tries[:, :, None] == self.tries[:, None, :]).tril(-1).any(-1)
         return self.tries.masked_fill(again, -1)
 
+    @property
+    def _merged_siblings(self) -> Tensor:
+        """Independently drawn nodes no sibling of which holds their token: repeats were merged. [M] bool."""
+        tokens = torch.where(self.tries >= 0, self.tokens[self.tries.clamp(min=0)], -1)
+        twins = (tokens[:, :, None] == tokens[:, None, :]) & (self.tries[:, :, None] != self.tries[:, None, :])
+        apart = (twins & (self.tries >= 0)[:, :, None]).any(-1).any(-1)  # [M] has children with the same token
+        return (self.draw == Draw.IID) & ~apart[self.parents.clamp(min=0)]
+
     def distinct(self) -> TokenTree:
         """Every node tried once: what is left of repeated independent draws are draws without replacement.
 
@@ -184,12 +214,13 @@ class TokenTree:
         if self.drawn is None or self.q is None:
             return self
         rows = torch.where(self.q_row[:, None] >= 0, self.q[self.q_row.clamp(min=0)], 0)  # [M, V] a law of its own each
+        merged = self._merged_siblings
         for place, child in enumerate(self.tries.unbind(1)):
             for later in self._first_tries[:, place + 1 :].unbind(1):
-                known = ((later >= 0) & (self.draw[later.clamp(min=0)] == Draw.IID)).nonzero().view(-1)
+                known = ((later >= 0) & merged[later.clamp(min=0)]).nonzero().view(-1)
                 rows[later[known], self.tokens[child[known]]] = 0
         rows = rows / rows.sum(-1, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny)
-        draw = torch.where(self.draw == Draw.IID, int(Draw.WITHOUT_REPLACEMENT), self.draw)
+        draw = torch.where(merged, int(Draw.WITHOUT_REPLACEMENT), self.draw)
         own = torch.arange(self.num_nodes, device=self.tokens.device)
         return replace(self, draw=draw, q_row=torch.where(self.q_row >= 0, own, -1), q=rows, drawn=None)
 

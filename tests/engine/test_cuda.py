@@ -8,7 +8,18 @@ import torch
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
-from draftwood.growers import Beam, BestFirst, Hybrid, Independent, Levels, StaticShape, WithoutReplacement, chain
+from draftwood.growers import (
+    Beam,
+    BestFirst,
+    Coupled,
+    Hybrid,
+    Independent,
+    Levels,
+    Paths,
+    StaticShape,
+    WithoutReplacement,
+    chain,
+)
 from draftwood.request import SamplingParams
 from draftwood.verifiers import LAWS
 from tiny import Ask, Harness, generated, tiny_config, tiny_runner
@@ -25,7 +36,13 @@ GROWERS = {
     "sampled": Levels((1, 1), Independent()),
     "without-replacement": Levels((2, 2), WithoutReplacement()),
     "hybrid": Levels((2, 2), Hybrid()),
+    "paths": Paths(3, 2),
+    "delayed": Paths(2, 2, trunk=1),
+    "coupled": Levels((2, 1), Coupled()),
 }
+# The linear programs of `optimal` run on the host, and only there.
+LOSSLESS = [name for name, entry in LAWS.items() if entry().lossless and name != "optimal"]
+LOSSY = [name for name, entry in LAWS.items() if not entry().lossless]
 
 
 def asks(temperature: float) -> list[Ask]:
@@ -52,12 +69,25 @@ def test_lookup_on_a_gpu(family: str, temperature: float) -> None:
         assert on_gpu(drafter, "match", temperature, family) == on_cpu(temperature, family)
 
 
+def drafts_with(grower: str, device: str = "cuda") -> ModelDrafter:
+    return ModelDrafter(tiny_runner(noise=0.2, device=torch.device(device)), GROWERS[grower])
+
+
+def made_for(grower: str, laws: list[str]) -> list[str]:
+    return [law for law in laws if LAWS[law]().refuses(GROWERS[grower].law) is None]
+
+
 @pytest.mark.parametrize("grower", GROWERS)
 def test_a_draft_model_on_a_gpu(grower: str) -> None:
-    def drafter() -> ModelDrafter:
-        return ModelDrafter(tiny_runner(noise=0.2, device=torch.device("cuda")), GROWERS[grower])
+    for law in ("match", "coupled"):
+        assert on_gpu(drafts_with(grower), law, 1.0) == on_cpu(1.0)
+    for law in made_for(grower, LOSSLESS):
+        assert on_gpu(drafts_with(grower), law, 0.0) == on_cpu(0.0), law
 
-    assert on_gpu(drafter(), "match", 1.0) == on_cpu(1.0)
-    assert on_gpu(drafter(), "walk", 0.0) == on_cpu(0.0)
-    if GROWERS[grower].law.chain:
-        assert on_gpu(drafter(), "block", 0.0) == on_cpu(0.0)
+
+@pytest.mark.parametrize("grower", GROWERS)
+def test_every_law_keeps_on_a_gpu_what_it_keeps_on_the_cpu(grower: str) -> None:
+    """Sampled, so the odds are asked: the same draws, the same odds, the same tokens."""
+    for law in made_for(grower, LOSSLESS + LOSSY):
+        want = Harness(tiny_runner(), drafts_with(grower, "cpu"), LAWS[law]()).run(asks(1.0))
+        assert on_gpu(drafts_with(grower), law, 1.0) == generated(want), law

@@ -213,7 +213,10 @@ def test_bad_words_are_never_written(llm: LLM) -> None:
         ({"drafter": "ngram:nodes"}, InvalidRequest, "name=value"),
         ({"drafter": "ngram:nodes=0"}, InvalidRequest, "cannot be built"),
         ({"drafter": "ngram", "tree": "beam"}, InvalidRequest, "its own trees"),
-        ({"law": "martial"}, InvalidRequest, "match, walk, block"),
+        ({"law": "martial"}, InvalidRequest, "auto, match, coupled, token, block"),
+        ({"law": "typical:colour=3"}, InvalidRequest, "no setting 'colour'"),
+        ({"law": "typical:threshold=2"}, InvalidRequest, "between 0 and 1"),
+        ({"law": "block:threshold=0.5"}, InvalidRequest, "no setting 'threshold'"),
         ({"law": "block", "drafter": "ngram:branches=2"}, IncompatibleParts, "one path"),
         ({"drafter": "model:./nowhere.gguf"}, CheckpointError, "nowhere"),
     ],
@@ -223,25 +226,52 @@ def test_unknown_parts_are_refused_with_the_choices(folder: Path, settings: dict
         LLM(folder, config=SMALL, **settings)
 
 
-@pytest.mark.parametrize(
-    "tree",
-    [
-        None,
-        "static:widths=2x2",
-        "beam:nodes=6,width=2,depth=2",
-        "best-first",
-        "sampled-chain",
-        "sampled",
-        "without-replacement",
-        "hybrid",
-    ],
-)
+TREES = {  # shape -> the law it gets if none is named
+    None: "match",
+    "static:widths=2x2": "match",
+    "beam:nodes=6,width=2,depth=2": "match",
+    "best-first": "match",
+    "coupled": "match",
+    "coupled:widths=2x1": "match",
+    "sampled-chain": "block",
+    "sampled": "layer",
+    "hybrid": "layer",
+    "without-replacement": "traversal",
+    "paths:paths=3,depth=2": "layer-kseq",
+    "paths:paths=2,depth=2,trunk=2": "layer-kseq",
+    "paths:paths=1": "block",
+}
+
+
+@pytest.mark.parametrize("tree", TREES)
 def test_a_second_model_drafts_with_any_tree(folder: Path, llm: LLM, tree: str | None) -> None:
-    params = SamplingParams(max_tokens=12, temperature=1.0, seed=8)
+    """With `match` the text of a seed is the same whatever is guessed; with the law that suits, the greedy one is."""
+    sampled = SamplingParams(max_tokens=12, temperature=1.0, seed=8, law="match")
     with LLM(folder, drafter=f"model:{folder}", tree=tree, config=SMALL) as fast:
-        got = fast.generate(PROMPTS, params)
+        assert fast.laws.name == TREES[tree]
+        for params in (sampled, SamplingParams(max_tokens=12)):
+            got = fast.generate(PROMPTS, params)
+            assert [r.token_ids for r in got] == [r.token_ids for r in llm.generate(PROMPTS, params)]
+            assert sum(r.stats.accepted for r in got) > 0
+
+
+def test_the_law_is_by_default_what_suits_the_drafts_and_always_lossless(folder: Path) -> None:
+    with LLM(folder, config=SMALL) as plain:
+        assert plain.laws.name == "match"
+        assert plain.generate("x", SamplingParams(max_tokens=2)).stats.lossless
+    with LLM(folder, drafter=f"model:{folder}", tree="sampled-chain", law="walk", config=SMALL) as asked:
+        assert asked.laws.name == "walk"
+
+
+def test_the_coupled_law_brings_its_tree(folder: Path, llm: LLM) -> None:
+    params = SamplingParams(max_tokens=12, temperature=1.0, seed=8)
+    with LLM(folder, drafter=f"model:{folder}", law="coupled", config=SMALL) as coupled:
+        got = coupled.generate(PROMPTS, params)
     assert [r.token_ids for r in got] == [r.token_ids for r in llm.generate(PROMPTS, params)]
-    assert sum(r.stats.accepted for r in got) > 0
+    assert [r.stats.law for r in got] == ["coupled"] * 3
+    for stats in (r.stats for r in got):  # the draft model is the target itself, so every guess is right
+        assert stats.accepted == stats.num_tokens - stats.steps
+        assert stats.steps <= 4
 
 
 def test_another_vocabulary_cannot_draft(folder: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from draftwood.growers import Hybrid, Levels, chain
 from draftwood.protocols import Budget
 from draftwood.request import FinishReason, SamplingParams
 from draftwood.tree import HostVerdict
-from draftwood.verifiers import Block, Match, Walk
+from draftwood.verifiers import LAWS, Block, Match
 from tiny import Ask, Harness, Regime, generated, no_drafter, scripted, tiny_runner, with_model
 
 PARAMS = {
@@ -135,7 +135,7 @@ def test_statistics_add_up() -> None:
 def test_a_law_is_refused_when_the_engine_is_built() -> None:
     with pytest.raises(IncompatibleParts, match="made for one path"):
         Harness(tiny_runner(), with_model(Levels((2,), Hybrid()))(torch.float64), Block())
-    assert Walk().refuses(DRAFTS["tree"](torch.float64).law) is None
+    assert LAWS["walk"]().refuses(DRAFTS["tree"](torch.float64).law) is None
 
 
 def test_the_queue_has_a_limit_and_takes_all_or_nothing() -> None:

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache
 
 import pytest
+from torch import Tensor
 
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
@@ -19,17 +22,20 @@ from draftwood.growers import (
     Beam,
     Best,
     BestFirst,
+    Coupled,
     Hybrid,
     Independent,
     Levels,
+    Paths,
     WithoutReplacement,
     chain,
 )
 from draftwood.request import SamplingParams
+from draftwood.rng import KeyedRng
 from draftwood.verifiers import LAWS
 from enumeration import Enumerator, law_of
 from reference_model import written_out_logits
-from tiny import Ask, Harness, TinyCheckpoint, generated, tiny_config, tiny_runner
+from tiny import Ask, Harness, Regime, TinyCheckpoint, generated, tiny_config, tiny_runner
 
 PROMPT = (0,)
 STACK = SamplingParams(
@@ -88,11 +94,18 @@ def own_law(vocabulary: int, params: SamplingParams) -> dict[tuple[int, ...], fl
     return law
 
 
-def engine_law(drafter, law: str, vocabulary: int, params: SamplingParams):
-    harness = Harness(tiny_runner(tiny_config(vocab_size=vocabulary)), drafter, LAWS[law]())
+def engine_law(
+    drafter,
+    law: str,
+    vocabulary: int,
+    params: SamplingParams,
+    wrap: Callable = lambda rng: rng,
+    max_rows: int = 512,
+):
+    harness = Harness(tiny_runner(tiny_config(vocab_size=vocabulary)), drafter, LAWS[law](), Regime(max_rows))
 
     def run(rng: Enumerator):
-        harness.engine.rng = rng
+        harness.engine.rng = wrap(rng)
         harness.events.clear()
         return tuple(generated(harness.run([Ask(PROMPT, params)]))[0])
 
@@ -114,6 +127,23 @@ CASES = {
     "walk, hybrid": (Levels((2, 1), Hybrid()), "walk", 3),
     "block, chosen chain": (chain(2), "block", 5),
     "block, sampled chain": (Levels((1, 1), Independent()), "block", 3),
+    "token, sampled chain": (Levels((1, 1), Independent()), "token", 2),
+    "naive, paths": (Paths(2, 2), "naive", 2),
+    "kseq, paths": (Paths(2, 2), "kseq", 2),
+    "rrs, paths": (Paths(2, 2), "rrs", 2),
+    "traversal, paths": (Paths(2, 2), "traversal", 2),
+    "layer, paths behind a trunk": (Paths(2, 1, trunk=1), "layer", 2),
+    "layer-kseq, paths": (Paths(2, 1), "layer-kseq", 2),
+    "gbv, paths": (Paths(2, 2), "gbv", 2),
+    "gbv, paths behind a trunk": (Paths(2, 1, trunk=1), "gbv", 2),
+    "optimal, independent": (Levels((2,), Independent()), "optimal", 2),
+    "traversal, without replacement": (Levels((2, 1), WithoutReplacement()), "traversal", 3),
+    "rrsw, without replacement": (Levels((2, 1), WithoutReplacement()), "rrsw", 2),
+    "layer, hybrid": (Levels((2, 1), Hybrid()), "layer", 3),
+    "hybrid, hybrid": (Levels((2,), Hybrid()), "hybrid", 3),
+    "layer-proportional, without replacement": (Levels((2,), WithoutReplacement()), "layer-proportional", 3),
+    "layer-proportional, independent": (Levels((2, 1), Independent()), "layer-proportional", 2),
+    "layer, without replacement": (Levels((2,), WithoutReplacement()), "layer", 3),
 }
 
 
@@ -121,14 +151,50 @@ CASES = {
 def test_the_engine_has_the_models_own_law(case: str) -> None:
     """Three tokens, so up to three rounds: state that leaks from one round into the next shows up here."""
     grower, law, vocabulary = CASES[case]
-    params = SamplingParams(temperature=3.0, max_tokens=3)
+    # Where rows are flat `gbv` falls back to one path, and there would be little to see.
+    params = SamplingParams(temperature=1.0 if isinstance(grower, Paths) else 3.0, max_tokens=3)
     h = engine_law(drafts_with(grower, vocabulary), law, vocabulary, params)
     want = own_law(vocabulary, params)
     assert max(abs(h.get(y, 0.0) - p) for y, p in want.items()) <= 1e-9
     assert sum(h.values()) == pytest.approx(1, abs=1e-12)
 
 
-@pytest.mark.parametrize("law", ["match", "walk", "block"])
+@pytest.mark.parametrize("law", ["naive", "traversal", "layer", "gbv"])
+def test_paths_that_a_full_step_has_no_room_for(law: str) -> None:
+    """Three nodes at most: whether a second level has room may not tilt what is drawn on the kept path."""
+    params = SamplingParams(temperature=1.0, max_tokens=3)
+    h = engine_law(drafts_with(Paths(2, 2), 2), law, 2, params, max_rows=4)
+    assert max(abs(h.get(y, 0.0) - p) for y, p in own_law(2, params).items()) <= 1e-9
+
+
+@dataclass(frozen=True)
+class FixedNoise:
+    """Races run on the noise of their keys, as shipped; everything else is enumerated."""
+
+    rng: Enumerator
+
+    def pick(self, weights: Tensor, keys: Tensor) -> Tensor:
+        return self.rng.pick(weights, keys)
+
+    def race(self, weights: Tensor, keys: Tensor, winners: int = 1) -> Tensor:
+        return KeyedRng().race(weights, keys, winners)
+
+
+@pytest.mark.parametrize(
+    ("widths", "law"),
+    [((1, 1), "walk"), ((1, 1), "block"), ((2, 1), "traversal"), ((2, 1), "layer"), ((2, 1), "naive")],
+    ids=["walk", "block", "traversal", "layer", "naive"],
+)
+def test_coupled_drafts_are_chosen_tokens_for_every_other_law(widths: tuple[int, ...], law: str) -> None:
+    """Whatever the shared noise is, and though it comes again round after round: the laws draw with their own."""
+    for seed in range(3):
+        params = SamplingParams(temperature=3.0, max_tokens=3, seed=seed)
+        h = engine_law(drafts_with(Levels(widths, Coupled()), 3), law, 3, params, FixedNoise)
+        assert len(h) == 27
+        assert max(abs(h[y] - p) for y, p in own_law(3, params).items()) <= 1e-9
+
+
+@pytest.mark.parametrize("law", ["match", "walk", "block", "layer", "traversal", "layer-proportional"])
 def test_lookup_from_the_text_itself_keeps_the_law(law: str) -> None:
     """A drafter whose guesses depend on what was drawn in earlier rounds."""
     params = SamplingParams(temperature=3.0, max_tokens=4)
@@ -143,8 +209,11 @@ def test_lookup_from_the_text_itself_keeps_the_law(law: str) -> None:
         (Levels((2, 1), Best()), "walk"),
         (Levels((1, 1), Independent()), "block"),
         (Levels((2,), Hybrid()), "walk"),
+        (Levels((2,), WithoutReplacement()), "traversal"),
+        (Paths(2, 1), "gbv"),
+        (Levels((2, 1), Hybrid()), "layer"),
     ],
-    ids=["match", "walk", "block", "hybrid"],
+    ids=["match", "walk", "block", "hybrid", "traversal", "gbv", "layer"],
 )
 def test_the_whole_sampling_stack_applies_along_every_nodes_own_path(grower, law: str) -> None:
     """Penalties, bad words and truncation at a tree node see that node's path, not the committed text alone."""
@@ -156,18 +225,24 @@ def test_the_whole_sampling_stack_applies_along_every_nodes_own_path(grower, law
 
 
 @pytest.mark.parametrize(
-    ("grower", "law"),
-    [(Beam(nodes=5, width=3, depth=2), "match"), (Levels((2, 1), WithoutReplacement()), "walk"), (chain(2), "block")],
-    ids=["match", "walk", "block"],
+    ("grower", "law", "vocabulary"),
+    [
+        (Beam(nodes=5, width=3, depth=2), "match", 3),
+        (Levels((2,), WithoutReplacement()), "walk", 3),
+        (chain(2), "block", 3),
+        (Levels((2, 1), WithoutReplacement()), "traversal", 3),
+        (Paths(2, 2), "gbv", 2),
+    ],
+    ids=["match", "walk", "block", "traversal", "gbv"],
 )
-def test_an_end_of_text_inside_the_tree_cuts_the_answer_after_verification(grower, law: str) -> None:
+def test_an_end_of_text_inside_the_tree_cuts_the_answer_after_verification(grower, law: str, vocabulary: int) -> None:
     """Both sides truncated alike: the law of texts that end at the first stop token."""
-    params = SamplingParams(temperature=3.0, max_tokens=3)
-    stopping = SamplingParams(temperature=3.0, max_tokens=3, stop_token_ids=(1,))
+    params = SamplingParams(temperature=1.0 if isinstance(grower, Paths) else 3.0, max_tokens=3)
+    stopping = replace(params, stop_token_ids=(1,))
     want: dict[tuple[int, ...], float] = {}
-    for y, chance in own_law(3, params).items():
+    for y, chance in own_law(vocabulary, params).items():
         cut = y[: y.index(1) + 1] if 1 in y else y
         want[cut] = want.get(cut, 0.0) + chance
-    h = engine_law(drafts_with(grower, 3), law, 3, stopping)
+    h = engine_law(drafts_with(grower, vocabulary), law, vocabulary, stopping)
     assert set(h) == set(want)
     assert max(abs(h[y] - p) for y, p in want.items()) <= 1e-9

@@ -41,7 +41,7 @@ class Levels:
     @property
     def law(self) -> DraftLaw:
         """A chain where no node has two children."""
-        return DraftLaw(self.picker.draws, chain=max(self.widths) == 1, width=max(self.widths))
+        return DraftLaw(self.picker.draws, chain=max(self.widths) == 1)
 
     @property
     def max_nodes(self) -> int:

@@ -31,7 +31,7 @@ class Paths:
     @property
     def law(self) -> DraftLaw:
         """Independent paths; one path is a chain."""
-        return DraftLaw(frozenset({Draw.IID}), chain=self.paths == 1, paths=True, width=self.paths)
+        return DraftLaw(frozenset({Draw.IID}), chain=self.paths == 1, paths=True)
 
     @property
     def max_nodes(self) -> int:
@@ -39,15 +39,16 @@ class Paths:
         return self.trunk + self.paths * self.depth
 
     def grow(self, model: FrontierModel, view: BatchView, budget: Budget, rng: Randomness) -> TreeBuilder:
-        """One token of every path at a time. A level is grown where all of it has room, agreeing or not."""
+        """One token of every path at a time, as deep as there is room if no two paths agree: how deep a tree goes must
+        not depend on what was drawn."""
         builder = start(view)
         columns = torch.zeros_like(builder.root_tokens)[:, None]  # [B, k] the nodes the paths end at, repeats dead
         place = torch.zeros_like(columns)  # [B, paths] which of them is whose
         for depth in range(self.trunk + self.depth):
             width = 1 if depth < self.trunk else self.paths
             place = place.expand(-1, width) if place.shape[1] != width else place
-            fits = (limits_of(view, budget) - builder.sizes >= width) & (view.max_depth > depth)
-            fits &= builder.alive.gather(1, columns[:, :1])[:, 0]  # whoever stopped stays so
+            most = min(depth + 1, self.trunk) + self.paths * max(0, depth + 1 - self.trunk)
+            fits = (limits_of(view, budget) >= most) & (view.max_depth > depth)
             if not bool(fits.any()):
                 break
             logits = model.extend(builder, columns) if depth else model.begin(view)[:, None]

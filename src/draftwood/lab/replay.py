@@ -53,7 +53,7 @@ def samples(rows: Rows, depth: int, paths: int) -> Iterator[Sample]:
     for k in range(1, paths + 1):
         if k == 1 and rows.family not in ("paths", "chosen"):
             continue  # one path is a sampled or a chosen chain, whatever it might have become
-        law = replace(grower.law, chain=k == 1, width=k)
+        law = replace(grower.law, chain=k == 1)
         tree, nodes = first_paths(rows.tree, k)
         yield Sample(rows.family, k, law, tree, rows.p[nodes])
 

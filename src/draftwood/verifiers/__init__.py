@@ -16,7 +16,7 @@ from draftwood.verifiers.layer import Pooled, Proportional
 from draftwood.verifiers.lossy import Lenient, Mixture, Relaxed, Threshold, Typical
 from draftwood.verifiers.match import Match
 from draftwood.verifiers.optimal import OptimalTransport
-from draftwood.verifiers.rules import AveragedRejection, FirstOnly, KSeq, Rejection
+from draftwood.verifiers.rules import KSeq, Rejection
 from draftwood.verifiers.walk import TopDown
 
 
@@ -51,7 +51,7 @@ LAWS: dict[str, LawEntry] = {
     "token": LawEntry(_walk("token", Scope(chain=True)), "one path, token by token (Leviathan; Chen)"),
     "block": LawEntry(Block, "one path as a whole: the best any lossless law can do there (Sun)"),
     "naive": LawEntry(
-        lambda: TopDown("naive", FirstOnly()), "weigh the first child, look for the residual in the rest"
+        lambda: TopDown("naive", Rejection(tried=1)), "weigh the first child, look for the residual in the rest"
     ),
     "walk": LawEntry(_walk("walk"), "one child after the other against what is left: recursive rejection"),
     "rrs": LawEntry(_walk("rrs", Scope(frozenset({Draw.IID}))), "walk on independent draws (SpecInfer)"),
@@ -65,7 +65,7 @@ LAWS: dict[str, LawEntry] = {
     "traversal": LawEntry(Traversal, "whole paths, depth first from the leaves up (Weng)"),
     "layer": LawEntry(lambda: Pooled("layer"), "a layer at a time, all its draws against one target (UniVer family)"),
     "layer-proportional": LawEntry(
-        lambda: Proportional("layer-proportional", AveragedRejection()), "a layer at a time, each node with its share"
+        lambda: Proportional("layer-proportional", Rejection()), "a layer at a time, each node with its share"
     ),
     "layer-kseq": LawEntry(
         lambda: Proportional("layer-kseq", KSeq()),

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from draftwood.tree import TokenTree
-from draftwood.verifiers.law import NodeLaw, Odds, Scope, ratio, scaled
+from draftwood.verifiers.law import NodeLaw, Odds, Scope, ratio
 from draftwood.verifiers.rules import Rejection
 
 
@@ -38,16 +38,14 @@ class Traversal(NodeLaw):
 
     def _weights(self, tree: TokenTree, p: Tensor) -> tuple[Tensor, Tensor]:
         """Of every node: the weight it is entered with, and the chance it is taken if no child is. [M], [M]."""
-        weight = torch.ones(tree.num_nodes, dtype=torch.float64, device=p.device)
+        weight = torch.ones(tree.num_nodes + 1, dtype=torch.float64, device=p.device)  # the last one is nobody's
         taken = torch.ones_like(weight)
         for nodes in tree.levels:
-            chances, taken[nodes] = _weigh(tree, p, nodes, weight[nodes])
-            tries = tree.tries[nodes]
-            weight[tries[tries >= 0]] = chances[tries >= 0]
-        return weight, taken
+            weight[tree.tries[nodes]], taken[nodes] = _weigh(tree, p, nodes, weight[nodes])
+        return weight[:-1], taken[:-1]
 
     def _left(self, tree: TokenTree, p: Tensor, nodes: Tensor, weight: Tensor) -> Tensor:
-        return Rejection().weigh(tree, nodes, scaled(p[nodes], weight), 1 - weight).left
+        return Rejection().weigh(tree, p, nodes, weight).left()
 
 
 class Block(Traversal):
@@ -69,7 +67,7 @@ class Block(Traversal):
 
 def _weigh(tree: TokenTree, p: Tensor, nodes: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """The weights of the children of `nodes`, and how likely each node is taken after them. [n, W], [n]."""
-    weighed = Rejection().weigh(tree, nodes, scaled(p[nodes], weight), 1 - weight)
+    weighed = Rejection().weigh(tree, p, nodes, weight)
     return weighed.chance, ratio(weighed.mass, weighed.mass + (1 - weight))
 
 
@@ -80,13 +78,12 @@ def _first_taken(tree: TokenTree, taken: Tensor) -> Tensor:
     for nodes in reversed(tree.levels):
         below[nodes] = _children(tree, nodes, fails, 1.0).prod(1)
         fails[nodes] *= below[nodes]
-    enters = torch.ones_like(fails)
+    enters = torch.ones(tree.num_nodes + 1, dtype=fails.dtype, device=fails.device)
     for nodes in tree.levels[:-1]:
-        tries = tree.tries[nodes]
         before = _children(tree, nodes, fails, 1.0).cumprod(1)
-        before = torch.cat([torch.ones_like(before[:, :1]), before[:, :-1]], 1) * enters[nodes][:, None]
-        enters[tries[tries >= 0]] = before[tries >= 0]
-    return enters * below * taken
+        before = torch.cat([torch.ones_like(before[:, :1]), before[:, :-1]], 1)
+        enters[tree.tries[nodes]] = before * enters[nodes][:, None]
+    return enters[:-1] * below * taken
 
 
 def _children(tree: TokenTree, nodes: Tensor, values: Tensor, missing: float) -> Tensor:

@@ -48,5 +48,5 @@ class ByRequest:
             way = torch.where(verdict.path >= 0, nodes[verdict.path.clamp(min=0)], -1)
             path[rows, : way.shape[1]] = way
             length[rows], bonus[rows] = verdict.length, verdict.bonus
-            drift[rows] = 0.0 if verdict.drift is None else verdict.drift
+            drift[rows] = 0.0 if verdict.drift is None else verdict.drift.double()
         return Verdict(path, length, bonus, drift)

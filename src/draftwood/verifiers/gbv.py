@@ -74,7 +74,7 @@ class GreedyPaths(NodeLaw):
         law = torch.where((fresh & loses)[:, None], q, law)
         tries = tree.tries[nodes]
         tokens = tree.tokens[tries.clamp(min=0)]
-        standing = torch.where(tries >= 0, rank.gather(1, tokens), -1)
+        standing = torch.where(tries >= 0, rank.gather(1, tokens), -p.shape[1] - 1)
         best = torch.where(at.paths[nodes] > 1, standing.argmax(1), 0)[:, None]
         kept, token = tries.gather(1, best)[:, 0], tokens.gather(1, best)[:, 0]
         at.kept[nodes] = kept

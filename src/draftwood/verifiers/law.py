@@ -19,7 +19,6 @@ from draftwood.tree import DraftLaw, Draw, TokenTree, Verdict
 from draftwood.verifiers.path import follow
 
 EVERY_DRAW = frozenset(Draw)
-INDEPENDENT_DRAWS = frozenset({Draw.POINT, Draw.IID, Draw.TAIL})
 
 DRAW_NAMES = {
     Draw.POINT: "chosen tokens",
@@ -50,7 +49,6 @@ class Scope:
     draws: frozenset[Draw] = EVERY_DRAW
     chain: bool = False  # chains only
     paths: bool = False  # whole independent paths only
-    pairs: bool = False  # draws without replacement two at a time at most
 
     def refuses(self, law: DraftLaw) -> str | None:
         """Why such trees lie outside, or None."""
@@ -62,15 +60,12 @@ class Scope:
             return "it is made for one path, and this drafter proposes trees"
         if self.paths and not law.paths:
             return "it needs whole independent paths (--tree paths), and this drafter proposes something else"
-        if self.pairs and Draw.WITHOUT_REPLACEMENT in law.draws and (law.width is None or law.width > 2):
-            return "of draws without replacement it can weigh two behind a node, not more (traversal can)"
         return None
 
     def __str__(self) -> str:
         shape = "one path" if self.chain else "independent paths" if self.paths else ""
         draws = "" if self.draws == EVERY_DRAW else ", ".join(DRAW_NAMES[draw] for draw in sorted(self.draws))
-        pairs = ", at most two without replacement" if self.pairs else ""
-        return (": ".join(filter(None, [shape, draws])) or "every tree") + pairs
+        return ": ".join(filter(None, [shape, draws])) or "every tree"
 
 
 class NodeLaw:
@@ -107,7 +102,7 @@ def _by_tree(tree: TokenTree, values: Tensor) -> Tensor:
     """Values of nodes [M] as one row a tree, zero padded. [B, N]."""
     if tree.num_trees == 1:
         return values[None]
-    table = torch.zeros(tree.num_trees, int(tree.sizes.max()), dtype=values.dtype, device=values.device)
+    table = torch.zeros(tree.num_trees, tree.widest, dtype=values.dtype, device=values.device)
     return table.index_put((tree.owner, tree.local), values)
 
 
@@ -124,8 +119,3 @@ def value_at(rows: Tensor, tokens: Tensor) -> Tensor:
 def mass_of(rows: Tensor) -> Tensor:
     """Row sums in float64. [n, V] -> [n]."""
     return rows.sum(-1, dtype=torch.float64)
-
-
-def scaled(rows: Tensor, weight: Tensor) -> Tensor:
-    """Each row times its weight. Changes them. [n, V], [n]."""
-    return rows.mul_(weight.to(rows.dtype)[:, None])

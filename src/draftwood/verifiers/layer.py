@@ -15,46 +15,33 @@ On one path both are block verification.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from draftwood.tree import TokenTree
-from draftwood.verifiers.law import INDEPENDENT_DRAWS, NodeLaw, Odds, Scope, mass_of, ratio, scaled, value_at
-from draftwood.verifiers.rules import SiblingRule, spend
+from draftwood.ops.residual import law_at
+from draftwood.tree import TokenTree, Turn
+from draftwood.verifiers.law import NodeLaw, Odds, ratio
+from draftwood.verifiers.rules import SiblingRule, draws_behind, residual
 
 Left = Callable[[Tensor], Tensor]  # nodes [k] -> residual rows [k, V]
 
 
-@dataclass(frozen=True)
-class Scores:
-    """What a layer law needs to know of every node."""
-
-    weight: Tensor  # [M] w
-    residual: Tensor  # [M] the mass of R
-
-
 class LayerLaw(NodeLaw):
-    """The sampler all layer laws share; they differ in how scores are assigned."""
+    """The sweep all layer laws share; they differ in how scores are assigned."""
 
     def odds(self, tree: TokenTree, p: Tensor) -> Odds:
         """Scores from the root down, chances from the deepest layer up."""
-        scores, left = self.scores(tree, p)
-        stop = torch.zeros_like(scores.weight)
+        ends, left = self.scores(tree, p)
+        stop = torch.zeros_like(ends)
         passed = torch.ones(tree.num_trees, dtype=torch.float64, device=p.device)  # no deeper layer was stopped in
-        for depth in reversed(range(tree.max_depth + 1)):
-            nodes = tree.levels[depth]
-            total, spare = sum_by_tree(tree, nodes, scores.residual), 1 - sum_by_tree(tree, nodes, scores.weight)
-            chance = total / (total + spare.clamp(min=0)) if depth else torch.ones_like(total)
-            chance = torch.where(total > 0, chance, 0 if depth else 1)
-            share = ratio(scores.residual[nodes], total[tree.owner[nodes]])
-            stop[nodes] = (passed * chance)[tree.owner[nodes]] * share
-            passed = passed * (1 - chance)
+        for nodes in reversed(tree.levels):
+            stop[nodes] = passed[tree.owner[nodes]] * ends[nodes]
+            passed = passed * (1 - sum_by_tree(tree, nodes, ends)).clamp(min=0)
         return Odds(stop, left)
 
-    def scores(self, tree: TokenTree, p: Tensor) -> tuple[Scores, Left]:
-        """Scores of all nodes, and what gives the residual at some of them."""
+    def scores(self, tree: TokenTree, p: Tensor) -> tuple[Tensor, Left]:
+        """The chance to end at each node once its layer is reached [M], and what gives the residual at some nodes."""
         raise NotImplementedError
 
 
@@ -66,82 +53,79 @@ class Proportional(LayerLaw):
         self.rule = rule
         self.scope = rule.scope
 
-    def scores(self, tree: TokenTree, p: Tensor) -> tuple[Scores, Left]:
-        """Each node's children share what the rule gives them of the layer's mass, scaled to the node's part of it."""
+    def scores(self, tree: TokenTree, p: Tensor) -> tuple[Tensor, Left]:
+        """Each node's children share what the rule gives them of the layer's mass, scaled to the node's part of it.
+
+        Who comes back up to a layer was rejected behind one of its nodes, in proportion to share and rest.
+        """
         weight = root_weights(tree, p)
-        residual, layer_mass = torch.zeros_like(weight), torch.ones_like(weight)
+        ends, layer_mass = torch.zeros_like(weight), torch.ones_like(weight)
         for nodes in tree.levels:
-            mass = sum_by_tree(tree, nodes, weight)[tree.owner[nodes]].clamp(max=1)
+            owner = tree.owner[nodes]
+            mass = sum_by_tree(tree, nodes, weight)[owner].clamp(max=1)
             layer_mass[nodes] = mass
-            weighed = self.rule.weigh(tree, nodes, scaled(p[nodes], mass), 1 - mass)
+            weighed = self.rule.weigh(tree, p, nodes, mass)
             share = torch.where(mass > 0, weight[nodes] / torch.where(mass > 0, mass, 1), 0)
-            tries = tree.tries[nodes][:, : weighed.taken.shape[1]]
-            weight.index_add_(0, tries[tries >= 0], (share[:, None] * weighed.taken)[tries >= 0])
-            residual[nodes] = share * weighed.mass
+            weight.index_add_(0, tree.tries[nodes].flatten() % len(weight), (share[:, None] * weighed.taken).flatten())
+            comes = share * weighed.rest
+            comes = ratio(comes, _sum_by(owner, comes, tree.num_trees)[owner])
+            ends[nodes] = comes * ratio(weighed.mass, weighed.mass + (1 - mass))
 
         def left(nodes: Tensor) -> Tensor:
-            mass = layer_mass[nodes]
-            return self.rule.weigh(tree, nodes, scaled(p[nodes], mass), 1 - mass).left
+            return self.rule.weigh(tree, p, nodes, layer_mass[nodes]).left()
 
-        return Scores(weight, residual), left
+        return ends[:-1], left
 
 
 class Pooled(LayerLaw):
     """A layer at a time, all its draws against one common target."""
 
-    scope = Scope(INDEPENDENT_DRAWS)
-
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def scores(self, tree: TokenTree, p: Tensor) -> tuple[Scores, Left]:
+    def scores(self, tree: TokenTree, p: Tensor) -> tuple[Tensor, Left]:
         """Every draw in turn takes what it can of the layer's mass that survived the draws before it."""
         weight = root_weights(tree, p)
-        residual = torch.zeros_like(weight)
+        ends = torch.zeros_like(weight)
         survived = torch.zeros(tree.tries.shape, dtype=torch.float64, device=p.device)  # before each draw
-        for nodes in tree.levels:
-            residual[nodes] = self._share_out(tree, p, nodes, weight, survived)
+        for nodes, turns in zip(tree.levels, tree.turns, strict=True):
+            mass, owner = self._share_out(tree, p, nodes, turns, weight, survived), tree.owner[nodes]
+            spare = (1 - sum_by_tree(tree, nodes, weight)).clamp(min=0)
+            ends[nodes] = ratio(mass, (_sum_by(owner, mass, tree.num_trees) + spare)[owner])
 
         def left(nodes: Tensor) -> Tensor:
-            rows = scaled(p[nodes], weight[nodes])
-            for child, survives in zip(tree.tries[nodes].unbind(1), survived[nodes].unbind(1), strict=True):
-                rows = spend(tree, child.clamp(min=0), rows, survives)
-            return rows
+            draws = draws_behind(tree, nodes)
+            return residual(tree, p, nodes, weight[nodes], draws, survived[nodes]).written_out()
 
-        return Scores(weight, residual), left
+        return ends[:-1], left
 
-    def _share_out(self, tree: TokenTree, p: Tensor, nodes: Tensor, weight: Tensor, survived: Tensor) -> Tensor:
+    def _share_out(
+        self, tree: TokenTree, p: Tensor, nodes: Tensor, turns: list[Turn], weight: Tensor, survived: Tensor
+    ) -> Tensor:
         """Set the weights of the children of a whole layer; returns what is left at each of its `nodes`. [n]."""
-        rows = scaled(p[nodes], weight[nodes])
-        mass = mass_of(rows)
-        owner = tree.owner[nodes]
-        dead = 1 - _sum_by(owner, weight[nodes], tree.num_trees)
+        draws, own, owner = draws_behind(tree, nodes), weight[nodes], tree.owner[nodes]
+        values, mass = own[:, None] * p[nodes[:, None], draws.tokens].double(), own.clone()
+        dead = 1 - _sum_by(owner, own, tree.num_trees)
         reach = torch.ones_like(dead)
-        for row, place in _in_turn(tree, nodes):
-            child, whose = tree.tries[nodes[row], place], owner[row]
+        for row, place in turns:
+            whose, child = owner[row], draws.child[row, place]
             survives = (_sum_by(owner, mass, tree.num_trees) + dead)[whose].clamp(min=0)
-            offered = survives * tree.drawn_probability(child, torch.float64)
-            chance = ratio(value_at(rows[row], tree.tokens[child]), offered).clamp(max=1)
+            chance = ratio(values[row, place], survives * draws.chance[row, place]).clamp(max=1)
             weight[child] += reach[whose] * chance
             reach[whose] *= 1 - chance
-            rows[row] = spend(tree, child, rows[row], survives)
-            mass[row] = mass_of(rows[row])
             survived[nodes[row], place] = survives
+            trying = draws_behind(tree, nodes[row])
+            law = law_at(tree.q, tree.q_row[child], tree.tokens[child], trying.tokens)
+            values[row] = (values[row] - survives[:, None] * law).clamp(min=0)
+            mass[row] = residual(tree, p, nodes[row], own[row], trying, survived[nodes[row]]).mass()
         return mass
 
 
-def _in_turn(tree: TokenTree, nodes: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The draws behind a layer's `nodes`, one a tree at a time: (which node, which of its draws) of each turn."""
-    row, place = (tree.tries[nodes] >= 0).nonzero(as_tuple=True)
-    whose = tree.owner[nodes[row]]
-    counts = torch.bincount(whose, minlength=tree.num_trees)
-    turn = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[whose]
-    return [(row[turn == i], place[turn == i]) for i in range(int(counts.max()) if len(row) else 0)]
-
-
 def root_weights(tree: TokenTree, p: Tensor) -> Tensor:
-    """One at the roots, nothing elsewhere. [M] float64."""
-    return (tree.parents < 0).to(device=p.device, dtype=torch.float64)
+    """One at the roots, nothing elsewhere; the last one is nobody's. [M + 1] float64."""
+    weight = torch.zeros(tree.num_nodes + 1, dtype=torch.float64, device=p.device)
+    weight[tree.offsets[:-1]] = 1
+    return weight
 
 
 def sum_by_tree(tree: TokenTree, nodes: Tensor, values: Tensor) -> Tensor:

@@ -6,13 +6,15 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
 
 from draftwood.tree import TokenTree
 from draftwood.verifiers.law import NodeLaw, Odds, Scope
 from draftwood.verifiers.rules import Rejection, Weighed
-from draftwood.verifiers.walk import TopDown, first_of_its_token
+from draftwood.verifiers.walk import TopDown, first_of_its_token, without_children
 
 
 class LossyLaw(NodeLaw):
@@ -24,7 +26,7 @@ class LossyLaw(NodeLaw):
         """Unknown drift wherever there was something to judge."""
         odds = self.lossy_odds(tree, p)
         guessed = (tree.sizes > 1)[tree.owner]
-        return Odds(odds.stop, odds.left, torch.where(guessed, torch.nan, 0.0))
+        return Odds(odds.stop, odds.left, torch.where(guessed, torch.nan, 0.0).double())
 
     def lossy_odds(self, tree: TokenTree, p: Tensor) -> Odds:
         """Where the path ends."""
@@ -107,17 +109,17 @@ class _LoweredBars:
     def __init__(self, single: float, total: float) -> None:
         self.single, self.total = single, total
 
-    def weigh(self, tree: TokenTree, nodes: Tensor, target: Tensor, dead: Tensor) -> Weighed:
+    def weigh(self, tree: TokenTree, p: Tensor, nodes: Tensor, weight: Tensor) -> Weighed:
         """One coin for all children, against what they have in common with the target so far."""
         tries = tree.tries[nodes]
         tokens = tree.tokens[tries.clamp(min=0)]
-        wanted = target.gather(1, tokens).double() * first_of_its_token(tree, tries)
+        wanted = weight[:, None] * p[nodes[:, None], tokens].double() * first_of_its_token(tree, tries)
         missed = (1 - wanted.cumsum(1) / self.total).clamp(min=0)
         missed = missed * (wanted < self.single).long().cumprod(1)
         before = torch.cat([torch.ones_like(missed[:, :1]), missed[:, :-1]], 1)
         chance = torch.where(before > 0, 1 - missed / torch.where(before > 0, before, 1), 1)
-        left = target.scatter_(1, tokens, torch.where(tries >= 0, 0, target.gather(1, tokens)))
-        return Weighed(chance, left, left.sum(-1, dtype=torch.float64))
+        mass = (weight - wanted.sum(1)).clamp(min=0)
+        return Weighed(chance, mass, torch.zeros_like(wanted), lambda: without_children(tree, nodes, p[nodes]))
 
 
 class Lenient(LossyLaw):
@@ -127,21 +129,21 @@ class Lenient(LossyLaw):
 
     def __init__(self, lenience: float = 0.7) -> None:
         _check("lenience", lenience, 1e-6, 1)
-        self._walk = TopDown(self.name, _Lenient(lenience))
+        self._walk = TopDown(self.name, _LowerBar(lenience=lenience))
 
     def lossy_odds(self, tree: TokenTree, p: Tensor) -> Odds:
         """Top down."""
         return self._walk.odds(tree, p)
 
 
-class _Lenient(Rejection):
-    def __init__(self, lenience: float) -> None:
-        self.lenience = lenience
+@dataclass(frozen=True)
+class _LowerBar(Rejection):
+    lenience: float = 1.0
 
-    def weigh(self, tree: TokenTree, nodes: Tensor, target: Tensor, dead: Tensor) -> Weighed:
+    def weigh(self, tree: TokenTree, p: Tensor, nodes: Tensor, weight: Tensor) -> Weighed:
         """Higher chances, nothing else."""
-        weighed = super().weigh(tree, nodes, target, dead)
-        return Weighed((weighed.chance / self.lenience).clamp(max=1), weighed.left, weighed.mass)
+        weighed = super().weigh(tree, p, nodes, weight)
+        return replace(weighed, chance=(weighed.chance / self.lenience).clamp(max=1))
 
 
 class Mixture(NodeLaw):

@@ -10,13 +10,14 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from draftwood.errors import DraftwoodError, InvalidRequest
 from draftwood.tree import Draw, TokenTree
 from draftwood.verifiers.law import Scope
-from draftwood.verifiers.rules import Weighed
+from draftwood.verifiers.rules import Weighed, draws_behind
 
 MOST_COMBINATIONS = 2000
 
@@ -26,23 +27,23 @@ class OptimalTransport:
 
     scope = Scope(frozenset({Draw.POINT, Draw.IID, Draw.TAIL}))
 
-    def weigh(self, tree: TokenTree, nodes: Tensor, target: Tensor, dead: Tensor) -> Weighed:
+    def weigh(self, tree: TokenTree, p: Tensor, nodes: Tensor, weight: Tensor) -> Weighed:
         """Node by node: one linear program each."""
-        tries = tree.tries[nodes]
-        taken = torch.zeros(tries.shape, dtype=torch.float64)
-        left = target.double()
-        for row, (draws, mass) in enumerate(zip(tries.tolist(), dead.tolist(), strict=True)):
-            draws = [child for child in draws if child >= 0]
-            if not draws:
+        draws = draws_behind(tree, nodes)
+        taken = torch.zeros(draws.tokens.shape, dtype=torch.float64)
+        left = p[nodes].double() * weight[:, None]
+        for row, exists in enumerate(draws.exists.tolist()):
+            if not exists[0]:
                 continue
-            laws = tree.law_rows(torch.tensor(draws), target[:1].double().expand(len(draws), -1))
-            tokens = tree.tokens[draws].tolist()
-            kept, average = _transport(left[row].tolist(), mass, laws.tolist(), tokens)
+            child = draws.child[row][draws.exists[row]]
+            laws = tree.law_rows(child, left[:1].expand(len(child), -1))
+            tokens = tree.tokens[child].tolist()
+            kept, average = _transport(left[row].tolist(), laws.tolist(), tokens)
             for place, token in enumerate(tokens):
                 taken[row, place] = kept.pop(token, 0.0)  # the first draw of a token stands for all of them
             left[row] -= torch.tensor(average, dtype=torch.float64)
-        left = left.clamp_(min=0).to(target.dtype)
-        return Weighed(_as_chances(taken), left, left.sum(-1, dtype=torch.float64))
+        left.clamp_(min=0)
+        return Weighed(_as_chances(taken), left.sum(-1), left.gather(1, draws.tokens), lambda: left.to(p.dtype))
 
 
 def _as_chances(taken: Tensor) -> Tensor:
@@ -50,9 +51,7 @@ def _as_chances(taken: Tensor) -> Tensor:
     return torch.where(before > 0, taken / torch.where(before > 0, before, 1), 1).clamp(0, 1)
 
 
-def _transport(
-    target: list[float], dead: float, laws: list[list[float]], drawn: list[int]
-) -> tuple[dict[int, float], list[float]]:
+def _transport(target: list[float], laws: list[list[float]], drawn: list[int]) -> tuple[dict[int, float], list[float]]:
     """What each token among `drawn` is kept with, given these draws; and the mass kept of each token on the average."""
     combinations: dict[frozenset[int], float] = {}
     for tokens in itertools.product(*([t for t, q in enumerate(law) if q > 0] for law in laws)):
@@ -88,8 +87,12 @@ def _solve(
     rows = [sources[held] for held, _ in flows] + [len(sources) + token for _, token in flows]
     columns = [*range(len(flows)), *range(len(flows))]
     limits = csr_array(([1.0] * len(rows), (rows, columns)), shape=(len(sources) + len(target), len(flows)))
-    bounds = [*combinations.values(), *target]
+    bounds = np.array([*combinations.values(), *target])
     found = linprog([-1.0] * len(flows), A_ub=limits, b_ub=bounds, method="highs")
     if found.status != 0:
         raise DraftwoodError(f"The linear program of the law 'optimal' was not solved: {found.message}")
-    return found.x.clip(min=0)
+    # A solver's tolerance would show in the law: nothing may be kept that was not drawn or is not wanted.
+    kept = found.x.clip(min=0)
+    totals = limits @ kept
+    shrink = np.divide(bounds, totals, out=np.ones(len(bounds)), where=totals > bounds)
+    return kept * np.minimum(shrink[rows[: len(flows)]], shrink[rows[len(flows) :]])

@@ -25,37 +25,34 @@ class TopDown(NodeLaw):
 
     def odds(self, tree: TokenTree, p: Tensor) -> Odds:
         """Every node is weighed once; the way to it is the product of the ways before."""
-        inner = (tree.tries[:, 0] >= 0).nonzero().view(-1)
-        passes = torch.zeros(tree.num_nodes, dtype=torch.float64, device=p.device)
+        passes = torch.zeros(tree.num_nodes + 1, dtype=torch.float64, device=p.device)  # the last one is nobody's
         ends = torch.ones_like(passes)
-        if inner.numel():
-            children, onward, end = self._outcomes(tree, inner, p[inner])
-            passes.index_add_(0, children.flatten().clamp(min=0), onward.flatten())
-            ends[inner] = end
+        inner = tree.inner
+        tries, onward, ends[inner] = self._outcomes(tree, p, inner)
+        passes.index_add_(0, tries.flatten() % len(passes), onward.flatten())
         reach = torch.ones_like(passes)
         for nodes in tree.levels[1:]:
             reach[nodes] = reach[tree.parents[nodes]] * passes[nodes]
-        return Odds(reach * ends, lambda nodes: self._left(tree, p, nodes))
+        return Odds((reach * ends)[:-1], lambda nodes: self._left(tree, p, nodes))
 
-    def _outcomes(self, tree: TokenTree, nodes: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _outcomes(self, tree: TokenTree, p: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The draws behind `nodes`, the chance that each is passed on to, and that none is. [n, W], [n, W], [n]."""
-        weighed = self.rule.weigh(
-            tree, nodes, target, torch.zeros(len(nodes), dtype=torch.float64, device=target.device)
-        )
+        weighed = self.rule.weigh(tree, p, nodes, _whole(nodes))
         tries = tree.tries[nodes]
-        hit = first_of_its_token(tree, tries) * weighed.left.gather(1, tree.tokens[tries.clamp(min=0)]).double()
+        hit = first_of_its_token(tree, tries) * weighed.values
         # What is left is drawn from only after all draws were rejected; landing on a child is going there all the same.
         share = torch.where(weighed.mass > 0, weighed.rest / torch.where(weighed.mass > 0, weighed.mass, 1), 0)
-        onward = hit * share[:, None]
-        onward[:, : weighed.taken.shape[1]] += weighed.taken
+        onward = hit * share[:, None] + weighed.taken
         missed = weighed.mass - hit.sum(1)
         return tries, onward, torch.where(weighed.mass > 0, share * missed, weighed.rest).clamp(min=0)
 
     def _left(self, tree: TokenTree, p: Tensor, nodes: Tensor) -> Tensor:
         """What is left at `nodes`, without the tokens of their children."""
-        dead = torch.zeros(len(nodes), dtype=torch.float64, device=p.device)
-        left = self.rule.weigh(tree, nodes, p[nodes], dead).left
-        return without_children(tree, nodes, left)
+        return without_children(tree, nodes, self.rule.weigh(tree, p, nodes, _whole(nodes)).left())
+
+
+def _whole(nodes: Tensor) -> Tensor:
+    return torch.ones(len(nodes), dtype=torch.float64, device=nodes.device)
 
 
 def without_children(tree: TokenTree, nodes: Tensor, rows: Tensor) -> Tensor:

@@ -1,0 +1,214 @@
+"""What a verdict costs: every law on trees of real size, beside the step of the target it belongs to.
+
+    python benchmarks/laws.py                      # CPU: SmolLM2, trees of about 16 nodes, its own step in the same run
+    python benchmarks/laws.py --device cuda        # trees of 64 nodes; the step is the matrix products of 7.2 B weights
+
+Both sides are interleaved, medians are printed, the last line is JSON. On CUDA a verdict is timed launched op by op and
+replayed as one graph; laws that look at values on the host cannot be captured and say so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from common import interleaved, provenance
+from draftwood.growers import Hybrid, Independent, Levels, Paths, WithoutReplacement
+from draftwood.protocols import BatchView, Budget, Grower
+from draftwood.request import SamplingParams
+from draftwood.rng import KeyedRng
+from draftwood.tree import TokenTree
+from draftwood.treebuilder import TreeBuilder
+from draftwood.verifiers import LAWS
+
+CPU_TREES: dict[str, Grower] = {
+    "sampled chain of 4": Levels((1,) * 4, Independent()),
+    "4 paths of 4": Paths(4, 4),
+    "without replacement 2x2x2": Levels((2, 2, 2), WithoutReplacement()),
+    "hybrid 2x2x2": Levels((2, 2, 2), Hybrid()),
+}
+CUDA_TREES: dict[str, Grower] = {
+    "sampled chain of 64": Levels((1,) * 64, Independent()),
+    "8 paths of 8": Paths(8, 8),
+    "independent 4x3x4": Levels((4, 3, 4), Independent()),
+    "without replacement 4x3x4": Levels((4, 3, 4), WithoutReplacement()),
+    "hybrid 4x3x4": Levels((4, 3, 4), Hybrid()),
+}
+ALIASES = {"coupled", "optimal", "rrs", "rrsw", "hybrid", "token"}
+
+
+@dataclass(frozen=True)
+class Case:
+    view: BatchView
+    tree: TokenTree
+    p: Tensor
+
+
+class Net:
+    """Random logits as sharp as a language model's."""
+
+    def __init__(self, vocabulary: int, device: torch.device) -> None:
+        self.vocabulary, self.device = vocabulary, device
+
+    def begin(self, view: BatchView) -> Tensor:
+        return 3 * torch.randn(len(view.seq_ids), self.vocabulary, device=self.device)
+
+    def extend(self, builder: TreeBuilder, columns: Tensor) -> Tensor:
+        return 3 * torch.randn(*columns.shape, self.vocabulary, device=self.device)
+
+
+def view_of(batch: int, device: torch.device) -> BatchView:
+    ones = torch.ones(batch, dtype=torch.int64, device=device)
+    return BatchView(
+        seq_ids=tuple(range(batch)),
+        tokens=[[1]] * batch,
+        prompt_lengths=(1,) * batch,
+        params=(SamplingParams(temperature=1.0),) * batch,
+        bad_words=((),) * batch,
+        lengths=ones,
+        seeds=torch.arange(batch, device=device),
+        temperature=ones.float(),
+        max_nodes=1000 * ones,
+        max_depth=1000 * ones,
+    )
+
+
+def make_case(grower: Grower, vocabulary: int, batch: int, device: torch.device) -> Case:
+    """A drawn tree, and a target that agrees with its draft to four fifths."""
+    torch.manual_seed(0)
+    view, net = view_of(batch, device), Net(vocabulary, device)
+    tree, _ = grower.grow(net, view, Budget(1000), KeyedRng()).build()
+    p = torch.softmax(3 * torch.randn(tree.num_nodes, vocabulary, device=device), -1)
+    first = tree.tries[:, 0].clamp(min=0)
+    drawn = (tree.tries[:, 0] >= 0) & (tree.q_row[first] >= 0)
+    assert tree.q is not None
+    p[drawn] = 0.2 * p[drawn] + 0.8 * tree.q[tree.q_row[first[drawn]]]
+    tree.levels, tree.turns, tree.inner, tree.paths, tree.widest  # noqa: B018  (structure is known when a tree is built)
+    return Case(view, tree, p)
+
+
+def seconds(run: Callable[[], object], device: torch.device) -> float:
+    wait(device)
+    start = time.perf_counter()
+    run()
+    wait(device)
+    return time.perf_counter() - start
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def captured(run: Callable[[], object]) -> Callable[[], object] | None:
+    """The same as one CUDA graph, or None where the host has to look at something."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            run()
+    except Exception:
+        torch.cuda.synchronize()
+        return None
+    return graph.replay
+
+
+def smollm2_step(rows: int) -> Callable[[], object]:
+    """A forward of SmolLM2 with a tree of `rows` nodes after a short prompt."""
+    from draftwood.cache.kv import NodeRows, Span
+    from draftwood.model import store
+    from draftwood.model.checkpoint import open_checkpoint
+    from draftwood.model.runner import ModelRunner
+
+    store.fetch("smollm2", lambda _: None)
+    runner = ModelRunner.load(open_checkpoint("smollm2"), torch.float32, torch.device("cpu"), 16, 64)
+    tokens = list(range(1, 120))
+    tree = TokenTree.of_points([([tokens[-1], *range(200, 200 + rows)], [-1, *range(rows)])])
+    tables = runner.cache.tables
+    tables.open(1, tokens)
+    tables.reserve(1, len(tokens) + rows)
+    runner.forward(runner.cache.stage([Span(1, tokens, 0, len(tokens) - 1)], None))
+    tables.advance(1, len(tokens) - 1, tokens)
+    nodes = NodeRows.of_tree(tree, torch.zeros(1, dtype=torch.int64))
+    span = [Span(1, tokens, len(tokens) - 1, len(tokens))]
+    return lambda: runner.forward(runner.cache.stage(span, nodes))
+
+
+def products_of_7b(rows: int, device: torch.device) -> Callable[[], object]:
+    """The matrix products of 7.2 billion bfloat16 weights for `rows` rows, as one graph: less than a model's step."""
+    hidden, inner, layers = 4096, 14336, 32
+    shapes = [(hidden, 6144), (hidden, hidden), (hidden, 2 * inner), (inner, hidden)] * layers + [(hidden, 49152)]
+    weights = [torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes]
+    inputs = {size: torch.randn(rows, size, device=device, dtype=torch.bfloat16) for size in (hidden, inner)}
+
+    def run() -> None:
+        for weight in weights:
+            torch.mm(inputs[weight.shape[0]], weight)
+
+    replay = captured(run)
+    assert replay is not None
+    return lambda: (replay(), weights)  # a graph does not keep what it reads
+
+
+def measure(name: str, case: Case, step: Callable[[], object], rounds: int, device: torch.device) -> list[dict]:
+    found = []
+    for law, entry in LAWS.items():
+        verifier = entry()
+        if law in ALIASES or verifier.refuses(GROWERS[name].law) is not None:
+            continue
+
+        def verdict(verifier=verifier) -> object:
+            with torch.inference_mode():
+                return verifier.verify(case.tree, case.p, case.view, KeyedRng())
+
+        ways = {"eager": verdict}
+        graph = captured(verdict) if device.type == "cuda" else None
+        ways |= {} if graph is None else {"graph": graph}
+        medians = interleaved(
+            {way: lambda run=run: seconds(run, device) for way, run in {**ways, "step": step}.items()}, rounds
+        )
+        best = min(medians[way] for way in ways)
+        found.append({"tree": name, "nodes": case.tree.num_drafted, "law": law, "lossless": verifier.lossless})
+        found[-1] |= {f"{way}_us": 1e6 * t for way, t in medians.items()} | {"share": best / medians["step"]}
+        columns = "  ".join(f"{way} {1e6 * t:9.1f} us" for way, t in medians.items())
+        print(f"{name:28s} {law:20s} {columns}  share of the step {best / medians['step']:6.1%}", flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--vocabulary", type=int, default=49152)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--rounds", type=int, default=15)
+    args = parser.parse_args()
+    device = torch.device(args.device)
+    GROWERS.update(CUDA_TREES if device.type == "cuda" else CPU_TREES)
+    results = []
+    for name, grower in GROWERS.items():
+        case = make_case(grower, args.vocabulary, args.batch, device)
+        rows = case.tree.num_drafted
+        step = products_of_7b(rows + args.batch, device) if device.type == "cuda" else smollm2_step(rows)
+        results += measure(name, case, step, args.rounds, device)
+        del step
+    where = torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
+    about = {"benchmark": "laws", "device": where, "vocabulary": args.vocabulary, "batch": args.batch}
+    print(json.dumps(about | {"results": results, "provenance": provenance()}))
+
+
+GROWERS: dict[str, Grower] = {}
+
+if __name__ == "__main__":
+    main()
