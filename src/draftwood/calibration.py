@@ -17,11 +17,13 @@ import torch
 from draftwood import __version__
 from draftwood.costs import StepCosts
 from draftwood.drafters.scripted import ScriptedDrafter
+from draftwood.drafters.trimmed import TrimmedDrafter
 from draftwood.engine.controller import FixedBudget, MeasuredBudget
 from draftwood.engine.engine import Engine
 from draftwood.engine.scheduler import Scheduler, SchedulerConfig
 from draftwood.engine.sequence import Sequence
 from draftwood.engine.text import TextStream
+from draftwood.errors import InvalidRequest
 from draftwood.machine import home, processor_features
 from draftwood.model.runner import ModelRunner
 from draftwood.protocols import Controller, Drafter
@@ -66,6 +68,14 @@ def default_controller(target: ModelRunner, drafter: Drafter) -> Controller:
     if costs is None or drafter.max_nodes == 0:
         return FixedBudget(drafter.max_nodes)
     return MeasuredBudget(costs, drafter.max_nodes, chain=drafter.law.chain)
+
+
+def trimmed(drafter: Drafter, target: ModelRunner) -> Drafter:
+    """The same drafter with its trees cut to what pays for its time on this machine."""
+    costs = known_costs(target)
+    if costs is None:
+        raise InvalidRequest("Cutting trees by what they cost needs measured costs: run `draftwood calibrate` first.")
+    return TrimmedDrafter(drafter, costs)
 
 
 def calibrate(target: ModelRunner, say: Say = lambda _: None) -> StepCosts:

@@ -27,6 +27,7 @@ class EngineConfig:
     strict: bool = (
         False  # the same tokens whatever drafter, tree, batch and chunking, bit for bit; refused if it cannot be
     )
+    adaptive: bool = False  # cut draft trees to the nodes that pay for their time, by what `calibrate` measured
     threads: int | None = None  # None: all cores
     cache_tokens: int = 16384  # committed tokens and draft nodes that all sequences share
     page_size: int = 64

@@ -227,8 +227,8 @@ def test_the_bar_of_k_draws_is_the_references(vocabulary: int, device: str) -> N
     want = kseq_bar_reference(p, q, nodes, weight, rows, count)
     moved_there = (x.to(where) for x in (p.float(), q.float(), nodes, weight, rows, count))
     got = kseq_bar(*moved_there)
-    # Where two laws are equal, rounding decides how near to 1 the bar is; what counts is that it is lossless, and what is
-    # accepted.
+    # Where two laws are equal, rounding decides how near to 1 the bar is: that it is lossless, and what it accepts, is
+    # what counts.
     assert bool((got[0] * (1 - (1 - got[1]) ** count.to(where)) <= got[1] + 1e-6).all())
     accepted = [1 - (1 - beta.cpu()) ** count for _, beta in (got, want)]
     assert torch.allclose(*accepted, atol=1e-4)

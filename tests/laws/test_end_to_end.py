@@ -30,6 +30,7 @@ from draftwood.growers import (
     WithoutReplacement,
     chain,
 )
+from draftwood.ops import kseq
 from draftwood.request import SamplingParams
 from draftwood.rng import KeyedRng
 from draftwood.verifiers import LAWS
@@ -133,7 +134,7 @@ CASES = {
     "rrs, paths": (Paths(2, 2), "rrs", 2),
     "traversal, paths": (Paths(2, 2), "traversal", 2),
     "layer, paths behind a trunk": (Paths(2, 1, trunk=1), "layer", 2),
-    "layer-kseq, paths": (Paths(2, 1), "layer-kseq", 2),
+    "layer-kseq, paths": (Paths(2, 2), "layer-kseq", 2),
     "gbv, paths": (Paths(2, 2), "gbv", 2),
     "gbv, paths behind a trunk": (Paths(2, 1, trunk=1), "gbv", 2),
     "optimal, independent": (Levels((2,), Independent()), "optimal", 2),
@@ -145,6 +146,13 @@ CASES = {
     "layer-proportional, independent": (Levels((2, 1), Independent()), "layer-proportional", 2),
     "layer, without replacement": (Levels((2,), WithoutReplacement()), "layer", 3),
 }
+
+
+@pytest.fixture(autouse=True)
+def _quick_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the search for K-SEQ's bar ends, the bar is lossless; thousands of rounds need not go to its end."""
+    monkeypatch.setattr(kseq, "ROUNDS", 2)
+    monkeypatch.setattr(kseq, "HALVINGS", 5)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -58,6 +58,10 @@ class EngineFlags:
     strict: Annotated[
         bool, _option("The same bits whatever drafter, tree, batch and chunking; refused if it cannot be.", "Machine")
     ] = False
+    adaptive: Annotated[
+        bool,
+        _option("Cut trees to the nodes that pay for their time here (after `draftwood calibrate`).", "Parts"),
+    ] = False
     device: Annotated[str, _option("auto, cpu or cuda.", "Machine")] = "auto"
     threads: Annotated[int | None, _option("CPU threads; all cores if not given.", "Machine")] = None
     cache_tokens: Annotated[int, _option("Tokens the key-value cache holds.", "Machine")] = 16384
@@ -71,6 +75,7 @@ class EngineFlags:
             device=self.device,
             weights=self.weights,
             strict=self.strict,
+            adaptive=self.adaptive,
             threads=self.threads,
             cache_tokens=self.cache_tokens,
         )

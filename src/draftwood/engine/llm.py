@@ -23,7 +23,7 @@ from typing import overload
 import torch
 
 from draftwood.assembly import AUTO, build_drafter, build_verifier, choose_law, load_runner, suited_tree
-from draftwood.calibration import calibrate, default_controller, known_costs
+from draftwood.calibration import calibrate, default_controller, known_costs, trimmed
 from draftwood.config import EngineConfig
 from draftwood.costs import StepCosts
 from draftwood.engine.engine import Engine, check_exact
@@ -135,6 +135,8 @@ class LLM:
         self.laws = choose_law(law, drafter.law)
         check_exact(self.laws.default, drafter)  # before the weights are read
         target = load_runner(self.checkpoint, config, self._progress)
+        if config.adaptive:
+            drafter = trimmed(drafter, target)
         limits = SchedulerConfig(config.max_rows, config.max_running, config.max_waiting)
         scheduler = Scheduler(target.cache.tables, limits)
         controller = self._controller or default_controller(target, drafter)
