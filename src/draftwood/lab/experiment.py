@@ -108,13 +108,16 @@ def _record_trees(
         yield ComputeThread.shared().call(order)
 
 
-def replay(rows: Iterator[Rows], setting: Setting, save: Path | None = None) -> Results:
+def replay(rows: Iterator[Rows], setting: Setting, save: Path | None = None, say: Say = lambda _: None) -> Results:
     """Every law on every tree; rows are kept only where somebody wants them."""
     results = Results()
     if save is not None:
         save.mkdir(parents=True, exist_ok=True)
-    for row in rows:
-        if save is not None:
-            row.save(save)
-        ComputeThread.shared().call(lambda row=row: results.add(row, setting.depth, setting.paths))
+    try:
+        for row in rows:
+            if save is not None:
+                row.save(save)
+            ComputeThread.shared().call(lambda row=row: results.add(row, setting.depth, setting.paths))
+    except KeyboardInterrupt:
+        say("Stopped: the report is about what was measured so far.")
     return results

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -58,15 +58,15 @@ def load_rows(folder: Path) -> Iterator[Rows]:
     if not files:
         raise InvalidRequest(f"There are no recorded rows in '{folder}'; record some with --save.")
     for file in files:
-        with safe_open(file, "pt") as f:
-            about = f.metadata() or {}
-            tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118  (not a dict)
         try:
+            with safe_open(file, "pt") as f:
+                about = f.metadata() or {}
+                tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118  (not a dict)
             p = tensors.pop("p")
             tree = TokenTree(**tensors)
             tree.validate()
             yield Rows(int(about["context"]), float(about["temperature"]), about["family"], tree, p)
-        except (KeyError, TypeError, ValueError) as error:
+        except (SafetensorError, KeyError, TypeError, ValueError) as error:
             raise InvalidRequest(f"'{file}' does not hold recorded rows: {error}.") from error
 
 

@@ -56,15 +56,15 @@ class GreedyPaths(NodeLaw):
             inner = nodes[counts[nodes] > 0]
             taken[nodes] = at.weight[nodes]  # a leaf; inner nodes follow
             if inner.numel():
-                self._settle(tree, p, at, inner)
-                residual = self._residual(tree, p, at, inner)
+                law = self._settle(tree, p, at, inner)
+                residual = _left_of(p, at, inner, law)
                 mass = mass_of(residual)
                 taken[inner] = ratio(mass, mass + (1 - at.weight[inner]))
                 _share_residual(tree, at, inner, residual, mass, hits)
         return Odds(_stops(tree, at, taken, hits), lambda nodes: self._left(tree, p, at, nodes))
 
-    def _settle(self, tree: TokenTree, p: Tensor, at: _Standing, nodes: Tensor) -> None:
-        """Choose the kept child of `nodes`, and set where it and its siblings stand."""
+    def _settle(self, tree: TokenTree, p: Tensor, at: _Standing, nodes: Tensor) -> Tensor:
+        """Choose the kept child of `nodes`, and set where it and its siblings stand; returns its law. [n, V]."""
         q = tree.law_rows(tree.tries[nodes, 0], p[nodes])
         rank, lower = _order(p[nodes], q)
         fresh = (at.joint[nodes] == 1) & (at.paths[nodes] > 1)
@@ -86,12 +86,13 @@ class GreedyPaths(NodeLaw):
         below = at.below[nodes] + at.joint[nodes] * value_at(lower, token)
         at.below[kept] = torch.where(goes_on, below, 0)
         at.joint[kept] = torch.where(goes_on, at.joint[nodes] * value_at(q, token), 1)
+        return law
 
     def _residual(self, tree: TokenTree, p: Tensor, at: _Standing, nodes: Tensor) -> Tensor:
         """(w p - law of the kept child)+ at inner `nodes`. [n, V]."""
         q = tree.law_rows(tree.tries[nodes, 0].clamp(min=0), p[nodes])
         law = _law_of_greatest(q, _order(p[nodes], q)[1], at, nodes)
-        return (at.weight[nodes].to(p.dtype)[:, None] * p[nodes] - law).clamp_(min=0)
+        return _left_of(p, at, nodes, law)
 
     def _left(self, tree: TokenTree, p: Tensor, at: _Standing, nodes: Tensor) -> Tensor:
         inner = at.kept[nodes] >= 0
@@ -100,6 +101,11 @@ class GreedyPaths(NodeLaw):
             left = self._residual(tree, p, at, nodes[inner])
             rows[inner] = without_children(tree, nodes[inner], left)
         return rows
+
+
+def _left_of(p: Tensor, at: _Standing, nodes: Tensor, law: Tensor) -> Tensor:
+    """(w p - law)+. [n, V]."""
+    return (at.weight[nodes].to(p.dtype)[:, None] * p[nodes] - law).clamp_(min=0)
 
 
 def _order(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:

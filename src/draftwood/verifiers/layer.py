@@ -124,7 +124,7 @@ class Pooled(LayerLaw):
 def root_weights(tree: TokenTree, p: Tensor) -> Tensor:
     """One at the roots, nothing elsewhere; the last one is nobody's. [M + 1] float64."""
     weight = torch.zeros(tree.num_nodes + 1, dtype=torch.float64, device=p.device)
-    weight[tree.offsets[:-1]] = 1
+    weight.index_fill_(0, tree.offsets[:-1], 1.0)  # an assignment would fetch the number from the host
     return weight
 
 
