@@ -306,17 +306,28 @@ def test_draws_that_agreed_counted_as_one(monkeypatch: pytest.MonkeyPatch, law: 
     assert worst_error(law, each_cut(Paths(2, 2), moody(2), lambda tree: cut(tree, rising(0.2)))) > 1e-3
 
 
-@pytest.mark.parametrize("law", ["walk", "traversal", "kseq", "layer-kseq"])
-def test_deciding_draw_by_draw_is_not_for_laws_that_weigh_draws_together(law: str) -> None:
-    """The second draw comes only where the first gave something else than 0: admissible, but not for K-SEQ."""
+@pytest.mark.parametrize(
+    ("law", "picker", "exact"),
+    [
+        ("walk", Independent(), True),
+        ("traversal", Independent(), True),
+        ("kseq", Independent(), False),
+        ("layer-kseq", Independent(), False),
+        ("walk", WithoutReplacement(), True),
+        ("traversal", WithoutReplacement(), True),
+        ("layer-proportional", WithoutReplacement(), False),
+    ],
+)
+def test_deciding_draw_by_draw_is_not_for_laws_that_weigh_draws_together(law: str, picker, exact: bool) -> None:
+    """The second draw comes only where the first gave something else than 0."""
 
     def second_after(tree: TokenTree) -> TokenTree:
-        first, second = tree.tries[0].tolist()
+        first, second = tree.tries[1].tolist()
         drop = (torch.arange(tree.num_nodes) == second) & (tree.tokens[first] == 0)
         return tree.select(~drop, judged=False)
 
-    error = worst_error(law, each_cut(Levels((2,), Independent()), random_rows(5, 3), second_after), 6)
-    assert error > 1e-3 if "kseq" in law else error <= 1e-12
+    error = worst_error(law, each_cut(Levels((1, 2), picker), random_rows(5, 3), second_after), 6)
+    assert error <= 1e-12 if exact else error > 1e-3
 
 
 def test_whole_paths_are_not_promised() -> None:

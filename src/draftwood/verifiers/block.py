@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from draftwood.tree import TokenTree
-from draftwood.verifiers.law import NodeLaw, Odds, Scope, ratio
+from draftwood.verifiers.law import NodeLaw, Odds, Scope, by_tree, ratio
 from draftwood.verifiers.rules import Rejection
 
 
@@ -34,7 +34,7 @@ class Traversal(NodeLaw):
         weight, taken = self._weights(tree, p)
         # The root has nothing above it to fall back to.
         taken = torch.where(tree.parents < 0, 1, taken)
-        return Odds(_first_taken(tree, taken), lambda nodes: self._left(tree, p, nodes, weight[nodes]))
+        return Odds(self._first_taken(tree, taken), lambda nodes: self._left(tree, p, nodes, weight[nodes]))
 
     def _weights(self, tree: TokenTree, p: Tensor) -> tuple[Tensor, Tensor]:
         """Of every node: the weight it is entered with, and the chance it is taken if no child is. [M], [M]."""
@@ -43,6 +43,20 @@ class Traversal(NodeLaw):
         for nodes in tree.levels:
             weight[tree.tries[nodes]], taken[nodes] = _weigh(tree, p, nodes, weight[nodes])
         return weight[:-1], taken[:-1]
+
+    def _first_taken(self, tree: TokenTree, taken: Tensor) -> Tensor:
+        """The chance that each node is the first taken, children before parents, siblings in order. [M]."""
+        fails = 1 - taken  # that the whole subtree fails, once entered
+        below = torch.ones_like(fails)
+        for nodes in reversed(tree.levels):
+            below[nodes] = _children(tree, nodes, fails, 1.0).prod(1)
+            fails[nodes] *= below[nodes]
+        enters = torch.ones(tree.num_nodes + 1, dtype=fails.dtype, device=fails.device)
+        for nodes in tree.levels[:-1]:
+            before = _children(tree, nodes, fails, 1.0).cumprod(1)
+            before = torch.cat([torch.ones_like(before[:, :1]), before[:, :-1]], 1)
+            enters[tree.tries[nodes]] = before * enters[nodes][:, None]
+        return enters[:-1] * below * taken
 
     def _left(self, tree: TokenTree, p: Tensor, nodes: Tensor, weight: Tensor) -> Tensor:
         return Rejection().weigh(tree, p, nodes, weight).left()
@@ -55,35 +69,24 @@ class Block(Traversal):
     scope = Scope(chain=True)
 
     def _weights(self, tree: TokenTree, p: Tensor) -> tuple[Tensor, Tensor]:
-        """On one path weights are products of single numbers: the rows are needed only once, all together."""
-        weight = torch.ones(tree.num_nodes, dtype=torch.float64, device=p.device)
-        above = tree.parents.clamp(min=0)
+        """On one path the weights are a scan, log w = s - the largest s so far, and the rows are needed only once."""
         index = torch.arange(tree.num_nodes, device=p.device)
-        gain = ratio(p[above, tree.tokens].double(), tree.drawn_probability(index, torch.float64))
-        for nodes in tree.levels[1:]:
-            weight[nodes] = (weight[tree.parents[nodes]] * gain[nodes]).clamp(max=1)
+        gain = p[tree.parents.clamp(min=0), tree.tokens].double() / tree.drawn_probability(index, torch.float64)
+        s = by_tree(tree, torch.where(tree.parents < 0, 1, gain).log()).cumsum(1)
+        weight = (s - s.cummax(1).values).exp()[tree.owner, tree.local]
         return weight, _weigh(tree, p, index, weight)[1]
+
+    def _first_taken(self, tree: TokenTree, taken: Tensor) -> Tensor:
+        """From the end of the path."""
+        missed = (1 - by_tree(tree, taken)).flip(1).cumprod(1).flip(1)
+        deeper = torch.cat([missed[:, 1:], torch.ones_like(missed[:, :1])], 1)
+        return taken * deeper[tree.owner, tree.local]
 
 
 def _weigh(tree: TokenTree, p: Tensor, nodes: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """The weights of the children of `nodes`, and how likely each node is taken after them. [n, W], [n]."""
     weighed = Rejection().weigh(tree, p, nodes, weight)
     return weighed.chance, ratio(weighed.mass, weighed.mass + (1 - weight))
-
-
-def _first_taken(tree: TokenTree, taken: Tensor) -> Tensor:
-    """The chance that each node is the first taken, children before parents, siblings in order. [M]."""
-    fails = 1 - taken  # that the whole subtree fails, once entered
-    below = torch.ones_like(fails)
-    for nodes in reversed(tree.levels):
-        below[nodes] = _children(tree, nodes, fails, 1.0).prod(1)
-        fails[nodes] *= below[nodes]
-    enters = torch.ones(tree.num_nodes + 1, dtype=fails.dtype, device=fails.device)
-    for nodes in tree.levels[:-1]:
-        before = _children(tree, nodes, fails, 1.0).cumprod(1)
-        before = torch.cat([torch.ones_like(before[:, :1]), before[:, :-1]], 1)
-        enters[tree.tries[nodes]] = before * enters[nodes][:, None]
-    return enters[:-1] * below * taken
 
 
 def _children(tree: TokenTree, nodes: Tensor, values: Tensor, missing: float) -> Tensor:

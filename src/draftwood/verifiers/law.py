@@ -89,7 +89,7 @@ class NodeLaw:
             return follow(tree, p.argmax(-1).tolist())  # without chance every lossless law keeps the longest match
         seeds = derive(view.seeds, view.lengths)
         odds = self.odds(tree, p)
-        node = tree.offsets[:-1] + rng.pick(_by_tree(tree, odds.stop), derive(seeds, Purpose.ACCEPT))
+        node = tree.offsets[:-1] + rng.pick(by_tree(tree, odds.stop), derive(seeds, Purpose.ACCEPT))
         left = odds.left(node)
         # Nothing is left only where ending has no chance, up to rounding: then p stays, and no mass is invented.
         left = torch.where(left.amax(-1, keepdim=True) > 0, left, p[node])
@@ -98,7 +98,7 @@ class NodeLaw:
         return Verdict(tree.paths[node], tree.depth[node], bonus, drift)
 
 
-def _by_tree(tree: TokenTree, values: Tensor) -> Tensor:
+def by_tree(tree: TokenTree, values: Tensor) -> Tensor:
     """Values of nodes [M] as one row a tree, zero padded. [B, N]."""
     if tree.num_trees == 1:
         return values[None]
