@@ -188,8 +188,14 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("law", "words"),
     [
-        ("typical", ("NOT the model’s own words", "the law 'typical' moved their distribution", "no bound on how far")),
-        ("mixture:weight=0.5", ("NOT the model’s own words", "the law 'mixture'", "at most", "in total variation")),
+        (
+            "typical",
+            ("NOT the model’s own words", "the law 'typical' moved their distribution", "nobody knows how far"),
+        ),
+        (
+            "mixture:weight=0.5",
+            ("NOT the model’s own words", "the law 'mixture'", "in total variation, all steps added"),
+        ),
         ("walk", ()),
     ],
 )
@@ -205,9 +211,9 @@ def test_whoever_watches_is_told_when_the_words_are_not_the_models_own(
 
 def test_figures_say_what_a_lossy_law_did() -> None:
     known = SpeculationStats(law="mixture", lossless=False, drift=0.125)
-    assert "own words: the law 'mixture' moved their distribution, at most 0.125 in total variation" in figures(known)
+    assert "own words: the law 'mixture' moved their distribution, by 0.125 in total variation" in figures(known)
     unknown = SpeculationStats(law="relaxed", lossless=False, drift=None)
-    assert "the law 'relaxed' moved their distribution, no bound on how far" in figures(unknown)
+    assert "the law 'relaxed' moved their distribution, nobody knows how far" in figures(unknown)
     assert "words" not in figures(SpeculationStats(law="block"))
 
 

@@ -142,9 +142,11 @@ def build_verifier(spec: str) -> Verifier:
 
 def choose_law(spec: str | Verifier, drafts: DraftLaw) -> ByRequest:
     """The law of an engine, `auto` being whatever suits its drafts; requests may name others."""
-    if isinstance(spec, str):
-        spec = build_verifier(default_law(drafts) if spec == AUTO else spec)
-    return ByRequest(spec, build_verifier)
+
+    def find(name: str) -> Verifier:
+        return build_verifier(default_law(drafts) if name == AUTO else name)
+
+    return ByRequest(find(spec) if isinstance(spec, str) else spec, find)
 
 
 def suited_tree(drafter: str, law: str | Verifier) -> str | None:

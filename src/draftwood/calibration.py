@@ -117,7 +117,11 @@ def _drafting(target: ModelRunner, batch: int, context: int) -> Iterator[tuple[E
     """An engine with `batch` sequences past their prompts, guessing as many wrong tokens as `size[0]` says."""
     size = [0]
     vocabulary = target.model.config.vocab_size
-    drafter = ScriptedDrafter(lambda tokens: [[len(tokens) % vocabulary] * size[0]], max(ROWS) - 1, chain=True)
+
+    def unlike_tokens(tokens: Tokens[int]) -> list[list[int]]:  # equal ones would all go to the same experts
+        return [[(len(tokens) + 7 * i) % vocabulary for i in range(size[0])]]
+
+    drafter = ScriptedDrafter(unlike_tokens, max(ROWS) - 1, chain=True)
     scheduler = Scheduler(target.cache.tables, SchedulerConfig())
     engine = Engine(target, drafter, LAWS["match"](), FixedBudget(drafter.max_nodes), scheduler, KeyedRng())
     answers = [_answer(i, context, vocabulary) for i in range(batch)]

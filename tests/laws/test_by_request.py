@@ -302,15 +302,24 @@ def test_a_law_made_for_one_path_is_refused_where_there_are_trees(folder: Path) 
 
 
 def test_a_law_for_toys_harms_nobody_else(folder: Path) -> None:
-    """`optimal` cannot do a real vocabulary. Whoever asks for it hears so; who shares the batch gets an answer."""
+    """`optimal` cannot write down a real vocabulary's draws: it tries them in turn there, as `walk` does."""
     with start(folder, tree="sampled:widths=2x1") as trees:
         alone = trees.generate("x", params_of("walk", 4)).token_ids
-        first, failure, last = all_at_once(
-            trees, [("x", params_of("walk", 4)), ("y", params_of("optimal", 4)), ("x", params_of("walk", 4))]
+        first, toy, last = all_at_once(
+            trees, [("x", params_of("walk", 4)), ("x", params_of("optimal", 4)), ("x", params_of("walk", 4))]
         )
-        assert first.token_ids == last.token_ids == alone
-        refused = failure if isinstance(failure, BaseException) else failure.completions[0].error
-        assert "tiny vocabularies" in str(refused)
+        assert first.token_ids == toy.token_ids == last.token_ids == alone
+        assert toy.stats.law == "optimal"
+
+
+def test_without_a_solver_the_optimal_law_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("draftwood.verifiers.optimal.find_spec", lambda name: None)
+    assert "scipy" in (LAWS["optimal"]().refuses(Levels((2,), Independent()).law) or "")
+
+
+def test_auto_suits_the_drafts_for_a_request_too(folder: Path) -> None:
+    with start(folder, tree="sampled:widths=2x1", law="match") as trees:
+        assert trees.generate("x", params_of("auto", 4)).stats.law == "layer"
 
 
 @pytest.mark.parametrize("law", ["", 3, ("match",)])

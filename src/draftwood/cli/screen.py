@@ -120,8 +120,10 @@ def figures(stats: SpeculationStats) -> str:
 
 def lossy_note(stats: SpeculationStats) -> str:
     """What a lossy law may have done to an answer."""
-    bound = "no bound on how far" if stats.drift is None else f"at most {stats.drift:.3g} in total variation"
-    return f"the law '{stats.law}' moved their distribution, {bound}"
+    how_far = (
+        "nobody knows how far" if stats.drift is None else f"by {stats.drift:.3g} in total variation, all steps added"
+    )
+    return f"the law '{stats.law}' moved their distribution, {how_far}"
 
 
 class AnswerPrinter:

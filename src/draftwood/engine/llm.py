@@ -26,6 +26,7 @@ from draftwood.assembly import AUTO, build_drafter, build_verifier, choose_law, 
 from draftwood.calibration import calibrate, default_controller, known_costs, trimmed
 from draftwood.config import EngineConfig
 from draftwood.costs import StepCosts
+from draftwood.drafters.trimmed import TrimmedDrafter
 from draftwood.engine.engine import Engine, check_exact
 from draftwood.engine.scheduler import Scheduler, SchedulerConfig
 from draftwood.engine.sequence import Sequence as Answer
@@ -154,6 +155,8 @@ class LLM:
             if self.engine.scheduler.has_work:
                 raise InvalidRequest("Calibrate while no requests are running: they would be measured as well.")
             costs = calibrate(self.engine.target, say)
+            if isinstance(self.engine.drafter, TrimmedDrafter):
+                self.engine.drafter.costs = costs
             self.engine.controller = self._controller or default_controller(self.engine.target, self.engine.drafter)
             return costs
 

@@ -15,7 +15,7 @@ from draftwood.verifiers.law import NodeLaw, Odds, Scope
 from draftwood.verifiers.layer import Pooled, Proportional
 from draftwood.verifiers.lossy import Lenient, Mixture, Relaxed, Threshold, Typical
 from draftwood.verifiers.match import Match
-from draftwood.verifiers.optimal import OptimalTransport
+from draftwood.verifiers.optimal import Optimal
 from draftwood.verifiers.rules import KSeq, Rejection
 from draftwood.verifiers.walk import TopDown
 
@@ -72,9 +72,7 @@ LAWS: dict[str, LawEntry] = {
         "K-SEQ on whole paths, through the layer lift (see docs/lossless.md)",
     ),
     "gbv": LawEntry(GreedyPaths, "the greatest of K paths as a block, with fallback and recycling (Thomas, Pal)"),
-    "optimal": LawEntry(
-        lambda: TopDown("optimal", OptimalTransport()), "the best sibling rule by linear programming; for toys (scipy)"
-    ),
+    "optimal": LawEntry(Optimal, "the best sibling rule by linear programming; for toys (scipy)"),
     "typical": LawEntry(Typical, "good enough by the target's entropy (Medusa)"),
     "threshold": LawEntry(Threshold, "target sampling with lowered bars (SGLang)"),
     "relaxed": LawEntry(Relaxed, "near the top of the target's row (TensorRT-LLM)"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -18,8 +19,7 @@ class ByRequest:
         self.default = default
         self.name = default.name
         self.lossless = default.lossless
-        self._find = find
-        self._known: dict[str, Verifier] = {}
+        self._find = lru_cache(maxsize=256)(find)
 
     def refuses(self, law: DraftLaw) -> str | None:
         """What the default refuses; a request's own law is asked when the request comes."""
@@ -27,11 +27,7 @@ class ByRequest:
 
     def law_of(self, name: str | None) -> Verifier:
         """The law of a request that names `name`."""
-        if name is None:
-            return self.default
-        if name not in self._known:
-            self._known[name] = self._find(name)
-        return self._known[name]
+        return self.default if name is None else self._find(name)
 
     def verify(self, tree: TokenTree, p: Tensor, view: BatchView, rng: Randomness) -> Verdict:
         """Each law verifies the trees of its own requests."""

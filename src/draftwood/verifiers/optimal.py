@@ -2,48 +2,67 @@
 
 Every way the draws can fall is a source of its own probability, every token a sink of the target's; a draw that falls
 on x may be kept at no cost. The transport that keeps most is found by scipy's HiGHS. Independent draws only, and so few
-tokens and draws that all their combinations can be written down.
+tokens and draws that all the ways they can fall are written down; elsewhere the rule is that of `walk`.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from draftwood.errors import DraftwoodError, InvalidRequest
-from draftwood.tree import Draw, TokenTree
+from draftwood.errors import DraftwoodError
+from draftwood.tree import DraftLaw, Draw, TokenTree
 from draftwood.verifiers.law import Scope
-from draftwood.verifiers.rules import Weighed, draws_behind
+from draftwood.verifiers.rules import Rejection, Weighed, draws_behind
+from draftwood.verifiers.walk import TopDown
 
-MOST_COMBINATIONS = 2000
+MOST_WAYS = 2000
 
 
 class OptimalTransport:
-    """Keep as much of the draws as any lossless rule can."""
+    """Keep as much of the draws as any lossless rule can; where they can fall in too many ways, try them in turn."""
 
     scope = Scope(frozenset({Draw.POINT, Draw.IID, Draw.TAIL}))
 
     def weigh(self, tree: TokenTree, p: Tensor, nodes: Tensor, weight: Tensor) -> Weighed:
         """Node by node: one linear program each."""
         draws = draws_behind(tree, nodes)
-        taken = torch.zeros(draws.tokens.shape, dtype=torch.float64)
-        left = p[nodes].double() * weight[:, None]
+        fallback = Rejection().weigh(tree, p, nodes, weight)
+        taken, left = fallback.taken.clone(), fallback.left().double()
+        target = p[nodes].double() * weight[:, None]
         for row, exists in enumerate(draws.exists.tolist()):
-            if not exists[0]:
-                continue
             child = draws.child[row][draws.exists[row]]
-            laws = tree.law_rows(child, left[:1].expand(len(child), -1))
-            tokens = tree.tokens[child].tolist()
-            kept, average = _transport(left[row].tolist(), laws.tolist(), tokens)
-            for place, token in enumerate(tokens):
+            laws = tree.law_rows(child, target[:1].expand(len(child), -1)).tolist()
+            if not exists[0] or _ways(laws) > MOST_WAYS:
+                continue
+            kept, average = _transport(target[row].tolist(), laws, tree.tokens[child].tolist())
+            for place, token in enumerate(tree.tokens[child].tolist()):
                 taken[row, place] = kept.pop(token, 0.0)  # the first draw of a token stands for all of them
-            left[row] -= torch.tensor(average, dtype=torch.float64)
-        left.clamp_(min=0)
+            left[row] = (target[row] - left.new_tensor(average)).clamp(min=0)
         return Weighed(_as_chances(taken), left.sum(-1), left.gather(1, draws.tokens), lambda: left.to(p.dtype))
+
+
+class Optimal(TopDown):
+    """The best sibling rule at every node, top down."""
+
+    def __init__(self) -> None:
+        super().__init__("optimal", OptimalTransport())
+
+    def refuses(self, law: DraftLaw) -> str | None:
+        """Also where there is no solver."""
+        if find_spec("scipy") is None:
+            return "it needs scipy, which is not installed (pip install 'draftwood[lab]')"
+        return super().refuses(law)
+
+
+def _ways(laws: list[list[float]]) -> int:
+    return math.prod(sum(q > 0 for q in law) for law in laws)
 
 
 def _as_chances(taken: Tensor) -> Tensor:
@@ -59,11 +78,6 @@ def _transport(target: list[float], laws: list[list[float]], drawn: list[int]) -
         for law, token in zip(laws, tokens, strict=True):
             chance *= law[token]
         combinations[frozenset(tokens)] = combinations.get(frozenset(tokens), 0.0) + chance
-        if len(combinations) > MOST_COMBINATIONS:
-            raise InvalidRequest(
-                f"The law 'optimal' writes down every way the draws can fall and gives up after {MOST_COMBINATIONS}; "
-                "it is a reference for tiny vocabularies."
-            )
     flows = [(held, token) for held in combinations for token in sorted(held)]
     amounts = _solve(flows, combinations, target)
     average = [0.0] * len(target)
@@ -78,11 +92,9 @@ def _solve(
     flows: list[tuple[frozenset[int], int]], combinations: dict[frozenset[int], float], target: list[float]
 ) -> Any:
     """The amounts kept: as much in all as the draws can carry and the target can take."""
-    try:
-        from scipy.optimize import linprog
-        from scipy.sparse import csr_array
-    except ImportError as error:
-        raise DraftwoodError("The law 'optimal' needs scipy: pip install 'draftwood[lab]'.") from error
+    from scipy.optimize import linprog
+    from scipy.sparse import csr_array
+
     sources = {held: row for row, held in enumerate(combinations)}
     rows = [sources[held] for held, _ in flows] + [len(sources) + token for _, token in flows]
     columns = [*range(len(flows)), *range(len(flows))]
