@@ -209,8 +209,10 @@ def test_the_residuals_mass_is_the_references(vocabulary: int, laws: int, device
     weight = torch.rand(5, generator=generator, dtype=torch.float64)
     exact = Residual(p.double(), nodes, weight, q.double(), rows, tokens, scales).mass_reference()
     parts = (p, nodes, weight, q, rows, tokens, scales)
-    got = Residual(*(x.to(where) for x in parts)).mass().cpu()
-    assert torch.allclose(got, exact, rtol=1e-6, atol=1e-7)
+    there = Residual(*(x.to(where) for x in parts))
+    assert torch.allclose(there.mass().cpu(), exact, rtol=1e-6, atol=1e-7)
+    written = Residual(p.double(), nodes, weight, q.double(), rows, tokens, scales).written_out_reference()
+    assert torch.allclose(there.written_out().cpu().double(), written, rtol=1e-5, atol=1e-8)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -46,7 +46,8 @@ class Residual:
             from draftwood.ops.residual_cuda import residual_rows
 
             return residual_rows(self)
-        return self.written_out_reference()
+        library = native_for(self.p, self.q)
+        return self.written_out_reference() if library is None else self._rows_native(library)
 
     def written_out_reference(self) -> Tensor:
         """What `written_out` must be."""
@@ -75,6 +76,14 @@ class Residual:
     def mass_reference(self) -> Tensor:
         """What `mass` must be."""
         return self.written_out_reference().sum(-1, dtype=torch.float64)
+
+    def _rows_native(self, library: Kernels) -> Tensor:
+        rows = torch.empty(len(self.nodes), self.p.shape[1])
+        parts = (self.p, self.q, self.nodes, self.weight, self.rows, self.tokens, self.scales)
+        kept, addresses = pointers(*parts)
+        library.dw_residual_rows(*addresses[:2], self.p.shape[1], *self.rows.shape, *addresses[2:], rows.data_ptr())
+        del kept
+        return rows
 
     def _mass_native(self, library: Kernels) -> Tensor:
         mass = torch.empty(len(self.nodes), dtype=torch.float64)

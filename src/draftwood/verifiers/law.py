@@ -90,12 +90,17 @@ class NodeLaw:
         seeds = derive(view.seeds, view.lengths)
         odds = self.odds(tree, p)
         node = tree.offsets[:-1] + rng.pick(by_tree(tree, odds.stop), derive(seeds, Purpose.ACCEPT))
-        left = odds.left(node)
-        # Nothing is left only where ending has no chance, up to rounding: then p stays, and no mass is invented.
-        left = torch.where(left.amax(-1, keepdim=True) > 0, left, p[node])
-        bonus = rng.pick(left, derive(seeds, Purpose.RESIDUAL))
+        bonus = rng.pick(_or_else(odds.left(node), p, node), derive(seeds, Purpose.RESIDUAL))
         drift = None if odds.drift is None else odds.drift[node]
         return Verdict(tree.paths[node], tree.depth[node], bonus, drift)
+
+
+def _or_else(left: Tensor, p: Tensor, node: Tensor) -> Tensor:
+    """`left` [B, V], and p where it is empty: ending there has no chance, up to rounding, and no mass is invented."""
+    some = left.amax(-1, keepdim=True) > 0
+    if left.device.type == "cpu" and bool(some.all()):
+        return left  # looking is cheaper than another pass over the rows, where it makes nobody wait
+    return torch.where(some, left, p[node])
 
 
 def by_tree(tree: TokenTree, values: Tensor) -> Tensor:

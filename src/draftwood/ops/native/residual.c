@@ -89,6 +89,29 @@ __attribute__((visibility("default"))) void dw_residual_mass(
     }
 }
 
+__attribute__((visibility("default"))) void dw_residual_rows(
+    const float *p, const float *q, int64_t vocabulary, int64_t count, int64_t laws, const int64_t *nodes,
+    const double *weight, const int64_t *rows, const int64_t *tokens, const double *scales, float *out) {
+#pragma omp parallel for schedule(static)
+    for (int64_t n = 0; n < count; n++) {
+        Row row = {p + nodes[n] * vocabulary, q, vocabulary, laws, rows + n * laws, tokens + n * laws,
+                   scales + n * laws, (float)weight[n]};
+        float *left = out + n * vocabulary;
+        for (int64_t x = 0; x < vocabulary; x++) left[x] = row.weight * row.p[x];
+        for (int64_t i = 0; i < laws; i++) {
+            if (row.rows[i] < 0 || row.scales[i] == 0) continue;
+            const float *law = q + row.rows[i] * vocabulary;
+            float scale = (float)row.scales[i];
+            for (int64_t x = 0; x < vocabulary; x++) {
+                float rest = left[x] - scale * law[x];
+                left[x] = rest > 0 ? rest : 0;
+            }
+        }
+        for (int64_t i = 0; i < laws; i++)
+            if (row.rows[i] < 0) left[row.tokens[i]] = left_at(&row, row.tokens[i], 1);
+    }
+}
+
 // left = (left - scale q)+ in place; returns its sum.
 static double take(float *left, const float *q, float scale, int64_t vocabulary) {
     double sum = 0;

@@ -70,6 +70,7 @@ SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "dw_pack_floats": (None, [c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64]),
     "dw_residual_mass": (None, [c_void_p, c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 6]),
     "dw_kseq_bar": (None, [c_void_p, c_void_p, c_int64, c_int64, *[c_void_p] * 5]),
+    "dw_residual_rows": (None, [c_void_p, c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 6]),
     "dw_reject": (None, [c_void_p, c_void_p, *[c_int64] * 4, *[c_void_p] * 10]),
     "dw_pack_codes": (None, [c_int64, *[c_void_p] * 3, c_int64, c_int64, *[c_void_p] * 3, c_int64]),
 }
