@@ -16,7 +16,7 @@ from draftwood.errors import InvalidRequest
 from draftwood.growers import Paths
 from draftwood.lab.claims import check_claims
 from draftwood.lab.experiment import Setting, read_prompts, record, replay
-from draftwood.lab.replay import Sample, expected_tokens, first_paths, growers, laws_for, samples
+from draftwood.lab.replay import Results, Sample, expected_tokens, first_paths, growers, laws_for, samples
 from draftwood.lab.rows import Rows, load_rows
 from draftwood.protocols import BatchView
 from draftwood.rng import KeyedRng
@@ -133,6 +133,18 @@ def test_the_report_has_every_law_and_every_claim(rows: list[Rows], tmp_path: Pa
     assert cells[("paths", 1, "block")]["tokens"] >= cells[("paths", 1, "token")]["tokens"] - 1e-6
     assert len(check_claims(results)) == 7
     assert len(list((tmp_path / "kept").iterdir())) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("gains", "holds"),
+    [([0.2, 0.3, 0.25], True), ([-0.2, -0.3, -0.25], False), ([0.5, -0.4, 0.1], None), ([1.0], None)],
+)
+def test_a_claim_holds_only_if_chance_is_no_explanation(gains: list[float], holds: bool | None) -> None:
+    results = Results()
+    results.tokens[(1.0, "paths", 1, "token")] = dict.fromkeys(range(len(gains)), 2.0)
+    results.tokens[(1.0, "paths", 1, "block")] = {i: 2.0 + gain for i, gain in enumerate(gains)}
+    assert check_claims(results)[0]["holds"] is holds
+    assert check_claims(results)[1]["here"] == "not measured"
 
 
 def test_laws_are_listed_once_for_a_chain(rows: list[Rows]) -> None:

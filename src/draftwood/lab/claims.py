@@ -20,15 +20,22 @@ class Claim:
     over: str
 
     def check(self, results: Results, temperature: float = 1.0) -> dict[str, object]:
-        """Whether it does here: the difference in the same contexts, with two standard errors either side."""
+        """Whether it does here: the difference in the same contexts, with two standard errors either side.
+
+        Undecided (None) where that leaves room for both.
+        """
         mine, others, error = results.gain(temperature, self.family, self.paths, self.law, self.over)
-        if math.isnan(mine):
-            return {"claim": self.says, "published": self.published, "here": "not measured", "holds": None}
-        low, high = ((mine - others + s * 2 * error) / others for s in (-1, 1))
-        here = f"{mine:.3f} vs {others:.3f}: {mine / others - 1:+.1%}"
-        if not math.isnan(error):
-            here += f" ({low:+.1%} to {high:+.1%})"
-        return {"claim": self.says, "published": self.published, "here": here, "holds": mine > others}
+        line: dict[str, object] = {
+            "claim": self.says,
+            "published": self.published,
+            "here": "not measured",
+            "holds": None,
+        }
+        if math.isnan(mine) or math.isnan(error):
+            return line
+        low, high = ((mine - others + side * 2 * error) / others for side in (-1, 1))
+        here = f"{mine:.3f} vs {others:.3f}: {mine / others - 1:+.1%} ({low:+.1%} to {high:+.1%})"
+        return line | {"here": here, "holds": True if low > 0 else False if high < 0 else None}
 
 
 CLAIMS = (

@@ -184,7 +184,7 @@ def _details(cell: Cell) -> str:
 
 
 def _ordering(line: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    return str(line["claim"]), str(line["published"]), str(line["here"]), VERDICTS.get(line["holds"], "not measured")
+    return str(line["claim"]), str(line["published"]), str(line["here"]), VERDICTS.get(line["holds"], "undecided")
 
 
 def _colours() -> str:
