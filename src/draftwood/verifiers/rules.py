@@ -71,9 +71,7 @@ class Rejection:
     sampling for point masses (q = 1 at x), and the optimal rule for the hybrid, whose tail draw comes first.
     """
 
-    tried: int | None = (
-        None  # draws that are tried; None: all (with 1, the residual may still hit the others: NaiveTree)
-    )
+    tried: int | None = None  # None: all draws; 1: only the first, the residual may still hit the others (NaiveTree)
     scope = Scope()
 
     def weigh(self, tree: TokenTree, p: Tensor, nodes: Tensor, weight: Tensor) -> Weighed:
