@@ -483,7 +483,8 @@ def start(*arguments: str) -> subprocess.Popen[str]:
 @pytest.mark.slow
 def test_ctrl_c_while_an_answer_comes(folder: str) -> None:
     """The real signal in a real process: text stays, one word of explanation, 130."""
-    process = start("generate", "Hello", "-m", folder, "--raw", "-n", "500", "--drafter", "none")
+    # In float64 an answer takes seconds: it must not be over before the signal arrives.
+    process = start("generate", "Hello", "-m", folder, "--raw", "-n", "500", "--drafter", "none", "--dtype", "float64")
     assert process.stdout is not None
     process.stdout.read(1)
     process.send_signal(signal.SIGINT)

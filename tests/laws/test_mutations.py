@@ -309,11 +309,11 @@ def test_greatest_path_verified_as_if_it_were_any_path(monkeypatch: pytest.Monke
 class FallsBackForGoodTokens(GreedyPaths):
     """Keeps the first path where its drawn token is sure to be accepted."""
 
-    def _settle(self, tree: TokenTree, p: Tensor, at, nodes: Tensor) -> None:
+    def _settle(self, tree: TokenTree, p: Tensor, at, nodes: Tensor) -> Tensor:
         first = tree.tries[nodes, 0]
         good = p[nodes, tree.tokens[first]] >= tree.drawn_probability(first, torch.float64)
         at.paths[nodes[good & (at.joint[nodes] == 1)]] = 1
-        super()._settle(tree, p, at, nodes)
+        return super()._settle(tree, p, at, nodes)
 
 
 def test_fallback_that_looks_at_the_drawn_token() -> None:
