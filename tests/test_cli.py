@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -477,7 +478,9 @@ def start(*arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "draftwood", *arguments]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    return subprocess.Popen(command, text=True, env=environment, **pipes)  # type: ignore[call-overload]
+    # Whoever runs the tests in the background has told their children to ignore Ctrl-C.
+    listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen(command, text=True, env=environment, preexec_fn=listen, **pipes)  # type: ignore[call-overload]
 
 
 @pytest.mark.slow
