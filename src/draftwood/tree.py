@@ -249,10 +249,8 @@ class TokenTree:
         wanted = torch.zeros(self.num_trees, dtype=torch.bool, device=self.tokens.device)
         wanted[trees] = True
         keep = wanted[self.owner]
-        kept = self._keep(keep)
-        return replace(kept, offsets=torch.cat([self.sizes.new_zeros(1), self.sizes[trees].cumsum(0)])), keep.nonzero()[
-            :, 0
-        ]
+        offsets = torch.cat([self.sizes.new_zeros(1), self.sizes[trees].cumsum(0)])
+        return replace(self._keep(keep), offsets=offsets), keep.nonzero()[:, 0]
 
     def select(self, keep: Tensor, *, judged: bool) -> TokenTree:
         """The tree of the nodes in `keep` [M]; roots always stay, and no node may outlive its parent.

@@ -148,6 +148,7 @@ def run_demo(flags: EngineFlags, params: SamplingParams, svg: Path | None) -> bo
             "steady": unsteadiness <= STEADY,
             "median_ratio": round(statistics.median(c.ratio for c in comparisons), 3),
             "max_tokens": params.max_tokens,
+            "law": flags.law,
             "prompts": [comparison.record() for comparison in comparisons],
         }
         | setting(flags)

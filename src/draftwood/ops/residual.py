@@ -7,6 +7,7 @@ point mass is a law without a row. On a CPU C kernels, on CUDA Triton kernels re
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -47,7 +48,9 @@ class Residual:
 
             return residual_rows(self)
         library = native_for(self.p, self.q)
-        return self.written_out_reference() if library is None else self._rows_native(library)
+        if library is None:
+            return self.written_out_reference()
+        return self._native(library.dw_residual_rows, torch.empty(len(self.nodes), self.p.shape[1]))
 
     def written_out_reference(self) -> Tensor:
         """What `written_out` must be."""
@@ -71,27 +74,20 @@ class Residual:
 
             return residual_mass(self)
         library = native_for(self.p, self.q)
-        return self.mass_reference() if library is None else self._mass_native(library)
+        if library is None:
+            return self.mass_reference()
+        return self._native(library.dw_residual_mass, torch.empty(len(self.nodes), dtype=torch.float64))
 
     def mass_reference(self) -> Tensor:
         """What `mass` must be."""
         return self.written_out_reference().sum(-1, dtype=torch.float64)
 
-    def _rows_native(self, library: Kernels) -> Tensor:
-        rows = torch.empty(len(self.nodes), self.p.shape[1])
+    def _native(self, kernel: Callable[..., None], out: Tensor) -> Tensor:
         parts = (self.p, self.q, self.nodes, self.weight, self.rows, self.tokens, self.scales)
         kept, addresses = pointers(*parts)
-        library.dw_residual_rows(*addresses[:2], self.p.shape[1], *self.rows.shape, *addresses[2:], rows.data_ptr())
+        kernel(*addresses[:2], self.p.shape[1], *self.rows.shape, *addresses[2:], out.data_ptr())
         del kept
-        return rows
-
-    def _mass_native(self, library: Kernels) -> Tensor:
-        mass = torch.empty(len(self.nodes), dtype=torch.float64)
-        parts = (self.p, self.q, self.nodes, self.weight, self.rows, self.tokens, self.scales)
-        kept, addresses = pointers(*parts)
-        library.dw_residual_mass(*addresses[:2], self.p.shape[1], *self.rows.shape, *addresses[2:], mass.data_ptr())
-        del kept
-        return mass
+        return out
 
 
 @dataclass(frozen=True)

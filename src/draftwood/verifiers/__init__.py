@@ -41,8 +41,6 @@ def _walk(name: str, scope: Scope | None = None) -> Callable[[], NodeLaw]:
     return lambda: TopDown(name, Rejection(), scope)
 
 
-_POINTS, _TAIL, _WITHOUT = Draw.POINT, Draw.TAIL, Draw.WITHOUT_REPLACEMENT
-
 LAWS: dict[str, LawEntry] = {
     "match": LawEntry(lambda: Match(), "the target draws its own token and looks for it: the same text for a seed"),
     "coupled": LawEntry(
@@ -56,11 +54,13 @@ LAWS: dict[str, LawEntry] = {
     "walk": LawEntry(_walk("walk"), "one child after the other against what is left: recursive rejection"),
     "rrs": LawEntry(_walk("rrs", Scope(frozenset({Draw.IID}))), "walk on independent draws (SpecInfer)"),
     "rrsw": LawEntry(
-        _walk("rrsw", Scope(frozenset({_WITHOUT}))), "walk on draws without replacement (RSD, Sequoia, EAGLE)"
+        _walk("rrsw", Scope(frozenset({Draw.WITHOUT_REPLACEMENT}))),
+        "walk on draws without replacement (RSD, Sequoia, EAGLE)",
     ),
     "kseq": LawEntry(lambda: TopDown("kseq", KSeq()), "all independent siblings at the same lowered bar (SpecTr)"),
     "hybrid": LawEntry(
-        _walk("hybrid", Scope(frozenset({_POINTS, _TAIL}))), "walk on chosen children and one tail draw: optimal there"
+        _walk("hybrid", Scope(frozenset({Draw.POINT, Draw.TAIL}))),
+        "walk on chosen children and one tail draw: optimal there",
     ),
     "traversal": LawEntry(Traversal, "whole paths, depth first from the leaves up (Weng)"),
     "layer": LawEntry(lambda: Pooled("layer"), "a layer at a time, all its draws against one target (UniVer family)"),
