@@ -6,6 +6,9 @@ import torch
 from draftwood.model.isa import avoid_broken_amx
 from draftwood.ops.native import kernels, library
 
+if not torch.cuda.is_available():  # Triton reads it when it is first imported, which no import above does
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 avoid_broken_amx()  # must come before the first product of the process
 
 if kernels() is not None:  # children of tests, with homes of their own, need not compile them again

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from draftwood.request import SamplingParams
@@ -44,6 +46,23 @@ class StepReport:
     emitted: int
     outcomes: tuple[tuple[int, int], ...] = ()  # (drafted, accepted) of each sequence that sampled
     draft_seconds: float = 0.0
+    step_seconds: float | None = None  # of all of it, where drafting cannot be told apart
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """What is cut off each sequence's distribution before drawing; see `SamplingParams`."""
+
+    top_k: Tensor  # [B] int64, beyond every vocabulary where it is off
+    top_p: Tensor  # [B] float64
+    min_p: Tensor  # [B] float64
+
+    OFF = (1 << 31, 1.0, 0.0)
+
+    @classmethod
+    def limits(cls, params: SamplingParams) -> tuple[int, float, float]:
+        """One request's limits."""
+        return (params.top_k or cls.OFF[0], params.top_p, params.min_p) if params.truncates else cls.OFF
 
 
 @dataclass(frozen=True)
@@ -61,6 +80,20 @@ class BatchView:
     max_nodes: Tensor  # [B] int64 draft nodes that have room
     max_depth: Tensor  # [B] int64 draft tokens that could still be emitted
 
+    @cached_property
+    def roots(self) -> Tensor:
+        """The last committed token of each sequence. [B]."""
+        return torch.tensor([tokens[-1] for tokens in self.tokens], device=self.lengths.device)
+
+    @cached_property
+    def truncation(self) -> Truncation:
+        """What is cut off before drawing."""
+        columns = zip(*map(Truncation.limits, self.params), strict=True)
+        dtypes = (torch.int64, torch.float64, torch.float64)
+        return Truncation(
+            *(torch.tensor(c, dtype=t, device=self.lengths.device) for c, t in zip(columns, dtypes, strict=True))
+        )
+
     def take(self, rows: Sequence[int]) -> BatchView:
         """The same of some of the sequences."""
         return BatchView(
@@ -75,11 +108,6 @@ class BatchView:
             max_nodes=self.max_nodes[rows],
             max_depth=self.max_depth[rows],
         )
-
-    @property
-    def root_tokens(self) -> list[int]:
-        """The last committed token of each sequence."""
-        return [tokens[-1] for tokens in self.tokens]
 
 
 Features = Mapping[int, Tensor]  # layer -> [M, hidden] the residual stream after it, at every tree node

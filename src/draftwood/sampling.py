@@ -26,7 +26,7 @@ def target_distribution(logits: Tensor, tree: TokenTree, view: BatchView) -> Ten
     p = torch.softmax(logits / torch.where(greedy, 1, temperature), -1)
     if any(params.truncates for params in view.params):
         p = _truncate(p, tree, view)
-    if bool(greedy.any()):
+    if p.is_cuda or bool(greedy.any()):  # looking would make the host wait for the device
         p = torch.where(greedy, one_hot(logits.argmax(-1), p), p)
     return p
 
@@ -103,32 +103,16 @@ def _penalise(logits: Tensor, tree: TokenTree, view: BatchView, b: int, nodes: s
 
 def _truncate(p: Tensor, tree: TokenTree, view: BatchView) -> Tensor:
     """Top-k, then top-p, then min-p, row by row with its own limits; what is left is renormalised."""
-    vocabulary = p.shape[1]
-    limits = [
-        (
-            params.top_k if 0 < params.top_k < vocabulary and not params.greedy else vocabulary,
-            params.top_p if not params.greedy else 1.0,
-            params.min_p if not params.greedy else 0.0,
-        )
-        for params in view.params
-    ]
-    top_k, top_p, min_p = (
-        torch.tensor(column, device=p.device, dtype=dtype)[tree.owner][:, None]
-        for column, dtype in zip(zip(*limits, strict=True), (torch.int64, p.dtype, p.dtype), strict=True)
-    )
-    floor = torch.maximum(_smallest_kept(p, top_k, top_p), min_p * p.amax(-1, keepdim=True))
+    limits = view.truncation
+    top_k, top_p, min_p = (limit[tree.owner][:, None] for limit in (limits.top_k, limits.top_p, limits.min_p))
+    floor = torch.maximum(_smallest_kept(p, top_k, top_p.to(p.dtype)), min_p.to(p.dtype) * p.amax(-1, keepdim=True))
     kept = p.masked_fill(p < floor, 0)
     return kept / kept.sum(-1, keepdim=True)
 
 
 def _smallest_kept(p: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """The smallest probability top-k and top-p leave in each row; equal ones all stay. [M, 1]."""
-    width = min(FAST_TOP_P, p.shape[1])
-    ranked = p.topk(width, -1).values
-    unsettled = (top_k > width) & ((top_p < 1) & (ranked.sum(-1, keepdim=True) < top_p))
-    unsettled |= (top_k > width) & (top_k < p.shape[1])
-    if bool(unsettled.any()):
-        ranked = p.sort(-1, descending=True).values
+    ranked = _ranked(p, top_k, top_p)
     width = ranked.shape[1]
     rank = torch.arange(width, device=p.device)
     ranked = ranked.masked_fill(rank >= top_k, 0)
@@ -139,6 +123,17 @@ def _smallest_kept(p: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     count = stays.sum(-1, keepdim=True).clamp(min=1)
     unlimited = (top_p >= 1) & (top_k >= p.shape[1])
     return torch.where(unlimited, 0, ranked.gather(1, count - 1))
+
+
+def _ranked(p: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """The largest probabilities of each row, falling: as many as the limits need. [M, n]."""
+    if p.is_cuda:  # how many that is, only the device knows
+        return p.sort(-1, descending=True).values
+    width = min(FAST_TOP_P, p.shape[1])
+    ranked = p.topk(width, -1).values
+    unsettled = (top_k > width) & ((top_p < 1) & (ranked.sum(-1, keepdim=True) < top_p))
+    unsettled |= (top_k > width) & (top_k < p.shape[1])
+    return p.sort(-1, descending=True).values if bool(unsettled.any()) else ranked
 
 
 def token_logprobs(logits: Tensor, tree: TokenTree, verdict: Verdict, view: BatchView) -> list[list[TokenLogprob]]:

@@ -283,6 +283,12 @@ class TokenTree:
         none = torch.full_like(self.q_row, -1)
         return replace(self, draw=torch.zeros_like(self.draw), q_row=none, q=None, drawn=None)
 
+    def refilled(self, tokens: Tensor, q: Tensor | None = None) -> TokenTree:
+        """The same trees with other tokens and laws; what is known of their structure stays known."""
+        tree = replace(self, tokens=tokens, q=q)
+        tree.__dict__.update({name: getattr(self, name) for name in _STRUCTURE})
+        return tree
+
     def validate(self) -> None:
         """Raise ValueError unless the packed arrays describe B well-formed trees."""
         if self.offsets.tolist()[:: self.num_trees] != [0, self.num_nodes]:
@@ -303,6 +309,9 @@ class TokenTree:
         wrong = [text for text, broken in problems.items() if broken]
         if wrong:
             raise ValueError("; ".join(wrong))
+
+
+_STRUCTURE = [name for name, value in vars(TokenTree).items() if isinstance(value, cached_property)]
 
 
 @dataclass

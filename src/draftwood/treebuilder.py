@@ -19,6 +19,7 @@ class TreeBuilder:
     """
 
     root_tokens: Tensor  # [B]
+    whole: bool = False  # every node exists in every tree: the packed tree is known without looking
     tokens: Tensor = field(init=False)  # [B, C]
     parents: Tensor = field(init=False)  # [B, C] columns
     depth: Tensor = field(init=False)  # [B, C]
@@ -109,6 +110,8 @@ class TreeBuilder:
 
     def build(self) -> tuple[TokenTree, Tensor]:
         """The packed tree, and the column each of its nodes had. Siblings stay in column order."""
+        if self.whole:
+            return self._build_whole()
         owner, columns = self.alive.nonzero(as_tuple=True)
         renumbered = (self.alive.view(-1).cumsum(0) - 1).view_as(self.alive)
         parents = self.parents[owner, columns]
@@ -122,6 +125,15 @@ class TreeBuilder:
             drawn=self._drawn(renumbered) if self.repeats else None,
         )
         return tree, columns
+
+    def _build_whole(self) -> tuple[TokenTree, Tensor]:
+        offsets = torch.arange(self.num_trees + 1, device=self.tokens.device) * self.num_columns
+        parents = torch.where(self.parents >= 0, self.parents + offsets[:-1, None], -1)
+        packed = (self.tokens, parents, self.draw, self.q_row)
+        tokens, parents, draw, q_row = (part.reshape(-1) for part in packed)
+        laws = torch.cat(self.laws) if self.laws else None
+        columns = torch.arange(self.num_columns, device=tokens.device).repeat(self.num_trees)
+        return TokenTree(tokens, parents, offsets, draw, q_row, laws), columns
 
     def _drawn(self, renumbered: Tensor) -> Tensor:
         """The node of every draw, in the order drawn. [E]."""

@@ -13,12 +13,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from draftwood.cache.blocks import PageTables
+from draftwood.cache.seats import SeatedView
 from draftwood.errors import InvalidRequest
 from draftwood.machine import zeroed_memory
 from draftwood.model.batch import ForwardBatch, Pages
@@ -62,7 +63,8 @@ class KVCache:
     def __init__(
         self, config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        shape = (config.num_layers, 2, config.num_kv_heads, num_pages * page_size, config.head_dim)
+        # One page more than anybody can own: rows that only fill a batch up write there.
+        shape = (config.num_layers, 2, config.num_kv_heads, (num_pages + 1) * page_size, config.head_dim)
         self.memory = Pages(_zeros(shape, dtype, device), page_size)
         self.tables = PageTables(num_pages, page_size)
         self.device = device
@@ -76,6 +78,11 @@ class KVCache:
     def num_bytes(self) -> int:
         """Memory of all pages."""
         return self.memory.store.numel() * self.memory.store.element_size()
+
+    @property
+    def scratch_page(self) -> int:
+        """A page nobody owns."""
+        return self.tables.pool.num_pages
 
     def block_table(self, spans: Sequence[Span]) -> Tensor:
         """The pages of each span's sequence. [S, P], -1 padded."""
@@ -114,6 +121,8 @@ class KVCache:
             num_keys=base,
             block_table=table,
             logit_rows=logit_rows,
+            max_rows=max((span.end - span.start for span in spans), default=0),
+            linear=True,
         )
         return batch if nodes is None else self._with_nodes(batch, owner, nodes)
 
@@ -146,8 +155,17 @@ class KVCache:
             index = tree.local[verdict.path.clamp(min=0)]  # [B, D + 1]
             self.keep(batch.block_table[span], batch.tree_base[span], index, verdict.length)
 
-    def keep(self, block_table: Tensor, base: Tensor, index: Tensor, length: Tensor) -> None:
-        """Move staged nodes `index` [B, D + 1] (root first, `length` of the others count) right behind `base` [B]."""
+    def keep(self, block_table: Tensor, base: Tensor, index: Tensor, length: Tensor, *, chain: bool = False) -> None:
+        """Move staged nodes `index` [B, D + 1] (root first, `length` of the others count) right behind `base` [B].
+
+        In a `chain` they are there already.
+        """
+        if chain:
+            return
+        if self.device.type == "cuda":
+            from draftwood.ops.cuda.commit import keep_path
+
+            return keep_path(self.memory.store, block_table, base, index, length, self.page_size)
         depth = torch.arange(index.shape[1], device=self.device).expand_as(index)
         moves = (depth >= 1) & (depth <= length[:, None]) & (index != depth)
         if not bool(moves.any()):
@@ -156,6 +174,60 @@ class KVCache:
         source = self.slots(block_table, owner, base[owner] + index[owner, step] - 1)
         target = self.slots(block_table, owner, base[owner] + step - 1)
         self.memory.store[:, :, :, target] = self.memory.store[:, :, :, source]
+
+
+def stage_rows(
+    tokens: Tensor,
+    index: Tensor,
+    block_table: Tensor,
+    page_size: int,
+    logit_rows: Tensor | None = None,
+) -> ForwardBatch:
+    """Rows of text, as many for each sequence: token [B, R] at index [B, R]; each sees all keys up to its own.
+
+    Without `logit_rows`, logits are wanted everywhere.
+    """
+    size, rows = tokens.shape
+    flat = index.reshape(-1)
+    return ForwardBatch(
+        tokens=tokens.reshape(-1),
+        positions=flat,
+        slots=_slots(block_table, index, page_size).view(-1),
+        visible=flat + 1,
+        ancestors=torch.zeros(len(flat), 1, dtype=torch.int64, device=flat.device),
+        row_offsets=torch.arange(size + 1, device=flat.device) * rows,
+        tree_base=index[:, -1] + 1,
+        num_keys=index[:, -1] + 1,
+        block_table=block_table,
+        logit_rows=torch.arange(len(flat), device=flat.device) if logit_rows is None else logit_rows,
+        max_rows=rows,
+        linear=True,
+    )
+
+
+def stage_trees(view: SeatedView, tree: TokenTree, page_size: int, max_positions: int) -> ForwardBatch:
+    """Whole trees of one shape, root and all, behind what their sequences have committed."""
+    size = tree.num_trees
+    rows = tree.num_nodes // size
+    index = view.lengths[:, None] - 1 + torch.arange(rows, device=tree.tokens.device)
+    positions = view.lengths[:, None] - 1 + tree.depth.view(size, rows)
+    batch = stage_rows(tree.tokens.clamp(min=0).view(size, rows), index, view.block_table, page_size)
+    batch = replace(batch, positions=positions.clamp(max=max_positions - 1).view(-1))
+    if tree.max_depth == rows - 1:  # a chain is a piece of text
+        return batch
+    return replace(
+        batch,
+        visible=view.lengths[:, None].expand(size, rows).reshape(-1),
+        ancestors=tree.ancestors,
+        tree_base=view.lengths,
+        linear=False,
+        max_depth=tree.max_depth,
+    )
+
+
+def _slots(block_table: Tensor, index: Tensor, page_size: int) -> Tensor:
+    """Where keys `index` [B, R] of each sequence lie. [B, P] -> [B, R]."""
+    return block_table.gather(1, index // page_size) * page_size + index % page_size
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from draftwood.cache.kv import NodeRows, Span
+from draftwood.drafters.resident import ResidentModel
+from draftwood.growers.levels import Levels
 from draftwood.model.runner import ModelRunner
 from draftwood.protocols import BatchView, Budget, Features, Grower, Randomness
 from draftwood.tree import DraftLaw, TokenTree, Verdict
@@ -157,6 +159,14 @@ class ModelDrafter:
         columns = self._columns[verdict.path.clamp(min=0)].masked_fill(verdict.path < 0, 0)
         self._growth.keep(columns, verdict.length)
         self._growth = self._columns = None
+
+    def resident(self, target: ModelRunner) -> ResidentModel | None:
+        """The same model under the target's pages, where the tree's shape is known beforehand."""
+        own, theirs = self.runner.cache, target.cache
+        alike = (own.page_size, own.scratch_page) == (theirs.page_size, theirs.scratch_page)
+        if not alike or not isinstance(self.grower, Levels) or not self.grower.picker.unfailing:
+            return None
+        return ResidentModel(self.runner, self.grower)
 
     def release(self, seq_id: int) -> None:
         """Free its pages."""

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from draftwood.drafters.points import PointDrafter, PointTree
+from draftwood.drafters.resident import ResidentLookup
+from draftwood.model.runner import ModelRunner
 from draftwood.tree import POINT_CHAIN, POINT_TREE
 
 
@@ -47,6 +49,10 @@ class NgramDrafter(PointDrafter):
                 tree.add_path(tokens[end : end + tree.max_nodes])
             if len(firsts) == self.branches:
                 return
+
+    def resident(self, target: ModelRunner) -> ResidentLookup | None:
+        """The same lookup on the device, as long as it makes one path."""
+        return ResidentLookup(self.max_nodes, self.longest, self.shortest) if self.branches == 1 else None
 
     def release(self, seq_id: int) -> None:
         """Forget the sequence's index."""

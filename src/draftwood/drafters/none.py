@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import torch
-
+from draftwood.drafters.resident import ResidentNone
+from draftwood.model.runner import ModelRunner
 from draftwood.protocols import BatchView, Budget, Features, Randomness
 from draftwood.tree import POINT_CHAIN, TokenTree, Verdict
 
@@ -17,10 +17,14 @@ class NoDrafter:
 
     def propose(self, view: BatchView, budget: Budget, rng: Randomness) -> TokenTree:
         """Nothing but the last committed token."""
-        return TokenTree.roots(torch.tensor(view.root_tokens, device=view.lengths.device))
+        return TokenTree.roots(view.roots)
 
     def observe(self, view: BatchView, tree: TokenTree, verdict: Verdict, features: Features) -> None:
         """Nothing to learn."""
 
     def release(self, seq_id: int) -> None:
         """Nothing to forget."""
+
+    def resident(self, target: ModelRunner) -> ResidentNone:
+        """Bare roots, on the device."""
+        return ResidentNone()

@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from draftwood.cache.kv import NodeRows
+from draftwood.engine.pipeline import Pipeline
 from draftwood.engine.plan import Plan
+from draftwood.engine.rounds import Rounds
 from draftwood.engine.scheduler import Scheduler
 from draftwood.errors import IncompatibleParts
 from draftwood.model.batch import ForwardBatch, ForwardOutput
 from draftwood.model.runner import ModelRunner
-from draftwood.protocols import Controller, Drafter, Randomness, StepReport, Verifier
+from draftwood.protocols import Budget, Controller, Drafter, Randomness, StepReport, Verifier
 from draftwood.request import Event
 from draftwood.sampling import target_distribution, token_logprobs
 from draftwood.telemetry import Timers
@@ -41,6 +43,7 @@ class Engine:
         controller: Controller,
         scheduler: Scheduler,
         rng: Randomness,
+        rounds: Rounds | None = None,
     ) -> None:
         check_exact(verifier, drafter)
         self.target = target
@@ -50,12 +53,21 @@ class Engine:
         self.scheduler = scheduler
         self.rng = rng
         self.timers = Timers()
-        scheduler.on_end = drafter.release
+        self.pipeline = None if rounds is None else Pipeline(rounds, scheduler)
+        scheduler.on_end = drafter.release if self.pipeline is None else self.pipeline.release
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
         """One round for every sequence that has room in it."""
-        budget = self.controller.budget(self.scheduler.load)
+        if self.pipeline is None:
+            return self._step(self.controller.budget(self.scheduler.load))
+        events = self.pipeline.step(self.controller)
+        if events is not None:
+            return events
+        # Somebody asks for what only the host can do. The drafter's memory is lent to the rounds: nothing is guessed.
+        return self.pipeline.leave(self.controller) + self._step(Budget(0))
+
+    def _step(self, budget: Budget) -> list[Event]:
         plan = self.scheduler.schedule(budget)
         if not plan.sampling:
             return self._catch_up(plan)

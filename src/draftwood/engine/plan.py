@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -42,6 +42,11 @@ class Plan:
     def spans(self) -> list[Span]:
         """Every item's pending tokens."""
         return [Span(item.seq.id, item.seq.tokens, item.start, item.end) for item in self.items]
+
+    def brought_up_to_date(self) -> Plan:
+        """The same sequences with the last token each has by now."""
+        ends = [len(item.seq.tokens) for item in self.items]
+        return Plan(tuple(replace(i, start=end - 1, end=end) for i, end in zip(self.items, ends, strict=True)))
 
     def view(self, device: torch.device) -> BatchView:
         """What drafter and verifier may know of the sequences that sample."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from draftwood.cache.blocks import PageTables
@@ -28,6 +28,7 @@ class SchedulerConfig:
     max_rows: int = 512  # pending tokens and draft nodes a step
     max_running: int = 64
     max_waiting: int = 4096
+    rounds_ahead: bool = False  # rounds run before the last one is known here: pages for guesses stay where they are
 
     def __post_init__(self) -> None:
         if min(self.max_rows, self.max_running, self.max_waiting) < 1:
@@ -83,6 +84,7 @@ class Scheduler:
     def schedule(self, budget: Budget) -> Plan:
         """Everybody who has caught up gets a row, then draft nodes and chunks share what rows are left."""
         self._admit()
+        share = self._node_rows(budget)
         items: dict[int, PlanItem] = {}
         for seq in sorted(self.running, key=lambda s: (self._pending(s) > 1, s.id)):
             rows = self.config.max_rows - sum(item.end - item.start + item.max_nodes for item in items.values())
@@ -91,18 +93,45 @@ class Scheduler:
                 continue
             start = self.tables.num_cached(seq.id)
             if self._make_room(seq, start + pending, items):
-                items[seq.id] = PlanItem(seq, start, start + pending, self._node_rows(seq, budget))
+                guesses = self._pending(seq) == 1 and seq.max_length - len(seq.tokens) >= 2
+                items[seq.id] = PlanItem(seq, start, start + pending, share if guesses else 0)
         # Draft nodes get their pages last: nobody is pushed out for a guess.
         return Plan(tuple(self._with_pages(item) for item in items.values()))
 
-    def _node_rows(self, seq: Sequence, budget: Budget) -> int:
-        """Rows for its draft nodes: an even share, and only half of the step while somebody has to catch up."""
-        if self._pending(seq) > 1 or seq.max_length - len(seq.tokens) < 2:
-            return 0
-        ready = sum(self._pending(other) == 1 for other in self.running)
+    def schedule_apart(self, budget: Budget, ahead: Mapping[int, int]) -> tuple[Plan, Plan]:
+        """Prompts and rounds apart, for rounds that run on the device: chunks that leave the last token of each prompt
+        pending, and everybody who has nothing else pending, all with as many draft nodes.
+
+        `ahead`: the most tokens a sequence may have earned there that nobody here has heard of; at least one.
+        """
+        self._admit()
+        nodes = self._node_rows(budget)
+        items: dict[int, PlanItem] = {}
+        rows = self.config.max_rows
+        for seq in sorted(self.running, key=lambda s: (self._pending(s) > 1, s.id)):
+            start, length = self.tables.num_cached(seq.id), len(seq.tokens)
+            if seq not in self.running or (seq.id in ahead and length + 1 >= seq.max_length):
+                continue  # pushed out, or sure to end with what it has earned already
+            end = length if start == length - 1 else min(start + rows, length - 1)
+            room = min(end + ahead.get(seq.id, 0) + 1, seq.max_length)
+            if end > start and self._make_room(seq, room, items):
+                items[seq.id] = PlanItem(seq, start, end, nodes if end == length else 0)
+                rows -= 0 if end == length else end - start
+        ready = [item for item in items.values() if item.samples]
+        if not all(self._room_for_guesses(item, ahead) for item in ready):
+            ready = [replace(item, max_nodes=0) for item in ready]
+        return Plan(tuple(item for item in items.values() if not item.samples)), Plan(tuple(ready))
+
+    def _room_for_guesses(self, item: PlanItem, ahead: Mapping[int, int]) -> bool:
+        """Pages for all nodes: where a tree branches, one may lie behind the longest text and still be part of it."""
+        return self.tables.reserve(item.seq.id, item.end + ahead.get(item.seq.id, 0) + item.max_nodes + 1)
+
+    def _node_rows(self, budget: Budget) -> int:
+        """Rows for one sequence's draft nodes: an even share, and half of the step while somebody has to catch up."""
+        ready = sum(self._pending(seq) == 1 for seq in self.running)
         spare = max(0, self.config.max_rows - ready)
         shared = spare if ready == len(self.running) else spare // 2
-        return min(budget.max_nodes, shared // ready)
+        return min(budget.max_nodes, shared // max(ready, 1))
 
     def commit(self, plan: Plan, outcome: HostVerdict, logprobs: list[list[TokenLogprob]] | None = None) -> list[Event]:
         """Give every sequence what the step earned it; the one place where sequences change."""
@@ -126,10 +155,11 @@ class Scheduler:
             error = f"{type(failure).__name__}: {failure}"
             self._end(seq)
             return Event(seq.request_id, seq.index, (), (), "", FinishReason.ERROR, seq.stats(now), error=error)
-        self.tables.advance(seq.id, item.end + accepted, seq.tokens)
+        # What ended the answer cut accepted tokens off, and there may be no pages behind it.
+        self.tables.advance(seq.id, min(item.end + accepted, len(seq.tokens)), seq.tokens)
         if event.finished:
             self._end(seq)
-        else:
+        elif not self.config.rounds_ahead:
             self.tables.trim(seq.id)
         return event
 

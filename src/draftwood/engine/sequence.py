@@ -10,7 +10,7 @@ from draftwood.engine.text import TextStream
 from draftwood.request import Event, FinishReason, SamplingParams, SpeculationStats, TokenLogprob
 
 
-@dataclass
+@dataclass(eq=False)  # itself, not its like
 class Sequence:
     """Committed tokens and everything that decides when they are enough."""
 

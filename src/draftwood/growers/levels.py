@@ -17,7 +17,7 @@ MAX_NODES = 2048
 
 def start(view: BatchView) -> TreeBuilder:
     """Bare roots."""
-    return TreeBuilder(torch.tensor(view.root_tokens, device=view.lengths.device))
+    return TreeBuilder(view.roots)
 
 
 def limits_of(view: BatchView, budget: Budget) -> Tensor:
@@ -51,6 +51,11 @@ class Levels:
             level *= width
             total += level
         return total
+
+    def within(self, nodes: int) -> Levels | None:
+        """Its first levels, as many as have at most so many nodes."""
+        prefixes = [Levels(self.widths[:n], self.picker) for n in range(1, len(self.widths) + 1)]
+        return max((p for p in prefixes if p.max_nodes <= nodes), key=lambda p: p.max_nodes, default=None)
 
     def grow(self, model: FrontierModel, view: BatchView, budget: Budget, rng: Randomness) -> TreeBuilder:
         """Level by level, until the shape, the budget or the room ends."""

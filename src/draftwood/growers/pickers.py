@@ -71,6 +71,11 @@ class ChildPicker(Protocol):
         """All the ways it may choose."""
         ...
 
+    @property
+    def unfailing(self) -> bool:
+        """Whether every child it is asked for exists, whatever the draft says."""
+        ...
+
     def children(self, frontier: Frontier, width: int) -> Iterator[Children]:
         """Up to `width` children for every frontier node, one at a time."""
         ...
@@ -80,10 +85,14 @@ class Best:
     """The likeliest tokens: chosen, not drawn."""
 
     draws = frozenset({Draw.POINT})
+    unfailing = True
 
     def children(self, frontier: Frontier, width: int) -> Iterator[Children]:
         """In falling order of likelihood."""
-        ranked = frontier.logits.topk(min(width, frontier.logits.shape[-1]), -1).indices
+        if width == 1:  # the same token, found several times faster
+            ranked = frontier.logits.argmax(-1, keepdim=True)
+        else:
+            ranked = frontier.logits.topk(min(width, frontier.logits.shape[-1]), -1).indices
         for token in ranked.unbind(-1):
             yield Children(token, torch.ones_like(token, dtype=torch.bool), Draw.POINT)
 
@@ -92,6 +101,7 @@ class Independent:
     """Independent draws; the same token may come twice."""
 
     draws = frozenset({Draw.IID})
+    unfailing = True
 
     def children(self, frontier: Frontier, width: int) -> Iterator[Children]:
         """In the order drawn."""
@@ -104,6 +114,7 @@ class WithoutReplacement:
     """Draws that never repeat a sibling: each from what the earlier ones left of q (RSD, Sequoia)."""
 
     draws = frozenset({Draw.WITHOUT_REPLACEMENT})
+    unfailing = False
 
     def children(self, frontier: Frontier, width: int) -> Iterator[Children]:
         """In the order drawn, until the support is exhausted."""
@@ -123,6 +134,7 @@ class Hybrid:
     """
 
     draws = frozenset({Draw.POINT, Draw.TAIL})
+    unfailing = False
 
     def children(self, frontier: Frontier, width: int) -> Iterator[Children]:
         """The tail draw, then the chosen ones in falling order."""
@@ -140,6 +152,7 @@ class Coupled:
     """
 
     draws = frozenset({Draw.POINT})
+    unfailing = True
 
     def children(self, frontier: Frontier, width: int) -> Iterator[Children]:
         """The winners of the race, first to last."""

@@ -28,6 +28,9 @@ class ForwardBatch:
     num_keys: Tensor  # [S] int64 keys in use once this batch is written, tree included
     block_table: Tensor  # [S, P] int64 pages, -1 padded
     logit_rows: Tensor  # [K] int64 rows whose logits are wanted
+    max_rows: int | None = None  # the most rows a sequence has; None: as many as there are
+    linear: bool = False  # no row is a tree node: `ancestors` is empty everywhere
+    max_depth: int | None = None  # of the deepest tree node; None: as many as `ancestors` has bits
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,154 @@
+"""What the device knows of the sequences that are decoding, so that a round needs nothing from the host.
+
+A sequence that has caught up with its prompt takes a seat: its tokens, its length, how it is sampled and which pages
+it owns lie there, and every round moves them on by what it earned. The host follows one round behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftwood.protocols import BatchView, Truncation
+from draftwood.request import SamplingParams
+from draftwood.tree import TokenTree, Verdict
+
+
+@dataclass(frozen=True)
+class SeatedView(BatchView):
+    """A view whose sequences are known by their seats alone; its host-side fields are empty."""
+
+    rows: Tensor  # [B] int64 seats
+    block_table: Tensor  # [B, P] int64, never -1
+    history: Tensor  # [seats, length] int64 all tokens of all seats
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a round's sequences have in common: the code that draws for them."""
+
+    law: str | None
+    greedy: bool
+    truncates: bool
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams]) -> Kind | None:
+        """None where some request asks for what only the host can do, or for a law of its own."""
+        laws = {p.law for p in params}
+        by_hand = any(p.logit_bias or p.bad_words or p.penalises or p.logprobs is not None for p in params)
+        if by_hand or len(laws) != 1:  # nobody at all has no law either
+            return None
+        return cls(laws.pop(), all(p.greedy for p in params), any(p.truncates for p in params))
+
+    @property
+    def params(self) -> SamplingParams:
+        """A request like them."""
+        return SamplingParams(
+            temperature=0.0 if self.greedy else 1.0, top_p=0.5 if self.truncates else 1.0, law=self.law
+        )
+
+
+class Seats:
+    """Device memory for `capacity` sequences, and one seat more for rows that only fill a batch up."""
+
+    def __init__(self, capacity: int, max_length: int, page_size: int, scratch_page: int, device: torch.device) -> None:
+        seats, pages = capacity + 1, -(-max_length // page_size)
+        self.device = device
+        self.capacity = capacity
+        self.nobody = capacity
+        self.history = torch.zeros(seats, max_length, dtype=torch.int64, device=device)
+        self.length = torch.ones(seats, dtype=torch.int64, device=device)
+        self.seed = torch.zeros(seats, dtype=torch.int64, device=device)
+        self.block_table = torch.full((seats, pages), scratch_page, dtype=torch.int64, device=device)
+        self.sampling = torch.ones(seats, 4, dtype=torch.float64, device=device)  # temperature, top k, top p, min p
+        self._scratch_page = scratch_page
+        self._free = list(range(capacity))[::-1]
+        self._seat_of: dict[int, int] = {}
+        self._pages: dict[int, int] = {}  # seat -> pages the device knows of
+
+    def __contains__(self, seq_id: int) -> bool:
+        return seq_id in self._seat_of
+
+    @property
+    def seated(self) -> set[int]:
+        """Sequences that have a seat."""
+        return set(self._seat_of)
+
+    def sit(self, seq_id: int, tokens: Sequence[int], params: SamplingParams, seed: int) -> None:
+        """Give a sequence that has caught up a seat."""
+        seat = self._seat_of[seq_id] = self._free.pop()
+        self._pages[seat] = 0
+        self.history[seat, : len(tokens)] = self._upload(tokens)
+        numbers = self._upload([len(tokens), seed])
+        self.length[seat], self.seed[seat] = numbers[0], numbers[1]
+        self.sampling[seat] = self._upload((params.temperature, *Truncation.limits(params)), torch.float64)
+
+    def leave(self, seq_id: int) -> None:
+        """The sequence is gone, or starts over; one that has no seat is fine."""
+        seat = self._seat_of.pop(seq_id, None)
+        if seat is not None:
+            self._free.append(seat)
+
+    def grant(self, pages: Mapping[int, Sequence[int]]) -> None:
+        """Tell the device which pages sequences own, where that has changed. Pages are only ever added at the end."""
+        news = {self._seat_of[seq_id]: own for seq_id, own in pages.items()}
+        news = {seat: own for seat, own in news.items() if len(own) != self._pages[seat]}
+        if not news:
+            return
+        width = max(map(len, news.values()))
+        table = [[*own, *[self._scratch_page] * (width - len(own))] for own in news.values()]
+        packed = self._upload([[seat, *own] for seat, own in zip(news, table, strict=True)])
+        self.block_table[packed[:, 0], :width] = packed[:, 1:]
+        self._pages.update({seat: len(own) for seat, own in news.items()})
+
+    def rows(self, seq_ids: Sequence[int], size: int) -> Tensor:
+        """The seats of a round of `size` rows. [size]."""
+        seats = [self._seat_of[seq_id] for seq_id in seq_ids]
+        return self._upload(seats + [self.nobody] * (size - len(seats)))
+
+    def view(self, rows: Tensor, kind: Kind) -> SeatedView:
+        """What a round may know of the sequences on seats `rows` [B]."""
+        lengths, sampling = self.length[rows], self.sampling[rows]
+        count = len(rows)
+        view = SeatedView(
+            seq_ids=(),
+            tokens=(),
+            prompt_lengths=(),
+            params=(kind.params,) * count,
+            bad_words=((),) * count,
+            lengths=lengths,
+            seeds=self.seed[rows],
+            temperature=sampling[:, 0].float(),
+            max_nodes=lengths,  # nobody asks: every tree has its fixed shape
+            max_depth=lengths,
+            rows=rows,
+            block_table=self.block_table[rows],
+            history=self.history,
+        )
+        limits = Truncation(sampling[:, 1].long(), sampling[:, 2], sampling[:, 3])
+        view.__dict__.update(roots=self.history[rows, lengths - 1], truncation=limits)
+        return view
+
+    def advance(self, view: SeatedView, tree: TokenTree, verdict: Verdict) -> Tensor:
+        """Move every sequence on by what it earned; tells how many were accepted, the bonus token, how many were drafted,
+        and the accepted tokens. [B, 3 + D].
+        """
+        accepted = tree.tokens[verdict.path[:, 1:].clamp(min=0)]  # [B, D], as far as the length says
+        gained = torch.cat([accepted, verdict.bonus[:, None]], 1).scatter(
+            1, verdict.length[:, None], verdict.bonus[:, None]
+        )
+        at = view.lengths[:, None] + torch.arange(gained.shape[1], device=self.device)
+        last = self.history.shape[1] - 1
+        self.history[view.rows[:, None], at.clamp(max=last)] = gained
+        self.length[view.rows] = (view.lengths + verdict.length + 1).clamp(max=last)
+        self.length.narrow(0, self.nobody, 1).fill_(1)
+        drafted = (tree.tokens.view(len(view.rows), -1)[:, 1:] >= 0).sum(1, keepdim=True)
+        return torch.cat([verdict.length[:, None], verdict.bonus[:, None], drafted, accepted], 1)
+
+    def _upload(self, values: Sequence, dtype: torch.dtype = torch.int64) -> Tensor:
+        """Numbers of the host, without waiting for the device."""
+        tensor = torch.tensor(values, dtype=dtype)
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor

@@ -1,0 +1,233 @@
+"""Drafters as they live on a device: every proposal is made from the seats, in one fixed shape, without the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from draftwood.cache.kv import stage_rows
+from draftwood.cache.seats import Kind, SeatedView
+from draftwood.growers.levels import Levels
+from draftwood.growers.pickers import Frontier
+from draftwood.model.batch import ForwardBatch
+from draftwood.model.runner import ModelRunner
+from draftwood.ops.lookup import suffix_lookup
+from draftwood.protocols import Randomness, Verifier
+from draftwood.tree import POINT_CHAIN, DraftLaw, Draw, TokenTree
+from draftwood.treebuilder import TreeBuilder
+
+
+def round_sizes(most: int) -> list[int]:
+    """Chain lengths worth a graph of their own, up to `most`."""
+    steps = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
+    return sorted({0, most, *(step for step in steps if step < most)})
+
+
+class ResidentNone:
+    """Bare roots."""
+
+    law = POINT_CHAIN
+    reads = False
+    sizes: Sequence[int] = (0,)
+
+    def suits(self, kind: Kind, verifier: Verifier) -> bool:
+        """There is nothing to verify."""
+        return True
+
+    def propose(self, view: SeatedView, nodes: int, rng: Randomness) -> TokenTree:
+        """Nothing but the last committed token."""
+        return TokenTree.roots(view.roots)
+
+    def read(self, batch: ForwardBatch) -> None:
+        """Nothing to read."""
+
+    def keep(self, view: SeatedView, tree: TokenTree, index: Tensor, length: Tensor) -> None:
+        """Nothing to keep."""
+
+
+class ResidentLookup:
+    """What followed the last few tokens when they stood in the text before; see `ngram.py`."""
+
+    law = POINT_CHAIN
+    reads = False
+
+    def __init__(self, nodes: int, longest: int, shortest: int) -> None:
+        self.sizes = round_sizes(nodes)
+        self.longest = longest
+        self.shortest = shortest
+        self._chains: dict[tuple[int, int], TokenTree] = {}
+
+    def suits(self, kind: Kind, verifier: Verifier) -> bool:
+        """Where nothing is found the chain is filled up with tokens that only a comparison can refuse."""
+        return verifier.name == "match" or (kind.greedy and verifier.lossless)
+
+    def propose(self, view: SeatedView, nodes: int, rng: Randomness) -> TokenTree:
+        """A chain of what followed; -1 where nothing did."""
+        found = suffix_lookup(view.history, view.rows, view.lengths, nodes, self.longest, self.shortest)
+        return self._chain(len(view.rows), nodes, found.device).refilled(
+            torch.cat([view.roots[:, None], found], 1).view(-1)
+        )
+
+    def _chain(self, size: int, nodes: int, device: torch.device) -> TokenTree:
+        key = size, nodes
+        if key not in self._chains:
+            one = ([0] * (nodes + 1), list(range(-1, nodes)))
+            self._chains[key] = known(TokenTree.of_points([one] * size, device))
+        return self._chains[key]
+
+    def read(self, batch: ForwardBatch) -> None:
+        """The seats hold all there is to know."""
+
+    def keep(self, view: SeatedView, tree: TokenTree, index: Tensor, length: Tensor) -> None:
+        """Nothing to keep."""
+
+
+@dataclass
+class _Level:
+    """The nodes whose children are chosen together."""
+
+    columns: Tensor  # [B, k]
+    depth: Tensor  # [B, k]
+    ancestors: Tensor  # [B * k, W]
+
+
+@dataclass
+class _Shape:
+    """A fixed tree for a batch: what is known of it before a token is."""
+
+    tree: TokenTree
+    widths: tuple[int, ...]
+    levels: list[_Level]
+
+    @classmethod
+    def of(cls, grower: Levels, size: int, device: torch.device) -> _Shape:
+        """Let the grower's numbering happen once, with no tokens."""
+        builder = TreeBuilder(torch.zeros(size, dtype=torch.int64, device=device), whole=True)
+        columns = torch.zeros(size, 1, dtype=torch.int64, device=device)
+        grown = [columns]
+        for width in grower.widths:
+            added = [_add(builder, columns, draw) for draw in _draws(grower, width)]
+            columns = torch.cat(added, 1)
+            grown.append(columns)
+        tree = known(builder.build()[0])
+        words = tree.ancestors.view(size, builder.num_columns, -1)
+        every = torch.arange(size, device=device)[:, None]
+        levels = [_Level(c, builder.depth.gather(1, c), words[every, c].flatten(0, 1)) for c in grown]
+        return cls(replace_q(tree), grower.widths, levels)
+
+
+def _draws(grower: Levels, width: int) -> list[Draw]:
+    """How each of the children of a node is chosen; unfailing pickers choose all of them alike."""
+    (draw,) = grower.picker.draws
+    return [draw] * width
+
+
+def _add(builder: TreeBuilder, parents: Tensor, draw: Draw) -> Tensor:
+    tokens, alive = torch.zeros_like(parents), torch.ones_like(parents, dtype=torch.bool)
+    if draw == Draw.POINT:
+        return builder.add(parents, tokens, alive)
+    return builder.add_drawn(parents, tokens, alive, draw, torch.zeros(*parents.shape, 1, device=parents.device))
+
+
+def replace_q(tree: TokenTree) -> TokenTree:
+    """The same tree without its made-up laws."""
+    return tree.refilled(tree.tokens)
+
+
+def known(tree: TokenTree) -> TokenTree:
+    """The same tree, once everything about its structure has been looked at: a graph cannot look."""
+    return tree.refilled(tree.tokens, tree.q)
+
+
+@dataclass
+class ResidentModel:
+    """A small model of the target's vocabulary and a tree of fixed shape; its cache lies under the target's pages.
+
+    Whatever an accepted path ends with it may not have run; so a round begins with the last two committed tokens.
+    """
+
+    runner: ModelRunner
+    grower: Levels
+    reads: bool = True
+    _shapes: dict[tuple[int, int], _Shape] = field(default_factory=dict)
+
+    @property
+    def law(self) -> DraftLaw:
+        """The grower's."""
+        return self.grower.law
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """As many whole levels as fit."""
+        fitting = (self.grower.within(nodes) for nodes in round_sizes(self.grower.max_nodes)[1:])
+        return sorted({0, *(levels.max_nodes for levels in fitting if levels is not None)})
+
+    def suits(self, kind: Kind, verifier: Verifier) -> bool:
+        """Any law that is exact for its trees."""
+        return verifier.lossless and verifier.refuses(self.law) is None
+
+    def propose(self, view: SeatedView, nodes: int, rng: Randomness) -> TokenTree:
+        """Level by level."""
+        shape = self._shape(len(view.rows), nodes)
+        tokens, laws = [view.roots[:, None]], []
+        logits = self._begin(view)[:, None]
+        for number, width in enumerate(shape.widths):
+            level = shape.levels[number]
+            if number:
+                logits = self._extend(view, level, tokens[-1])
+            frontier = Frontier(level.columns, level.depth, logits, view, rng)
+            children = list(self.grower.picker.children(frontier, width))
+            tokens.append(torch.cat([child.tokens for child in children], 1))
+            laws += [child.q.flatten(0, 1) for child in children if child.q is not None]
+        return shape.tree.refilled(torch.cat(tokens, 1).view(-1), torch.cat(laws) if laws else None)
+
+    def _shape(self, size: int, nodes: int) -> _Shape:
+        if (size, nodes) not in self._shapes:
+            grower = self.grower.within(nodes)
+            assert grower is not None, "sizes() offers no tree without a level"
+            self._shapes[size, nodes] = _Shape.of(grower, size, self.runner.device)
+        return self._shapes[size, nodes]
+
+    def _begin(self, view: SeatedView) -> Tensor:
+        """Logits at the roots, once the token before each has been run again. [B, V]."""
+        steps = torch.arange(-2, 0, device=view.lengths.device)
+        index = (view.lengths[:, None] + steps).clamp(min=0)
+        last = torch.arange(1, 2 * len(view.rows), 2, device=index.device)
+        batch = stage_rows(view.history[view.rows[:, None], index], index, view.block_table, self._page_size, last)
+        return self.runner.forward(batch).logits
+
+    def _extend(self, view: SeatedView, level: _Level, tokens: Tensor) -> Tensor:
+        """Logits at the nodes of a level. [B, k] -> [B, k, V]."""
+        index = view.lengths[:, None] + level.columns - 1
+        highest = self.runner.model.config.max_positions - 1
+        positions = (view.lengths[:, None] + level.depth - 1).clamp(max=highest)
+        batch = replace(stage_rows(tokens, index, view.block_table, self._page_size), positions=positions.view(-1))
+        if not self.law.chain:
+            batch = replace(
+                batch,
+                visible=view.lengths[:, None].expand_as(tokens).reshape(-1),
+                ancestors=level.ancestors,
+                tree_base=view.lengths,
+                linear=False,
+            )
+        return self.runner.forward(batch).logits.view(*tokens.shape, -1)
+
+    @property
+    def _page_size(self) -> int:
+        return self.runner.cache.page_size
+
+    def read(self, batch: ForwardBatch) -> None:
+        """The same rows through the small model, for its cache alone."""
+        nowhere = torch.empty(0, dtype=torch.int64, device=batch.tokens.device)
+        self.runner.forward(replace(batch, logit_rows=nowhere))
+
+    def keep(self, view: SeatedView, tree: TokenTree, index: Tensor, length: Tensor) -> None:
+        """Move what was accepted, as the target does."""
+        self.runner.cache.keep(view.block_table, view.lengths, index, length, chain=self.law.chain)
+
+
+Resident = ResidentNone | ResidentLookup | ResidentModel
+MakeResident = Callable[[ModelRunner], Resident | None]

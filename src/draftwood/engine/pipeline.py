@@ -1,0 +1,164 @@
+"""The host's half of rounds on the device: it admits, reads prompts, and hears of every round while the next one runs.
+
+A sequence whose end the host learns of has run one round too many by then. That round wrote behind what was committed,
+into pages that nobody reads before writing to them, later on the same stream; so it is simply not heard.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+
+from draftwood.cache.kv import Span
+from draftwood.cache.seats import Kind
+from draftwood.engine.plan import Plan
+from draftwood.engine.rounds import Launched, Rounds
+from draftwood.engine.scheduler import Scheduler
+from draftwood.protocols import Controller, StepReport
+from draftwood.request import Event
+from draftwood.tree import HostVerdict
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """A round nobody has heard of yet."""
+
+    plan: Plan
+    lives: tuple[int, ...]  # how often each sequence had started over
+    nodes: int
+    launched: Launched
+    since: float
+
+
+class Pipeline:
+    """Keeps the device one round ahead."""
+
+    def __init__(self, rounds: Rounds, scheduler: Scheduler) -> None:
+        self.rounds = rounds
+        self.scheduler = scheduler
+        self._in_flight: _InFlight | None = None
+        self._read: dict[int, int] = {}  # sequence -> tokens its drafter has read, where that is less than all
+        self._heard = 0.0
+
+    def step(self, controller: Controller) -> list[Event] | None:
+        """Start a round, then hear of the one before. None, and nothing done, where the host is needed."""
+        prompts, ready = self.scheduler.schedule_apart(controller.budget(self.scheduler.load), self._ahead)
+        kind = Kind.of([item.seq.params for item in ready.items])
+        if ready.items and (kind is None or not self.rounds.can_run(kind)):
+            return None
+        self._reseat()
+        launched = self._launch(ready, kind) if ready.items and kind is not None else None
+        self._read_prompts(prompts)
+        events = self._hear(controller)
+        self._in_flight = launched
+        return events
+
+    def leave(self, controller: Controller) -> list[Event]:
+        """Hear of everything, and let the host decode: no seat is right afterwards, and no drafter reads along."""
+        events = self._hear(controller)
+        self._in_flight = None
+        for seq in self.scheduler.running:
+            self._fall_behind(seq.id, self.scheduler.tables.num_cached(seq.id))
+            self.rounds.seats.leave(seq.id)
+        return events
+
+    def release(self, seq_id: int) -> None:
+        """The sequence is gone."""
+        self.rounds.seats.leave(seq_id)
+        self._read.pop(seq_id, None)
+
+    @property
+    def _ahead(self) -> dict[int, int]:
+        """How many tokens each sequence may be ahead of what is known here."""
+        flight = self._in_flight
+        return {} if flight is None else {item.seq.id: flight.nodes + 1 for item in flight.plan.items}
+
+    def _reseat(self) -> None:
+        """Those who were pushed out have lost their seats."""
+        running = {seq.id for seq in self.scheduler.running}
+        for seq_id in self.rounds.seats.seated - running:
+            self.release(seq_id)
+
+    def _launch(self, ready: Plan, kind: Kind) -> _InFlight:
+        seats, tables = self.rounds.seats, self.scheduler.tables
+        for item in ready.items:
+            if item.seq.id not in seats:
+                seats.sit(item.seq.id, item.seq.tokens, item.seq.params, item.seq.seed)
+        seats.grant({item.seq.id: tables.pages(item.seq.id) for item in ready.items})
+        room = min(item.max_nodes for item in ready.items)
+        nodes = max(size for size in self.rounds.drafter.sizes if size <= room)
+        self._keep_drafter_reading(ready, nodes)
+        launched = self.rounds.launch([item.seq.id for item in ready.items], nodes, kind)
+        lives = tuple(item.seq.preemptions for item in ready.items)
+        return _InFlight(ready, lives, nodes, launched, time.perf_counter())
+
+    def _keep_drafter_reading(self, ready: Plan, nodes: int) -> None:
+        """A drafter that sits out falls behind, and reads what it missed before it guesses again."""
+        if not self.rounds.drafter.reads:
+            return
+        if nodes == 0:
+            for item in ready.items:
+                self._fall_behind(item.seq.id, item.end - 1)
+            return
+        # What the round in flight will add, the drafter reads only if it took part in that round.
+        for item in ready.items:
+            start = self._read.pop(item.seq.id, None)
+            if start is not None and start < item.end - 1:
+                self._read_along([Span(item.seq.id, item.seq.tokens, start, item.end - 1)])
+
+    def _fall_behind(self, seq_id: int, read: int) -> None:
+        self._read[seq_id] = min(read, self._read.get(seq_id, read))
+
+    def _read_along(self, spans: list[Span]) -> None:
+        for span in spans:
+            for start in range(span.start, span.end, self.scheduler.config.max_rows):
+                end = min(span.end, start + self.scheduler.config.max_rows)
+                chunk = Span(span.seq_id, span.tokens, start, end)
+                self.rounds.drafter.read(self.rounds.target.cache.stage([chunk], None, self._nowhere))
+
+    @property
+    def _nowhere(self) -> torch.Tensor:
+        return torch.empty(0, dtype=torch.int64, device=self.rounds.target.device)
+
+    def _read_prompts(self, prompts: Plan) -> None:
+        if not prompts.items:
+            return
+        batch = self.rounds.target.cache.stage(prompts.spans, None, self._nowhere)
+        self.rounds.target.forward(batch)
+        if self.rounds.drafter.reads:
+            self.rounds.drafter.read(batch)
+        self.scheduler.commit(prompts, HostVerdict([], [], [], []))
+
+    def _hear(self, controller: Controller) -> list[Event]:
+        """What the round in flight has earned, for those who are still there."""
+        flight = self._in_flight
+        if flight is None:
+            return []
+        outcome = flight.launched.wait()
+        now = time.perf_counter()
+        seconds = now - max(flight.since, self._heard)
+        self._heard = now
+        running = {seq.id for seq in self.scheduler.running}
+        heard = [
+            b
+            for b, (item, lives) in enumerate(zip(flight.plan.items, flight.lives, strict=True))
+            if item.seq.id in running and item.seq.preemptions == lives
+        ]
+        plan = Plan(tuple(flight.plan.items[b] for b in heard)).brought_up_to_date()
+        outcome = HostVerdict(*([column[b] for b in heard] for column in vars(outcome).values()))
+        controller.observe(_report(flight.nodes, outcome, seconds))
+        return self.scheduler.commit(plan, outcome)
+
+
+def _report(nodes: int, outcome: HostVerdict, seconds: float) -> StepReport:
+    return StepReport(
+        num_rows=len(outcome.tokens) * (1 + nodes),
+        num_sampling=len(outcome.tokens),
+        drafted=sum(outcome.drafted),
+        accepted=sum(outcome.accepted),
+        emitted=sum(len(tokens) for tokens in outcome.tokens),
+        outcomes=tuple(zip(outcome.drafted, outcome.accepted, strict=True)),
+        step_seconds=seconds,
+    )

@@ -1,0 +1,182 @@
+"""Rounds that live on the device: guess, score, keep, all from what the seats hold; on CUDA each is one captured graph.
+
+A round is the engine's step without the host in it. Its code is the same whether it is captured or run call by call;
+capturing only takes the host out of the way. Graphs are made when first needed, by (batch, nodes, kind of sampling).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from draftwood.cache.kv import stage_trees
+from draftwood.cache.seats import Kind, SeatedView, Seats
+from draftwood.model.batch import ForwardBatch
+from draftwood.model.runner import ModelRunner
+from draftwood.protocols import Randomness, Verifier
+from draftwood.sampling import target_distribution
+from draftwood.tree import DraftLaw, HostVerdict, TokenTree
+
+BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+
+
+class ResidentDrafter(Protocol):
+    """A drafter that guesses from what lies on the device, without asking the host.
+
+    It shares the target's pages: whatever it keeps of a token lies in its own memory under the target's slots.
+    """
+
+    @property
+    def law(self) -> DraftLaw:
+        """How the nodes of every tree are chosen."""
+        ...
+
+    @property
+    def reads(self) -> bool:
+        """Whether it has to read every committed token once."""
+        ...
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """The tree sizes it can propose, ascending, roots not counted."""
+        ...
+
+    def suits(self, kind: Kind, verifier: Verifier) -> bool:
+        """Whether its trees can be verified by this law without the host."""
+        ...
+
+    def propose(self, view: SeatedView, nodes: int, rng: Randomness) -> TokenTree:
+        """A tree of so many draft nodes for every sequence, of the same shape every time; absent nodes hold -1."""
+        ...
+
+    def read(self, batch: ForwardBatch) -> None:
+        """The target has run these rows, or will never run them again."""
+        ...
+
+    def keep(self, view: SeatedView, tree: TokenTree, index: Tensor, length: Tensor) -> None:
+        """Nodes `index` [B, D + 1] of each tree, root first, were accepted, as far as `length` [B] says."""
+        ...
+
+
+@dataclass
+class Round:
+    """One size and kind of round, ready to be run again and again."""
+
+    rows: Tensor  # [B] seats, written before every run
+    run: Callable[[], None]
+    outcome: Tensor  # [B, 3 + D] what the last run earned, see `Seats.advance`
+
+
+@dataclass
+class Launched:
+    """A round on its way: where its outcome will be, and when."""
+
+    host: Tensor  # [B, 3 + D]
+    arrived: torch.cuda.Event | None
+    size: int  # sequences; the rest of the batch is padding
+
+    def wait(self) -> HostVerdict:
+        """The outcome, once it is there."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        rows = self.host[: self.size].tolist()
+        return HostVerdict(
+            tokens=[[*row[3 : 3 + row[0]], row[1]] for row in rows],
+            accepted=[row[0] for row in rows],
+            drafted=[row[2] for row in rows],
+            drift=[0.0] * len(rows),
+        )
+
+
+@dataclass
+class Rounds:
+    """Runs rounds, and keeps those it has captured."""
+
+    target: ModelRunner
+    drafter: ResidentDrafter
+    law_of: Callable[[str | None], Verifier]  # by the name a request gives
+    rng: Randomness
+    seats: Seats
+    captures: bool  # False: call by call, to look inside, or where there are no graphs
+    _known: dict[tuple[int, int, Kind], Round] = field(default_factory=dict)
+
+    def can_run(self, kind: Kind) -> bool:
+        """Whether rounds of this kind need nothing from the host."""
+        return self.drafter.suits(kind, self.law_of(kind.law))
+
+    def launch(self, seq_ids: Sequence[int], nodes: int, kind: Kind) -> Launched:
+        """Start a round for these sequences; nobody waits."""
+        size = next((b for b in BATCHES if b >= len(seq_ids)), len(seq_ids))
+        todo = self._round(size, nodes, kind)
+        todo.rows.copy_(self.seats.rows(seq_ids, size))
+        todo.run()
+        if todo.outcome.device.type == "cpu":
+            return Launched(todo.outcome.clone(), None, len(seq_ids))
+        host = torch.empty(todo.outcome.shape, dtype=todo.outcome.dtype, pin_memory=True)
+        host.copy_(todo.outcome, non_blocking=True)
+        arrived = torch.cuda.Event()
+        arrived.record()
+        return Launched(host, arrived, len(seq_ids))
+
+    def _round(self, size: int, nodes: int, kind: Kind) -> Round:
+        known = self._known.get((size, nodes, kind))
+        if known is None:
+            known = self._known[size, nodes, kind] = self._prepare(size, nodes, kind)
+        return known
+
+    def _prepare(self, size: int, nodes: int, kind: Kind) -> Round:
+        rows = torch.full((size,), self.seats.nobody, device=self.seats.device)
+        outcome = self._step(rows, nodes, kind).clone()  # on nobody's seat: compiles what has to be compiled
+        prepared = Round(rows, lambda: None, outcome)
+
+        def run() -> None:
+            outcome.copy_(self._step(rows, nodes, kind))
+
+        prepared.run = _captured(run) if self.captures else run
+        return prepared
+
+    def _step(self, rows: Tensor, nodes: int, kind: Kind) -> Tensor:
+        """The decode step, from seats to seats. Returns its outcome."""
+        view = self.seats.view(rows, kind)
+        tree = self.drafter.propose(view, nodes, self.rng) if nodes else _bare_roots(view)
+        cache = self.target.cache
+        batch = stage_trees(view, tree, cache.page_size, self.target.model.config.max_positions)
+        out = self.target.forward(batch)
+        p = target_distribution(out.logits, tree, view)
+        verdict = self.law_of(kind.law).verify(tree, p, view, self.rng)
+        if nodes:
+            index = tree.local[verdict.path.clamp(min=0)]
+            cache.keep(view.block_table, view.lengths, index, verdict.length, chain=batch.linear)
+            self.drafter.keep(view, tree, index, verdict.length)
+        return self.seats.advance(view, tree, verdict)
+
+
+def _bare_roots(view: SeatedView) -> TokenTree:
+    return TokenTree.roots(view.roots)
+
+
+def _captured(run: Callable[[], None]) -> Callable[[], None]:
+    """The same as one CUDA graph."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        run()  # libraries set themselves up in the first call on a stream
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=_pool()):
+        run()
+    return graph.replay
+
+
+_shared_pool: list[tuple[int, int]] = []
+
+
+def _pool() -> tuple[int, int]:
+    """Graphs run one after the other and leave nothing behind but their outcome, so they share their memory."""
+    if not _shared_pool:
+        _shared_pool.append(torch.cuda.graph_pool_handle())
+    return _shared_pool[0]
