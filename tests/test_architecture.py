@@ -13,9 +13,9 @@ SOURCE = Path(draftwood.__file__).parent
 
 LAYERS = [  # each may import what stands above it
     ("errors",),
-    ("request", "rng", "tree", "treebuilder", "telemetry", "costs", "machine"),
+    ("request", "tree", "treebuilder", "telemetry", "costs", "machine"),
     ("protocols",),
-    ("sampling", "cache", "ops", "model", "config"),
+    ("rng", "sampling", "cache", "ops", "model", "config"),
     ("growers", "drafters", "verifiers"),
     ("engine", "assembly", "calibration"),
     ("lab",),

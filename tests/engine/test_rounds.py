@@ -9,6 +9,7 @@ from draftwood.cache.seats import Seats
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
+from draftwood.drafters.scripted import ScriptedDrafter
 from draftwood.engine.controller import FixedBudget
 from draftwood.engine.engine import Engine
 from draftwood.engine.rounds import Rounds
@@ -79,6 +80,9 @@ def draft(grower, page_size: int = 4, num_pages: int = 200) -> ModelDrafter:
 DRAFTERS = {
     "none": lambda **_: NoDrafter(),
     "ngram": lambda **_: NgramDrafter(nodes=6, longest=3, shortest=1),
+    "branches": lambda **_: NgramDrafter(nodes=6, longest=3, shortest=1, branches=3),
+    "scripted": lambda **_: ScriptedDrafter(lambda tokens: [[1, 2, 3], [5, tokens[-1] % 13], [5, 5]], 7),
+    "scripted chain": lambda **_: ScriptedDrafter(lambda tokens: [[t % 13 for t in tokens[-3:]]], 4, chain=True),
     "chain": lambda **kw: draft(chain(5), **kw),
     "tree": lambda **kw: draft(Levels((2, 2, 1), Best()), **kw),
     "coupled": lambda **kw: draft(Levels((2, 1, 1), Coupled()), **kw),

@@ -205,7 +205,7 @@ def stage_rows(
     )
 
 
-def stage_trees(view: SeatedView, tree: TokenTree, page_size: int, max_positions: int) -> ForwardBatch:
+def stage_trees(view: SeatedView, tree: TokenTree, page_size: int, max_positions: int, *, chain: bool) -> ForwardBatch:
     """Whole trees of one shape, root and all, behind what their sequences have committed."""
     size = tree.num_trees
     rows = tree.num_nodes // size
@@ -213,7 +213,7 @@ def stage_trees(view: SeatedView, tree: TokenTree, page_size: int, max_positions
     positions = view.lengths[:, None] - 1 + tree.depth.view(size, rows)
     batch = stage_rows(tree.tokens.clamp(min=0).view(size, rows), index, view.block_table, page_size)
     batch = replace(batch, positions=positions.clamp(max=max_positions - 1).view(-1))
-    if tree.max_depth == rows - 1:  # a chain is a piece of text
+    if chain:  # it is a piece of text
         return batch
     return replace(
         batch,

@@ -133,8 +133,8 @@ class Seats:
         return view
 
     def advance(self, view: SeatedView, tree: TokenTree, verdict: Verdict) -> Tensor:
-        """Move every sequence on by what it earned; tells how many were accepted, the bonus token, how many were drafted,
-        and the accepted tokens. [B, 3 + D].
+        """Move every sequence on by what it earned. Tells how many were accepted, the bonus, how many were drafted,
+        then the accepted tokens. [B, 3 + D].
         """
         accepted = tree.tokens[verdict.path[:, 1:].clamp(min=0)]  # [B, D], as far as the length says
         gained = torch.cat([accepted, verdict.bonus[:, None]], 1).scatter(

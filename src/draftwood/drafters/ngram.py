@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from draftwood.drafters.hosted import ResidentHosted
 from draftwood.drafters.points import PointDrafter, PointTree
 from draftwood.drafters.resident import ResidentLookup
 from draftwood.model.runner import ModelRunner
@@ -50,9 +51,11 @@ class NgramDrafter(PointDrafter):
             if len(firsts) == self.branches:
                 return
 
-    def resident(self, target: ModelRunner) -> ResidentLookup | None:
-        """The same lookup on the device, as long as it makes one path."""
-        return ResidentLookup(self.max_nodes, self.longest, self.shortest) if self.branches == 1 else None
+    def resident(self, target: ModelRunner) -> ResidentLookup | ResidentHosted | None:
+        """One path is looked up on the device."""
+        if self.branches > 1:
+            return super().resident(target)
+        return ResidentLookup(self.max_nodes, self.longest, self.shortest)
 
     def release(self, seq_id: int) -> None:
         """Forget the sequence's index."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from draftwood.drafters.hosted import ResidentHosted
+from draftwood.model.runner import ModelRunner
 from draftwood.protocols import BatchView, Budget, Features, Randomness
 from draftwood.tree import POINT_TREE, DraftLaw, TokenTree, Verdict
 
@@ -68,6 +70,10 @@ class PointDrafter:
                 self.fill(tree, seq_id, tokens)
             trees.append((tree.tokens, tree.parents))
         return TokenTree.of_points(trees, view.lengths.device)
+
+    def resident(self, target: ModelRunner) -> ResidentHosted | None:
+        """Its trees in rounds on the device."""
+        return ResidentHosted(self, target.device)
 
     def observe(self, view: BatchView, tree: TokenTree, verdict: Verdict, features: Features) -> None:
         """Nothing to learn: committed tokens come with the next view."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -15,7 +15,7 @@ from draftwood.growers.pickers import Frontier
 from draftwood.model.batch import ForwardBatch
 from draftwood.model.runner import ModelRunner
 from draftwood.ops.lookup import suffix_lookup
-from draftwood.protocols import Randomness, Verifier
+from draftwood.protocols import BatchView, Randomness, Verifier
 from draftwood.tree import POINT_CHAIN, DraftLaw, Draw, TokenTree
 from draftwood.treebuilder import TreeBuilder
 
@@ -26,11 +26,17 @@ def round_sizes(most: int) -> list[int]:
     return sorted({0, most, *(step for step in steps if step < most)})
 
 
+def only_compares(kind: Kind, verifier: Verifier) -> bool:
+    """Whether a node that holds no token is refused like any wrong one: the law looks at nothing but equality."""
+    return verifier.name == "match" or (kind.greedy and verifier.lossless)
+
+
 class ResidentNone:
     """Bare roots."""
 
     law = POINT_CHAIN
     reads = False
+    waits = False
     sizes: Sequence[int] = (0,)
 
     def suits(self, kind: Kind, verifier: Verifier) -> bool:
@@ -40,6 +46,9 @@ class ResidentNone:
     def propose(self, view: SeatedView, nodes: int, rng: Randomness) -> TokenTree:
         """Nothing but the last committed token."""
         return TokenTree.roots(view.roots)
+
+    def prepare(self, view: BatchView, size: int, nodes: int) -> None:
+        """Nothing to ask the host for."""
 
     def read(self, batch: ForwardBatch) -> None:
         """Nothing to read."""
@@ -53,6 +62,7 @@ class ResidentLookup:
 
     law = POINT_CHAIN
     reads = False
+    waits = False
 
     def __init__(self, nodes: int, longest: int, shortest: int) -> None:
         self.sizes = round_sizes(nodes)
@@ -62,7 +72,7 @@ class ResidentLookup:
 
     def suits(self, kind: Kind, verifier: Verifier) -> bool:
         """Where nothing is found the chain is filled up with tokens that only a comparison can refuse."""
-        return verifier.name == "match" or (kind.greedy and verifier.lossless)
+        return only_compares(kind, verifier)
 
     def propose(self, view: SeatedView, nodes: int, rng: Randomness) -> TokenTree:
         """A chain of what followed; -1 where nothing did."""
@@ -77,6 +87,9 @@ class ResidentLookup:
             one = ([0] * (nodes + 1), list(range(-1, nodes)))
             self._chains[key] = known(TokenTree.of_points([one] * size, device))
         return self._chains[key]
+
+    def prepare(self, view: BatchView, size: int, nodes: int) -> None:
+        """Nothing to ask the host for."""
 
     def read(self, batch: ForwardBatch) -> None:
         """The seats hold all there is to know."""
@@ -152,6 +165,7 @@ class ResidentModel:
     runner: ModelRunner
     grower: Levels
     reads: bool = True
+    waits: bool = False
     _shapes: dict[tuple[int, int], _Shape] = field(default_factory=dict)
 
     @property
@@ -219,6 +233,9 @@ class ResidentModel:
     def _page_size(self) -> int:
         return self.runner.cache.page_size
 
+    def prepare(self, view: BatchView, size: int, nodes: int) -> None:
+        """Nothing to ask the host for."""
+
     def read(self, batch: ForwardBatch) -> None:
         """The same rows through the small model, for its cache alone."""
         nowhere = torch.empty(0, dtype=torch.int64, device=batch.tokens.device)
@@ -227,7 +244,3 @@ class ResidentModel:
     def keep(self, view: SeatedView, tree: TokenTree, index: Tensor, length: Tensor) -> None:
         """Move what was accepted, as the target does."""
         self.runner.cache.keep(view.block_table, view.lengths, index, length, chain=self.law.chain)
-
-
-Resident = ResidentNone | ResidentLookup | ResidentModel
-MakeResident = Callable[[ModelRunner], Resident | None]

@@ -40,25 +40,27 @@ class Pipeline:
         self.scheduler = scheduler
         self._in_flight: _InFlight | None = None
         self._read: dict[int, int] = {}  # sequence -> tokens its drafter has read, where that is less than all
+        self._unheard: list[Event] = []
         self._heard = 0.0
 
     def step(self, controller: Controller) -> list[Event] | None:
         """Start a round, then hear of the one before. None, and nothing done, where the host is needed."""
+        events = self._hear(controller) if self.rounds.drafter.waits else []
         prompts, ready = self.scheduler.schedule_apart(controller.budget(self.scheduler.load), self._ahead)
         kind = Kind.of([item.seq.params for item in ready.items])
         if ready.items and (kind is None or not self.rounds.can_run(kind)):
+            self._unheard = events
             return None
         self._reseat()
         launched = self._launch(ready, kind) if ready.items and kind is not None else None
         self._read_prompts(prompts)
-        events = self._hear(controller)
+        events += self._hear(controller)
         self._in_flight = launched
         return events
 
     def leave(self, controller: Controller) -> list[Event]:
         """Hear of everything, and let the host decode: no seat is right afterwards, and no drafter reads along."""
-        events = self._hear(controller)
-        self._in_flight = None
+        events, self._unheard = self._unheard + self._hear(controller), []
         for seq in self.scheduler.running:
             self._fall_behind(seq.id, self.scheduler.tables.num_cached(seq.id))
             self.rounds.seats.leave(seq.id)
@@ -90,7 +92,7 @@ class Pipeline:
         room = min(item.max_nodes for item in ready.items)
         nodes = max(size for size in self.rounds.drafter.sizes if size <= room)
         self._keep_drafter_reading(ready, nodes)
-        launched = self.rounds.launch([item.seq.id for item in ready.items], nodes, kind)
+        launched = self.rounds.launch(ready, nodes, kind)
         lives = tuple(item.seq.preemptions for item in ready.items)
         return _InFlight(ready, lives, nodes, launched, time.perf_counter())
 
@@ -133,7 +135,7 @@ class Pipeline:
 
     def _hear(self, controller: Controller) -> list[Event]:
         """What the round in flight has earned, for those who are still there."""
-        flight = self._in_flight
+        flight, self._in_flight = self._in_flight, None
         if flight is None:
             return []
         outcome = flight.launched.wait()

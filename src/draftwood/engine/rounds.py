@@ -15,9 +15,10 @@ from torch import Tensor
 
 from draftwood.cache.kv import stage_trees
 from draftwood.cache.seats import Kind, SeatedView, Seats
+from draftwood.engine.plan import Plan
 from draftwood.model.batch import ForwardBatch
 from draftwood.model.runner import ModelRunner
-from draftwood.protocols import Randomness, Verifier
+from draftwood.protocols import BatchView, Randomness, Verifier
 from draftwood.sampling import target_distribution
 from draftwood.tree import DraftLaw, HostVerdict, TokenTree
 
@@ -41,6 +42,11 @@ class ResidentDrafter(Protocol):
         ...
 
     @property
+    def waits(self) -> bool:
+        """Whether its trees come from the host, which has to hear of the last round first."""
+        ...
+
+    @property
     def sizes(self) -> Sequence[int]:
         """The tree sizes it can propose, ascending, roots not counted."""
         ...
@@ -51,6 +57,10 @@ class ResidentDrafter(Protocol):
 
     def propose(self, view: SeatedView, nodes: int, rng: Randomness) -> TokenTree:
         """A tree of so many draft nodes for every sequence, of the same shape every time; absent nodes hold -1."""
+        ...
+
+    def prepare(self, view: BatchView, size: int, nodes: int) -> None:
+        """The host's part, if it waits, before a round of `size` sequences, of which `view` has the real ones."""
         ...
 
     def read(self, batch: ForwardBatch) -> None:
@@ -108,10 +118,13 @@ class Rounds:
         """Whether rounds of this kind need nothing from the host."""
         return self.drafter.suits(kind, self.law_of(kind.law))
 
-    def launch(self, seq_ids: Sequence[int], nodes: int, kind: Kind) -> Launched:
-        """Start a round for these sequences; nobody waits."""
+    def launch(self, plan: Plan, nodes: int, kind: Kind) -> Launched:
+        """Start a round for the plan's sequences; nobody waits for it."""
+        seq_ids = [item.seq.id for item in plan.items]
         size = next((b for b in BATCHES if b >= len(seq_ids)), len(seq_ids))
         todo = self._round(size, nodes, kind)
+        if nodes and self.drafter.waits:
+            self.drafter.prepare(plan.view(torch.device("cpu")), size, nodes)
         todo.rows.copy_(self.seats.rows(seq_ids, size))
         todo.run()
         if todo.outcome.device.type == "cpu":
@@ -144,7 +157,13 @@ class Rounds:
         view = self.seats.view(rows, kind)
         tree = self.drafter.propose(view, nodes, self.rng) if nodes else _bare_roots(view)
         cache = self.target.cache
-        batch = stage_trees(view, tree, cache.page_size, self.target.model.config.max_positions)
+        batch = stage_trees(
+            view,
+            tree,
+            cache.page_size,
+            self.target.model.config.max_positions,
+            chain=not nodes or self.drafter.law.chain,
+        )
         out = self.target.forward(batch)
         p = target_distribution(out.logits, tree, view)
         verdict = self.law_of(kind.law).verify(tree, p, view, self.rng)
