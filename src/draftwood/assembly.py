@@ -6,13 +6,16 @@ A name may carry settings behind a colon, separated by commas; `draftwood parts`
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from draftwood.cache.seats import Seats
 from draftwood.config import EngineConfig
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
+from draftwood.engine.memory import automatic_cache_tokens, check, device_memory, plan_memory
+from draftwood.engine.rounds import Rounds
 from draftwood.errors import IncompatibleParts, InvalidRequest
 from draftwood.growers import (
     Beam,
@@ -31,6 +34,7 @@ from draftwood.model.checkpoint import Checkpoint, open_checkpoint
 from draftwood.model.native import Progress
 from draftwood.model.runner import ModelRunner, require_strict
 from draftwood.protocols import Drafter, Grower, Verifier
+from draftwood.rng import KeyedRng
 from draftwood.tree import DraftLaw
 from draftwood.verifiers import LAWS, ByRequest, default_law
 
@@ -187,12 +191,40 @@ def load_runner(checkpoint: Checkpoint, config: EngineConfig, progress: Progress
         config.page_size,
         config.weight_format(),
         progress,
+        config.strict,
     )
     checkpoint.forget()
     give_back_memory()
     if config.strict:
         require_strict(runner.model)
     return runner
+
+
+def build_rounds(
+    target: ModelRunner, drafter: Drafter, law_of: Callable[[str | None], Verifier], config: EngineConfig
+) -> Rounds | None:
+    """Rounds on the device, if the drafter can live there; None: the host takes part in every step."""
+    make = getattr(drafter, "resident", None)
+    resident = make(target) if make is not None and target.device.type == "cuda" else None
+    if resident is None:
+        return None
+    tables = target.cache.tables
+    longest = min(target.model.config.max_positions, tables.capacity) + 2 * drafter.max_nodes + 2
+    seats = Seats(config.max_running, longest, tables.page_size, target.cache.scratch_page, target.device)
+    return Rounds(target, resident, law_of, KeyedRng(), seats, captures=not config.eager)
+
+
+def config_for_memory(target: Checkpoint, drafter: str | Drafter, config: EngineConfig) -> EngineConfig:
+    """A cache that fits beside the weights where none is asked for; refuses, with the plan, what cannot fit."""
+    draft = None
+    if isinstance(drafter, str) and drafter.startswith("model:"):
+        draft = open_checkpoint(drafter.removeprefix("model:")).config
+    free, total = device_memory(config.torch_device())
+    if not config.cache_tokens:
+        tokens = automatic_cache_tokens(target.config, draft, config, free, total)
+        config = replace(config, cache_tokens=tokens)
+    check(plan_memory(target.config, draft, config, free, total))
+    return config
 
 
 def check_same_vocabulary(draft: Checkpoint, target: Checkpoint) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from draftwood.errors import InvalidRequest
-from draftwood.model.weights import FORMATS, WeightFormat
+from draftwood.model.weights import FORMATS, ON_ACCELERATORS, WeightFormat
 
 DTYPES = {
     "float32": torch.float32,
@@ -15,6 +15,8 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+
+CACHE_TOKENS = 16384  # on a CPU
 
 
 @dataclass(frozen=True)
@@ -29,26 +31,42 @@ class EngineConfig:
     )
     adaptive: bool = False  # cut draft trees to the nodes that pay for their time, by what `calibrate` measured
     threads: int | None = None  # None: all cores
-    cache_tokens: int = 16384  # committed tokens and draft nodes that all sequences share
+    eager: bool = False  # launch every kernel by itself instead of replaying graphs: slow, and easy to look into
+    cache_tokens: int = 0  # committed tokens and draft nodes that all sequences share; 0: what suits the device
     page_size: int = 64
-    max_rows: int = 512  # rows of a step: pending tokens and draft nodes
-    max_running: int = 64
+    max_rows: int = 0  # rows of a step: pending tokens and draft nodes; 0: what suits the device
+    max_running: int = 0  # sequences at a time; 0: what suits the device
     max_waiting: int = 4096
 
     def __post_init__(self) -> None:
         if self.dtype != "auto" and self.dtype not in DTYPES:
             raise InvalidRequest(f"Unknown dtype '{self.dtype}': choose one of auto, {', '.join(DTYPES)}.")
-        if self.weights not in FORMATS:
-            raise InvalidRequest(f"Unknown weights '{self.weights}': choose one of {', '.join(FORMATS)}.")
+        known = {**FORMATS, **ON_ACCELERATORS}
+        if self.weights not in known:
+            raise InvalidRequest(f"Unknown weights '{self.weights}': choose one of {', '.join(known)}.")
         if self.weights != "stored" and self.dtype not in ("auto", "float32"):
             raise InvalidRequest(
-                f"Weights stored as {self.weights} are computed with in float32, not {self.dtype}; leave dtype alone."
+                f"Weights stored as {self.weights} are computed with in float32, or in bfloat16 on a GPU, not "
+                f"{self.dtype}; leave dtype alone."
             )
-        for name in ("cache_tokens", "page_size", "max_rows", "max_running", "max_waiting"):
+        for name in ("page_size", "max_waiting"):
             if getattr(self, name) < 1:
                 raise InvalidRequest(f"{name} must be at least 1.")
+        for name in ("cache_tokens", "max_rows", "max_running"):
+            if getattr(self, name) < 0:
+                raise InvalidRequest(f"{name} must be at least 1, or 0 for what suits the device.")
         if self.threads is not None and self.threads < 1:
             raise InvalidRequest("threads must be at least 1.")
+
+    def settled(self) -> EngineConfig:
+        """The same with sizes that suit the device where none are given; a GPU's cache is settled by its memory."""
+        on_gpu = self.torch_device().type == "cuda"
+        return replace(
+            self,
+            cache_tokens=self.cache_tokens or (0 if on_gpu else CACHE_TOKENS),
+            max_rows=self.max_rows or (4096 if on_gpu else 512),
+            max_running=self.max_running or (256 if on_gpu else 64),
+        )
 
     @property
     def num_pages(self) -> int:
@@ -69,9 +87,13 @@ class EngineConfig:
 
     def weight_format(self) -> WeightFormat:
         """How matrices are stored, checked to be possible on the device."""
-        if self.weights != "stored" and self.torch_device().type != "cpu":
-            raise InvalidRequest(f"Weights stored as {self.weights} run on a CPU only so far; use device='cpu'.")
-        return FORMATS[self.weights]
+        kind = self.torch_device().type
+        possible = FORMATS if kind == "cpu" else ON_ACCELERATORS
+        if self.weights not in possible:
+            raise InvalidRequest(
+                f"Weights stored as {self.weights} do not run on {kind}; there you can choose {', '.join(possible)}."
+            )
+        return possible[self.weights]
 
     def torch_dtype(self) -> torch.dtype:
         """The dtype that is computed in."""

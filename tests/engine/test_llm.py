@@ -289,7 +289,7 @@ def test_an_unknown_tree_is_refused(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"dtype": "int3"}, {"cache_tokens": 0}, {"page_size": 0}, {"threads": 0}, {"device": "abacus"}],
+    [{"dtype": "int3"}, {"cache_tokens": -1}, {"page_size": 0}, {"threads": 0}, {"device": "abacus"}],
 )
 def test_impossible_engines_are_refused(folder: Path, settings: dict) -> None:
     with pytest.raises(InvalidRequest):

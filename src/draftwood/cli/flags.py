@@ -64,7 +64,10 @@ class EngineFlags:
     ] = False
     device: Annotated[str, _option("auto, cpu or cuda.", "Machine")] = "auto"
     threads: Annotated[int | None, _option("CPU threads; all cores if not given.", "Machine")] = None
-    cache_tokens: Annotated[int, _option("Tokens the key-value cache holds.", "Machine")] = 16384
+    cache_tokens: Annotated[
+        int, _option("Tokens the key-value cache holds; 0: 16384 on a CPU, what fits on a GPU.", "Machine")
+    ] = 0
+    eager: Annotated[bool, _option("Launch every GPU kernel by itself: slow, for debugging.", "Machine")] = False
 
     def config(self) -> EngineConfig:
         """Sizes and places."""
@@ -78,6 +81,7 @@ class EngineFlags:
             adaptive=self.adaptive,
             threads=self.threads,
             cache_tokens=self.cache_tokens,
+            eager=self.eager,
         )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from draftwood.drafters.hosted import ResidentHosted
+from draftwood.cache.resident import ResidentDrafter
 from draftwood.drafters.points import PointDrafter, PointTree
 from draftwood.drafters.resident import ResidentLookup
 from draftwood.model.runner import ModelRunner
@@ -51,7 +51,7 @@ class NgramDrafter(PointDrafter):
             if len(firsts) == self.branches:
                 return
 
-    def resident(self, target: ModelRunner) -> ResidentLookup | ResidentHosted | None:
+    def resident(self, target: ModelRunner) -> ResidentDrafter | None:
         """One path is looked up on the device."""
         if self.branches > 1:
             return super().resident(target)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from draftwood.cache.resident import ResidentDrafter
 from draftwood.drafters.hosted import ResidentHosted
 from draftwood.model.runner import ModelRunner
 from draftwood.protocols import BatchView, Budget, Features, Randomness
@@ -71,7 +72,7 @@ class PointDrafter:
             trees.append((tree.tokens, tree.parents))
         return TokenTree.of_points(trees, view.lengths.device)
 
-    def resident(self, target: ModelRunner) -> ResidentHosted | None:
+    def resident(self, target: ModelRunner) -> ResidentDrafter | None:
         """Its trees in rounds on the device."""
         return ResidentHosted(self, target.device)
 

@@ -75,8 +75,12 @@ class MeasuredBudget:
             self._forget(self.BOREDOM)
             self._draft_seconds *= self.BOREDOM
         else:
+            seconds = report.draft_seconds
+            if report.step_seconds is not None:
+                rows = self._costs.at(report.num_rows, 0, max(report.num_sampling, 1))
+                seconds = max(0.0, report.step_seconds - rows)
             # Down quickly, up slowly: a proposal that had to read a prompt first says little about the next.
-            change = report.draft_seconds / report.drafted - self._draft_seconds
+            change = seconds / report.drafted - self._draft_seconds
             self._draft_seconds += change * (0.3 if change < 0 else 0.05)
         proposed = [(drafted, accepted) for drafted, accepted in report.outcomes if drafted]
         for drafted, accepted in proposed:

@@ -22,7 +22,16 @@ from typing import overload
 
 import torch
 
-from draftwood.assembly import AUTO, build_drafter, build_verifier, choose_law, load_runner, suited_tree
+from draftwood.assembly import (
+    AUTO,
+    build_drafter,
+    build_rounds,
+    build_verifier,
+    choose_law,
+    config_for_memory,
+    load_runner,
+    suited_tree,
+)
 from draftwood.calibration import calibrate, default_controller, known_costs, trimmed
 from draftwood.config import EngineConfig
 from draftwood.costs import StepCosts
@@ -115,7 +124,7 @@ class LLM:
         controller: Controller | None = None,
         progress: Progress = lambda *_: None,
     ) -> None:
-        self.config = config or EngineConfig()
+        self.config = (config or EngineConfig()).settled()
         self._controller = controller
         self._progress = progress
         if isinstance(law, str) and law != AUTO:
@@ -131,6 +140,8 @@ class LLM:
         config = self.config
         if config.threads is not None:
             torch.set_num_threads(config.threads)
+        if config.torch_device().type == "cuda":
+            config = self.config = config_for_memory(self.checkpoint, drafter, config)
         if isinstance(drafter, str):
             drafter = build_drafter(drafter, tree or suited_tree(drafter, law), self.checkpoint, config)
         self.laws = choose_law(law, drafter.law)
@@ -138,10 +149,11 @@ class LLM:
         target = load_runner(self.checkpoint, config, self._progress)
         if config.adaptive:
             drafter = trimmed(drafter, target)
-        limits = SchedulerConfig(config.max_rows, config.max_running, config.max_waiting)
+        rounds = build_rounds(target, drafter, self.laws.law_of, config)
+        limits = SchedulerConfig(config.max_rows, config.max_running, config.max_waiting, rounds is not None)
         scheduler = Scheduler(target.cache.tables, limits)
         controller = self._controller or default_controller(target, drafter)
-        return Engine(target, drafter, self.laws, controller, scheduler, KeyedRng())
+        return Engine(target, drafter, self.laws, controller, scheduler, KeyedRng(), rounds)
 
     @property
     def max_length(self) -> int:

@@ -6,70 +6,24 @@ capturing only takes the host out of the way. Graphs are made when first needed,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from draftwood.cache.kv import stage_trees
+from draftwood.cache.resident import ResidentDrafter
 from draftwood.cache.seats import Kind, SeatedView, Seats
 from draftwood.engine.plan import Plan
-from draftwood.model.batch import ForwardBatch
 from draftwood.model.runner import ModelRunner
-from draftwood.protocols import BatchView, Randomness, Verifier
+from draftwood.protocols import Randomness, Verifier
 from draftwood.sampling import target_distribution
-from draftwood.tree import DraftLaw, HostVerdict, TokenTree
+from draftwood.tree import HostVerdict, TokenTree
 
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
-
-
-class ResidentDrafter(Protocol):
-    """A drafter that guesses from what lies on the device, without asking the host.
-
-    It shares the target's pages: whatever it keeps of a token lies in its own memory under the target's slots.
-    """
-
-    @property
-    def law(self) -> DraftLaw:
-        """How the nodes of every tree are chosen."""
-        ...
-
-    @property
-    def reads(self) -> bool:
-        """Whether it has to read every committed token once."""
-        ...
-
-    @property
-    def waits(self) -> bool:
-        """Whether its trees come from the host, which has to hear of the last round first."""
-        ...
-
-    @property
-    def sizes(self) -> Sequence[int]:
-        """The tree sizes it can propose, ascending, roots not counted."""
-        ...
-
-    def suits(self, kind: Kind, verifier: Verifier) -> bool:
-        """Whether its trees can be verified by this law without the host."""
-        ...
-
-    def propose(self, view: SeatedView, nodes: int, rng: Randomness) -> TokenTree:
-        """A tree of so many draft nodes for every sequence, of the same shape every time; absent nodes hold -1."""
-        ...
-
-    def prepare(self, view: BatchView, size: int, nodes: int) -> None:
-        """The host's part, if it waits, before a round of `size` sequences, of which `view` has the real ones."""
-        ...
-
-    def read(self, batch: ForwardBatch) -> None:
-        """The target has run these rows, or will never run them again."""
-        ...
-
-    def keep(self, view: SeatedView, tree: TokenTree, index: Tensor, length: Tensor) -> None:
-        """Nodes `index` [B, D + 1] of each tree, root first, were accepted, as far as `length` [B] says."""
-        ...
 
 
 @dataclass
@@ -156,11 +110,11 @@ class Rounds:
         """The decode step, from seats to seats. Returns its outcome."""
         view = self.seats.view(rows, kind)
         tree = self.drafter.propose(view, nodes, self.rng) if nodes else _bare_roots(view)
-        cache = self.target.cache
+        memory = self.target.cache
         batch = stage_trees(
             view,
             tree,
-            cache.page_size,
+            memory.page_size,
             self.target.model.config.max_positions,
             chain=not nodes or self.drafter.law.chain,
         )
@@ -169,7 +123,7 @@ class Rounds:
         verdict = self.law_of(kind.law).verify(tree, p, view, self.rng)
         if nodes:
             index = tree.local[verdict.path.clamp(min=0)]
-            cache.keep(view.block_table, view.lengths, index, verdict.length, chain=batch.linear)
+            memory.keep(view.block_table, view.lengths, index, verdict.length, chain=batch.linear)
             self.drafter.keep(view, tree, index, verdict.length)
         return self.seats.advance(view, tree, verdict)
 
@@ -191,11 +145,7 @@ def _captured(run: Callable[[], None]) -> Callable[[], None]:
     return graph.replay
 
 
-_shared_pool: list[tuple[int, int]] = []
-
-
-def _pool() -> tuple[int, int]:
+@cache
+def _pool() -> Any:
     """Graphs run one after the other and leave nothing behind but their outcome, so they share their memory."""
-    if not _shared_pool:
-        _shared_pool.append(torch.cuda.graph_pool_handle())
-    return _shared_pool[0]
+    return torch.cuda.graph_pool_handle()

@@ -48,8 +48,13 @@ def load_model(
     device: torch.device,
     weights: WeightFormat = FORMATS["stored"],
     progress: Progress = lambda *_: None,
+    strict: bool = False,
 ) -> Model:
     """The fastest decoder there is for this device and dtype."""
+    if device.type == "cuda" and dtype != torch.float64:
+        from draftwood.model.cuda import CudaTransformer  # Triton is there where CUDA is
+
+        return CudaTransformer(checkpoint, dtype, device, weights, strict, progress)
     library = kernels() if device.type == "cpu" and dtype == torch.float32 else None
     if library is not None:
         return NativeTransformer(library, checkpoint, weights, progress)
@@ -63,7 +68,7 @@ def require_strict(model: Model) -> None:
     if model.strict:
         return
     if model.device.type != "cpu":
-        raise InvalidRequest("Strict mode runs on a CPU only so far; use device='cpu'.")
+        raise InvalidRequest(f"Strict mode needs our own kernels, and on a GPU they do not compute in {model.dtype}.")
     reason = f"there are none here: {why_missing()}" if why_missing() else f"they compute in float32, not {model.dtype}"
     raise InvalidRequest(f"Strict mode needs our own kernels, and {reason}.")
 
@@ -85,9 +90,10 @@ class ModelRunner:
         page_size: int,
         weights: WeightFormat = FORMATS["stored"],
         progress: Progress = lambda *_: None,
+        strict: bool = False,
     ) -> ModelRunner:
         """Read the weights and set the cache up."""
-        model = load_model(checkpoint, dtype, device, weights, progress)
+        model = load_model(checkpoint, dtype, device, weights, progress, strict)
         return cls(model, num_pages, page_size)
 
     @property

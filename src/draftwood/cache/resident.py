@@ -1,0 +1,60 @@
+"""What a drafter is to rounds that run on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from draftwood.cache.seats import Kind, SeatedView
+from draftwood.model.batch import ForwardBatch
+from draftwood.protocols import BatchView, Randomness, Verifier
+from draftwood.tree import DraftLaw, TokenTree
+
+
+class ResidentDrafter(Protocol):
+    """A drafter that guesses from what lies on the device, without asking the host.
+
+    It shares the target's pages: whatever it keeps of a token lies in its own memory under the target's slots.
+    """
+
+    @property
+    def law(self) -> DraftLaw:
+        """How the nodes of every tree are chosen."""
+        ...
+
+    @property
+    def reads(self) -> bool:
+        """Whether it has to read every committed token once."""
+        ...
+
+    @property
+    def waits(self) -> bool:
+        """Whether its trees come from the host, which has to hear of the last round first."""
+        ...
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """The tree sizes it can propose, ascending, roots not counted."""
+        ...
+
+    def suits(self, kind: Kind, verifier: Verifier) -> bool:
+        """Whether its trees can be verified by this law without the host."""
+        ...
+
+    def propose(self, view: SeatedView, nodes: int, rng: Randomness) -> TokenTree:
+        """A tree of so many draft nodes for every sequence, of the same shape every time; absent nodes hold -1."""
+        ...
+
+    def prepare(self, view: BatchView, size: int, nodes: int) -> None:
+        """The host's part, if it waits, before a round of `size` sequences, of which `view` has the real ones."""
+        ...
+
+    def read(self, batch: ForwardBatch) -> None:
+        """The target has run these rows, or will never run them again."""
+        ...
+
+    def keep(self, view: SeatedView, tree: TokenTree, index: Tensor, length: Tensor) -> None:
+        """Nodes `index` [B, D + 1] of each tree, root first, were accepted, as far as `length` [B] says."""
+        ...
