@@ -132,9 +132,10 @@ def tiny_runner(
     page_size: int = 4,
     device: torch.device = CPU,
     weights: str = "stored",
+    strict: bool = False,
 ) -> ModelRunner:
     checkpoint = TinyCheckpoint(config or tiny_config(), seed, noise)
-    return ModelRunner.load(checkpoint, dtype, device, num_pages, page_size, FORMATS[weights])
+    return ModelRunner.load(checkpoint, dtype, device, num_pages, page_size, FORMATS[weights], strict=strict)
 
 
 def tiny_folder(

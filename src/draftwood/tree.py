@@ -65,7 +65,8 @@ class TokenTree:
         tree = cls(tokens, none, steps, zeros, none)
         # Plain decoding should not pay for finding out that there is nothing to find out.
         own = steps[:-1]
-        tree.__dict__.update(sizes=zeros + 1, owner=own, local=zeros, paths=own[:, None], tries=none[:, None])
+        tree.__dict__.update(sizes=zeros + 1, owner=own, local=zeros, depth=zeros, max_depth=0, widest=1, inner=own[:0])
+        tree.__dict__.update(paths=own[:, None], tries=none[:, None], ancestors=zeros[:, None], levels=[own], turns=[[]])
         return tree
 
     @classmethod

@@ -101,7 +101,7 @@ def test_weights_that_are_too_large_alone_get_no_advice_about_the_cache() -> Non
         check(plan_memory(LARGE, None, CONFIG, 8 * GIB, 24 * GIB))
     said = str(refusal.value)
     assert "cache_tokens=" not in said
-    assert "several together may be: lower cache_tokens, store the weights as int4 (4.5 GiB)" in said
+    assert "several together may be: lower cache_tokens, store the weights as int4 (4.6 GiB)" in said
     assert "draft model" not in said
     assert "16.0 GiB are taken already" in said
 
