@@ -15,11 +15,13 @@ from pathlib import Path
 import torch
 
 from draftwood import __version__
+from draftwood.cache.seats import Kind, Seats
 from draftwood.costs import StepCosts
 from draftwood.drafters.scripted import ScriptedDrafter
 from draftwood.drafters.trimmed import TrimmedDrafter
 from draftwood.engine.controller import FixedBudget, MeasuredBudget
 from draftwood.engine.engine import Engine
+from draftwood.engine.rounds import Rounds
 from draftwood.engine.scheduler import Scheduler, SchedulerConfig
 from draftwood.engine.sequence import Sequence
 from draftwood.engine.text import TextStream
@@ -36,6 +38,10 @@ CONTEXTS = (64, 1024)
 BATCH = 8
 REPEATS = 4
 BURST = 3
+GPU_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+GPU_BATCH = 32
+WIDE_ROWS = (256, 512)
+GPU_REPEATS = 20
 Say = Callable[[str], None]
 
 
@@ -80,6 +86,55 @@ def trimmed(drafter: Drafter, target: ModelRunner) -> Drafter:
 
 def calibrate(target: ModelRunner, say: Say = lambda _: None) -> StepCosts:
     """Measure, and keep the result. Takes a few seconds; the target must have no requests meanwhile."""
+    costs = _on_gpu(target, say) if target.device.type == "cuda" else _on_cpu(target, say)
+    costs.save(costs_path(target))
+    return costs
+
+
+def _on_gpu(target: ModelRunner, say: Say) -> StepCosts:
+    """Captured rounds, timed by the device itself: trees of one sequence, then a batch."""
+    room = min(target.model.config.max_positions, target.cache.tables.capacity // (GPU_BATCH + 1)) - 2 * max(GPU_ROWS)
+    contexts = sorted({min(context, max(room, 1)) for context in CONTEXTS})
+    lines = []
+    for context in contexts:
+        say(f"rounds with {context} tokens of context")
+        lines.append(_time_rounds(target, 1, context, [count - 1 for count in GPU_ROWS]))
+    say(f"rounds of {GPU_BATCH} sequences")
+    alone, *wide = _time_rounds(target, GPU_BATCH, contexts[0], [0, *(rows // GPU_BATCH - 1 for rows in WIDE_ROWS)])
+    per_sequence = max(0.0, (alone - lines[0][GPU_ROWS.index(GPU_BATCH)]) / (GPU_BATCH - 1))
+    own = [max(seconds - (GPU_BATCH - 1) * per_sequence, lines[0][-1]) for seconds in wide]
+    longer = [[line[-1] / lines[0][-1] * seconds for seconds in own] for line in lines]
+    seconds = tuple((*line, *more) for line, more in zip(lines, longer, strict=True))
+    return StepCosts((*GPU_ROWS, *WIDE_ROWS), tuple(contexts), seconds, per_sequence)
+
+
+def _time_rounds(target: ModelRunner, batch: int, context: int, nodes: list[int]) -> list[float]:
+    """Seconds of a round of `batch` sequences by draft nodes of each, all of them wrong."""
+    drafter = ScriptedDrafter(lambda tokens: [], max(nodes), chain=True)
+    tables, ids = target.cache.tables, [-1 - i for i in range(batch)]
+    length = context + 2 * max(nodes) + (2 + GPU_REPEATS) * len(nodes)
+    seats = Seats(batch, length, tables.page_size, target.cache.scratch_page, target.device)
+    resident = drafter.resident(target)
+    assert resident is not None, "scripted trees run everywhere"
+    law = LAWS["match"]()
+    rounds = Rounds(target, resident, lambda _: law, KeyedRng(), seats, captures=True)
+    try:
+        for i, seq_id in enumerate(ids):
+            answer = _answer(i, context, target.model.config.vocab_size)
+            tables.open(seq_id, [])
+            if not tables.reserve(seq_id, length):
+                raise InvalidRequest(f"The cache is too small to measure {batch} sequences of {length} tokens.")
+            seats.sit(seq_id, answer.tokens, answer.params, 0)
+        seats.grant({seq_id: tables.pages(seq_id) for seq_id in ids})
+        kind = Kind(None, greedy=True, truncates=False)
+        with torch.inference_mode():
+            return [rounds.seconds(ids, count, kind, GPU_REPEATS) for count in nodes]
+    finally:
+        for seq_id in ids:
+            tables.close(seq_id)
+
+
+def _on_cpu(target: ModelRunner, say: Say) -> StepCosts:
     room = min(target.model.config.max_positions, target.cache.tables.capacity // (BATCH + 1)) - 2 * max(ROWS)
     contexts = [min(context, max(room, 1)) for context in CONTEXTS]
     lines = []
@@ -90,9 +145,7 @@ def calibrate(target: ModelRunner, say: Say = lambda _: None) -> StepCosts:
     together = _measure(target, BATCH, min(contexts), (1,))[0]
     alone = lines[0][ROWS.index(BATCH)]
     per_sequence = max(0.0, (together - alone) / (BATCH - 1))
-    costs = StepCosts(ROWS, tuple(sorted(set(contexts))), tuple(lines), per_sequence)
-    costs.save(costs_path(target))
-    return costs
+    return StepCosts(ROWS, tuple(sorted(set(contexts))), tuple(lines), per_sequence)
 
 
 def _measure(target: ModelRunner, batch: int, context: int, rows: tuple[int, ...]) -> tuple[float, ...]:

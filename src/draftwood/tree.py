@@ -66,7 +66,9 @@ class TokenTree:
         # Plain decoding should not pay for finding out that there is nothing to find out.
         own = steps[:-1]
         tree.__dict__.update(sizes=zeros + 1, owner=own, local=zeros, depth=zeros, max_depth=0, widest=1, inner=own[:0])
-        tree.__dict__.update(paths=own[:, None], tries=none[:, None], ancestors=zeros[:, None], levels=[own], turns=[[]])
+        tree.__dict__.update(
+            paths=own[:, None], tries=none[:, None], ancestors=zeros[:, None], levels=[own], turns=[[]]
+        )
         return tree
 
     @classmethod

@@ -14,6 +14,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from draftwood.errors import InvalidRequest
 from draftwood.machine import zeroed_memory
 from draftwood.model.batch import ForwardBatch, Pages
 from draftwood.model.config import ModelConfig
+from draftwood.ops.staging import staged
 from draftwood.tree import TokenTree, Verdict
 
 
@@ -176,32 +178,50 @@ class KVCache:
         self.memory.store[:, :, :, target] = self.memory.store[:, :, :, source]
 
 
-def stage_rows(
+@dataclass(frozen=True)
+class Places:
+    """Where rows of a fixed shape lie, counted from their sequence's length."""
+
+    index: Tensor  # [B, R] int64 of a row's key
+    position: Tensor  # [B, R] int64
+    ancestors: Tensor | None = None  # [B * R, W]; None: rows of text, each of which sees all keys up to its own
+    max_depth: int | None = None
+
+
+def stage_behind(
+    view: SeatedView,
     tokens: Tensor,
-    index: Tensor,
-    block_table: Tensor,
+    places: Places,
     page_size: int,
+    max_positions: int,
     logit_rows: Tensor | None = None,
 ) -> ForwardBatch:
-    """Rows of text, as many for each sequence: token [B, R] at index [B, R]; each sees all keys up to its own.
+    """As many rows `tokens` [B, R] for every sequence, around the end of what it has committed.
 
     Without `logit_rows`, logits are wanted everywhere.
     """
     size, rows = tokens.shape
-    flat = index.reshape(-1)
+    linear = places.ancestors is None
+    positions, slots, visible = staged(
+        view.lengths, view.block_table, places.index, places.position, page_size, max_positions - 1, linear
+    )
+    offsets, every, empty = _constants(size, rows, tokens.device)
+    # Kernels on a GPU find out themselves how many keys there are.
+    num_keys = view.lengths if tokens.is_cuda else view.lengths + places.index[:, -1] + 1
     return ForwardBatch(
         tokens=tokens.reshape(-1),
-        positions=flat,
-        slots=_slots(block_table, index, page_size).view(-1),
-        visible=flat + 1,
-        ancestors=torch.zeros(len(flat), 1, dtype=torch.int64, device=flat.device),
-        row_offsets=torch.arange(size + 1, device=flat.device) * rows,
-        tree_base=index[:, -1] + 1,
-        num_keys=index[:, -1] + 1,
-        block_table=block_table,
-        logit_rows=torch.arange(len(flat), device=flat.device) if logit_rows is None else logit_rows,
+        positions=positions,
+        slots=slots,
+        visible=visible,
+        ancestors=empty if places.ancestors is None else places.ancestors,
+        row_offsets=offsets,
+        tree_base=num_keys if linear else view.lengths,
+        num_keys=num_keys,
+        block_table=view.block_table,
+        logit_rows=every if logit_rows is None else logit_rows,
         max_rows=rows,
-        linear=True,
+        linear=linear,
+        max_depth=places.max_depth,
     )
 
 
@@ -209,25 +229,19 @@ def stage_trees(view: SeatedView, tree: TokenTree, page_size: int, max_positions
     """Whole trees of one shape, root and all, behind what their sequences have committed."""
     size = tree.num_trees
     rows = tree.num_nodes // size
-    index = view.lengths[:, None] - 1 + torch.arange(rows, device=tree.tokens.device)
-    positions = view.lengths[:, None] - 1 + tree.depth.view(size, rows)
-    batch = stage_rows(tree.tokens.clamp(min=0).view(size, rows), index, view.block_table, page_size)
-    batch = replace(batch, positions=positions.clamp(max=max_positions - 1).view(-1))
-    if chain:  # it is a piece of text
-        return batch
-    return replace(
-        batch,
-        visible=view.lengths[:, None].expand(size, rows).reshape(-1),
-        ancestors=tree.ancestors,
-        tree_base=view.lengths,
-        linear=False,
-        max_depth=tree.max_depth,
-    )
+    places = Places(tree.local.view(size, rows) - 1, tree.depth.view(size, rows) - 1)
+    if not chain:  # a chain is a piece of text
+        places = replace(places, ancestors=tree.ancestors, max_depth=tree.max_depth)
+    return stage_behind(view, tree.tokens.clamp(min=0).view(size, rows), places, page_size, max_positions)
 
 
-def _slots(block_table: Tensor, index: Tensor, page_size: int) -> Tensor:
-    """Where keys `index` [B, R] of each sequence lie. [B, P] -> [B, R]."""
-    return block_table.gather(1, index // page_size) * page_size + index % page_size
+@lru_cache(maxsize=1024)
+def _constants(size: int, rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Row offsets, every row, and no ancestors: the same in every round of a shape."""
+    count = size * rows
+    offsets = torch.arange(size + 1, device=device) * rows
+    empty = torch.zeros(count, 1, dtype=torch.int64, device=device)
+    return offsets, torch.arange(count, device=device), empty
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

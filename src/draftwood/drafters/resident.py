@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from draftwood.cache.kv import stage_rows
+from draftwood.cache.kv import Places, stage_behind
 from draftwood.cache.seats import Kind, SeatedView
 from draftwood.growers.levels import Levels
 from draftwood.growers.pickers import Frontier
@@ -104,7 +104,7 @@ class _Level:
 
     columns: Tensor  # [B, k]
     depth: Tensor  # [B, k]
-    ancestors: Tensor  # [B * k, W]
+    places: Places
 
 
 @dataclass
@@ -128,7 +128,13 @@ class _Shape:
         tree = known(builder.build()[0])
         words = tree.ancestors.view(size, builder.num_columns, -1)
         every = torch.arange(size, device=device)[:, None]
-        levels = [_Level(c, builder.depth.gather(1, c), words[every, c].flatten(0, 1)) for c in grown]
+        levels = []
+        for own in grown:
+            depth = builder.depth.gather(1, own)
+            places = Places(own - 1, depth - 1)
+            if not grower.law.chain:
+                places = replace(places, ancestors=words[every, own].flatten(0, 1), max_depth=len(grown))
+            levels.append(_Level(own, depth, places))
         return cls(replace_q(tree), grower.widths, levels)
 
 
@@ -167,6 +173,7 @@ class ResidentModel:
     reads: bool = True
     waits: bool = False
     _shapes: dict[tuple[int, int], _Shape] = field(default_factory=dict)
+    _ends: dict[int, tuple[Places, Tensor]] = field(default_factory=dict)
 
     @property
     def law(self) -> DraftLaw:
@@ -207,31 +214,26 @@ class ResidentModel:
 
     def _begin(self, view: SeatedView) -> Tensor:
         """Logits at the roots, once the token before each has been run again. [B, V]."""
-        steps = torch.arange(-2, 0, device=view.lengths.device)
-        index = (view.lengths[:, None] + steps).clamp(min=0)
-        last = torch.arange(1, 2 * len(view.rows), 2, device=index.device)
-        batch = stage_rows(view.history[view.rows[:, None], index], index, view.block_table, self._page_size, last)
+        places, last = self._last_two(len(view.rows))
+        tokens = view.history[view.rows[:, None], (view.lengths[:, None] + places.index).clamp(min=0)]
+        return self._run(view, tokens, places, last)
+
+    def _last_two(self, size: int) -> tuple[Places, Tensor]:
+        """Where the last two committed tokens lie, and which rows are the last."""
+        if size not in self._ends:
+            device = self.runner.device
+            steps = torch.arange(-2, 0, device=device).expand(size, 2).contiguous()
+            self._ends[size] = Places(steps, steps), torch.arange(1, 2 * size, 2, device=device)
+        return self._ends[size]
+
+    def _run(self, view: SeatedView, tokens: Tensor, places: Places, logit_rows: Tensor | None = None) -> Tensor:
+        highest = self.runner.model.config.max_positions
+        batch = stage_behind(view, tokens, places, self.runner.cache.page_size, highest, logit_rows)
         return self.runner.forward(batch).logits
 
     def _extend(self, view: SeatedView, level: _Level, tokens: Tensor) -> Tensor:
         """Logits at the nodes of a level. [B, k] -> [B, k, V]."""
-        index = view.lengths[:, None] + level.columns - 1
-        highest = self.runner.model.config.max_positions - 1
-        positions = (view.lengths[:, None] + level.depth - 1).clamp(max=highest)
-        batch = replace(stage_rows(tokens, index, view.block_table, self._page_size), positions=positions.view(-1))
-        if not self.law.chain:
-            batch = replace(
-                batch,
-                visible=view.lengths[:, None].expand_as(tokens).reshape(-1),
-                ancestors=level.ancestors,
-                tree_base=view.lengths,
-                linear=False,
-            )
-        return self.runner.forward(batch).logits.view(*tokens.shape, -1)
-
-    @property
-    def _page_size(self) -> int:
-        return self.runner.cache.page_size
+        return self._run(view, tokens, level.places).view(*tokens.shape, -1)
 
     def prepare(self, view: BatchView, size: int, nodes: int) -> None:
         """Nothing to ask the host for."""
