@@ -1,3 +1,4 @@
+import importlib.util
 import os
 
 import pytest
@@ -8,6 +9,18 @@ from draftwood.ops.native import kernels, library
 
 if not torch.cuda.is_available():  # Triton reads it when it is first imported, which no import above does
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+    from triton.runtime import interpreter
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patch_tensor_for_numpy(tensor, scope) -> None:  # type: ignore[no-untyped-def]
+        """Triton 3.6 keeps scalars in arrays of one element, which NumPy from 2.4 on does not take for an int."""
+        patch_tensor(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_tensor_for_numpy
 
 avoid_broken_amx()  # must come before the first product of the process
 

@@ -31,7 +31,7 @@ def runner(noise: float = 0.0, num_pages: int = 200, page_size: int = 4) -> Mode
     if not GPU:
         return tiny_runner(noise=noise, num_pages=num_pages, page_size=page_size)
     config = tiny_config(head_dim=64)
-    return tiny_runner(config, 0, noise, torch.float32, num_pages, 4 * page_size, DEVICE, strict=True)
+    return tiny_runner(config, 0, noise, torch.bfloat16, num_pages, 4 * page_size, DEVICE, strict=True)
 
 
 class Moody:

@@ -24,6 +24,7 @@ class Storage(IntEnum):
     BFLOAT16 = 1
     INT8 = 2
     INT4 = 3
+    FLOAT8 = 4  # on accelerators alone
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,23 @@ class Quantised:
         return Quantised(self.storage, change(self.codes), change(self.scale), minimum)
 
 
+@dataclass(frozen=True)
+class Float8:
+    """A matrix of 8-bit floats (e4m3) with one scale for each output."""
+
+    codes: Tensor  # [out, in] float8_e4m3fn
+    scale: Tensor  # [out] float32
+
+    def dequantise(self) -> Tensor:
+        """In float32. [out, in]."""
+        return self.codes.float() * self.scale[:, None]
+
+    @property
+    def shape(self) -> torch.Size:
+        """[out, in]."""
+        return self.codes.shape
+
+
 Matrix = Tensor | Quantised
 
 
@@ -80,6 +98,13 @@ def quantise_int4(weight: Tensor) -> Quantised:
     steps = (groups - minimum[..., None].float()) / _nonzero(scale)[..., None]
     codes = steps.round_().clamp_(0, 15).to(torch.uint8)
     return Quantised(Storage.INT4, codes.flatten(1), scale, minimum)
+
+
+def quantise_float8(weight: Tensor) -> Float8:
+    """The largest weight of an output becomes the largest number that eight bits hold. [out, in]."""
+    numbers = weight.float()
+    scale = numbers.abs().amax(-1) / torch.finfo(torch.float8_e4m3fn).max
+    return Float8((numbers / _nonzero(scale)[:, None]).to(torch.float8_e4m3fn), scale)
 
 
 def _nonzero(scale: Tensor) -> Tensor:
@@ -126,6 +151,11 @@ FORMATS: Mapping[str, WeightFormat] = {
     )
 }
 
+FLOAT8 = WeightFormat("fp8", Storage.FLOAT8, Storage.FLOAT8, False, "8-bit floats with a scale an output")
+ON_ACCELERATORS: Mapping[str, WeightFormat] = {
+    f.name: f for f in (FORMATS["stored"], FORMATS["bfloat16"], FLOAT8, FORMATS["int8"], FORMATS["int4"])
+}
+
 
 def exact_storage(weight: Matrix) -> Storage:
     """The smallest storage that loses nothing of these weights."""
@@ -146,9 +176,9 @@ def store_as(storage: Storage, weight: Matrix) -> Matrix:
     return weight.to(torch.float32 if storage == Storage.FLOAT32 else torch.bfloat16)
 
 
-def as_numbers(weight: Matrix) -> Tensor:
+def as_numbers(weight: Matrix | Float8) -> Tensor:
     """The numbers that these weights stand for."""
-    return weight.dequantise() if isinstance(weight, Quantised) else weight
+    return weight if isinstance(weight, Tensor) else weight.dequantise()
 
 
 def join_rows(parts: Sequence[Matrix], panel: int | None = None) -> Matrix:

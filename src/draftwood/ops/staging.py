@@ -22,4 +22,5 @@ def staged(
     slots = table.gather(1, key // page_size) * page_size + key % page_size
     positions = (lengths[:, None] + position).clamp(0, highest)
     visible = key + 1 if linear else lengths[:, None].expand_as(key)
-    return positions.reshape(-1), slots.reshape(-1), visible.reshape(-1)
+    # One repeated number can be reshaped without being written out, and kernels count on its being written out.
+    return positions.reshape(-1), slots.reshape(-1), visible.contiguous().view(-1)

@@ -63,6 +63,19 @@ class Scratch(Structure):
     ]  # fmt: skip
 
 
+class VerdictCall(Structure):
+    """What a whole verdict needs; `Call` of verdict.c."""
+
+    _fields_ = [
+        ("p", c_void_p), ("q", c_void_p),
+        ("vocabulary", c_int64), ("nodes", c_int64), ("trees", c_int64), ("width", c_int64), ("steps", c_int64),
+        ("tokens", c_void_p), ("parents", c_void_p), ("offsets", c_void_p), ("tries", c_void_p), ("q_row", c_void_p),
+        ("draw", c_void_p), ("seeds", c_void_p), ("lengths", c_void_p),
+        ("tried", c_int64), ("kseq", c_int64), ("distinct", c_int64),
+        ("path", c_void_p), ("length", c_void_p), ("bonus", c_void_p),
+    ]  # fmt: skip
+
+
 SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "dw_forward": (None, [c_void_p, c_void_p, c_void_p]),
     "dw_attention_scores": (c_int64, [c_void_p, c_int64, c_int64]),
@@ -72,6 +85,15 @@ SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "dw_kseq_bar": (None, [c_void_p, c_void_p, c_int64, c_int64, *[c_void_p] * 5]),
     "dw_residual_rows": (None, [c_void_p, c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 6]),
     "dw_reject": (None, [c_void_p, c_void_p, *[c_int64] * 4, *[c_void_p] * 10]),
+    "dw_derive": (None, [c_void_p, c_void_p, c_int64, c_int64, c_void_p]),
+    "dw_uniforms": (None, [c_void_p, c_int64, c_void_p]),
+    "dw_pick": (None, [c_void_p, *[c_int64] * 4, c_void_p, c_void_p]),
+    "dw_race": (None, [c_void_p, *[c_int64] * 4, c_void_p, c_void_p]),
+    "dw_verdict_walk": (None, [c_void_p]),
+    "dw_verdict_search": (None, [c_void_p]),
+    "dw_verdict_layers": (None, [c_void_p]),
+    "dw_verdict_pooled": (None, [c_void_p]),
+    "dw_verdict_match": (None, [c_void_p]),
     "dw_pack_codes": (None, [c_int64, *[c_void_p] * 3, c_int64, c_int64, *[c_void_p] * 3, c_int64]),
 }
 

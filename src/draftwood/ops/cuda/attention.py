@@ -1,0 +1,187 @@
+"""Paged attention for prefill, decode, verification and draft growth on a GPU, the same bits in all of them.
+
+A row's keys have logical numbers: its `visible` linear keys, then its own ancestors in the tree in path order. They
+are taken in an order that these numbers alone decide, never the batch: blocks of 64 into the running softmax of their
+chunk of 256, chunks one after the other. So a token gives the same result as a draft node, among others or alone, and
+later as a committed token; in a tile of any height; with one program for all its keys, or one for each chunk.
+
+    logical key   0 ─────────────── 256 ───────── visible ── length          a draft node's row
+    chunks        |     states[0]    |    states[1]  :  |
+    blocks        |   |   |   |   |  |   |   |   |   :  |
+                  └── scan_linear: rows in tiles ──┘ └ finish_rows: row by row, with its own keys
+
+Products are at most 32 lines high unless `largest_tile` says otherwise. Up to there Triton uses the warp's matrix
+instruction for every height; from 64 on the warp group's, whose bits nobody promises to be the same.
+"""
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftwood.model.batch import AttentionShape, ForwardBatch, Pages
+from draftwood.ops.cuda.attention_kernels import BLOCK, CHUNK, LARGEST_GROUP, find_tails, finish_rows, scan_linear
+from draftwood.tree import BITS
+
+FILLS_CHIP = 264  # programs, two for each multiprocessor of an H200
+TALLEST_EXACT = 32  # lines of a tile whose bits are those of lower ones
+UNLIMITED = 1 << 30  # a window no sequence reaches
+
+
+@dataclass(frozen=True)
+class Tails:
+    """What only a single row sees: its keys from the last block border below its tree on."""
+
+    slots: Tensor  # [N, T] int32, undefined behind a row's last key
+    lengths: Tensor  # [N] int64 keys of a row in all
+
+
+def tails_of(batch: ForwardBatch, page_size: int, max_depth: int) -> Tails:
+    """Tails of rows whose trees are at most `max_depth` deep, without asking the host."""
+    num_rows, num_words = batch.ancestors.shape
+    width = BLOCK + max_depth
+    slots = torch.empty(num_rows, width, dtype=torch.int32, device=batch.tokens.device)
+    lengths = torch.empty_like(batch.visible)
+    find_tails[(num_rows,)](
+        batch.ancestors.contiguous(), batch.row_offsets, batch.visible, batch.tree_base, batch.block_table,
+        slots, lengths, batch.tree_base.shape[0], num_words, batch.block_table.stride(0), width, page_size,
+    )  # fmt: skip
+    return Tails(slots, lengths)
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How the rows of a batch are cut into programs."""
+
+    lines: int  # of a tile: rows times padded group
+    group_padded: int
+    one_tile: bool  # a sequence's rows fit into one tile
+    num_tiles: int
+    num_splits: int
+
+    @classmethod
+    def choose(cls, plan: TreeAttention, group: int, kv_heads: int) -> Tiling:
+        """The lowest tile that holds a sequence's rows, and as many splits as fill the chip."""
+        if group > LARGEST_GROUP:
+            raise ValueError(f"{group} query heads share a key head; the kernels take at most {LARGEST_GROUP}")
+        group_padded = _power_of_2(group)
+        fits = _power_of_2(plan.max_rows * group_padded)
+        lines = max(16, min(fits, plan.largest_tile))
+        rows = lines // group_padded
+        one_tile = plan.max_rows <= rows
+        num_sequences = plan.batch.tree_base.shape[0]
+        num_tiles = num_sequences if one_tile else plan.batch.tokens.shape[0] // rows + num_sequences
+        wanted = plan.num_splits or math.ceil(FILLS_CHIP / (num_tiles * kv_heads))
+        return cls(lines, group_padded, one_tile, num_tiles, min(wanted, plan.num_chunks))
+
+
+@dataclass(frozen=True)
+class TreeAttention:
+    """Attention planned for one batch; means what `DenseAttention` means. Its `run` can be captured in a graph."""
+
+    batch: ForwardBatch
+    cache: Pages
+    shape: AttentionShape
+    tails: Tails | None  # None: no row is a draft node
+    max_rows: int
+    largest_tile: int
+    num_splits: int | None
+
+    @classmethod
+    def plan(
+        cls,
+        batch: ForwardBatch,
+        cache: Pages,
+        shape: AttentionShape,
+        *,
+        max_rows: int | None = None,
+        linear: bool = False,
+        max_depth: int | None = None,
+        largest_tile: int = TALLEST_EXACT,
+        num_splits: int | None = None,
+    ) -> TreeAttention:
+        """Plan for a batch of which the host knows: no sequence has more than `max_rows` rows, whether all are
+        `linear`, that is no draft nodes, and no tree is deeper than `max_depth`. Knowing less is only slower.
+
+        `num_splits` programs share the chunks of a tile; None: as many as fill the chip.
+        """
+        depth = batch.ancestors.shape[1] * BITS if max_depth is None else max_depth
+        tails = None if linear else tails_of(batch, cache.page_size, depth)
+        rows = batch.tokens.shape[0] if max_rows is None else max_rows
+        return cls(batch, cache, shape, tails, rows, largest_tile, num_splits)
+
+    @property
+    def num_chunks(self) -> int:
+        """Chunks that the longest sequence these block tables can hold has."""
+        return -(-self.batch.block_table.shape[1] * self.cache.page_size // CHUNK)
+
+    def run(self, layer: int, query: Tensor) -> Tensor:
+        """[N, heads, D] -> [N, heads * D]."""
+        num_rows, heads, dim = query.shape
+        kv_heads = self.cache.store.shape[2]
+        tiling = Tiling.choose(self, heads // kv_heads, kv_heads)
+        query, out = query.contiguous(), query.new_empty(num_rows, heads * dim)
+        split = tiling.num_splits > 1
+        in_parts = split or self.tails is not None
+        num_states = (self.num_chunks if split else 2) if in_parts else 0
+        states = query.new_empty(num_rows * heads, num_states, dim, dtype=torch.float32)
+        sums = query.new_empty(num_rows * heads, num_states, 2, dtype=torch.float32)
+        if num_rows:
+            self._scan(layer, query, out, states, sums, tiling)
+        if num_rows and in_parts:
+            self._finish(layer, query, out, states, sums, split)
+        return out
+
+    def _scan(self, layer: int, query: Tensor, out: Tensor, states: Tensor, sums: Tensor, tiling: Tiling) -> None:
+        batch, (keys, values) = self.batch, self.cache.store[layer]
+        kv_heads, num_slots, dim = keys.shape
+        padded = _power_of_2(dim)
+        warps = 8 if tiling.lines >= 128 or padded >= 256 else 4  # with four, sums of that size leave the registers
+        scan_linear[(tiling.num_tiles, kv_heads, tiling.num_splits)](
+            query, keys, values, batch.block_table, batch.row_offsets, batch.positions, batch.visible,
+            self._lengths, out, states, sums, self._scale, self._window,
+            batch.tree_base.shape[0], batch.block_table.stride(0), num_slots, states.shape[1],
+            kv_heads, query.shape[1] // kv_heads, tiling.group_padded, dim, padded, self.cache.page_size,
+            tiling.lines, tiling.one_tile, self.tails is not None, tiling.num_splits > 1,
+            num_warps=warps, num_stages=_stages(keys), enable_fp_fusion=False,
+        )  # fmt: skip
+
+    def _finish(self, layer: int, query: Tensor, out: Tensor, states: Tensor, sums: Tensor, split: bool) -> None:
+        batch, (keys, values) = self.batch, self.cache.store[layer]
+        kv_heads, num_slots, dim = keys.shape
+        # Without a tree nothing is read of the tails, but something has to be passed.
+        tails = batch.visible[:, None] if self.tails is None else self.tails.slots
+        finish_rows[(query.shape[0], kv_heads)](
+            query, keys, values, batch.positions, batch.visible, self._lengths, tails, out, states, sums,
+            self._scale, self._window, num_slots, states.shape[1], tails.shape[1],
+            kv_heads, query.shape[1] // kv_heads, dim, _power_of_2(dim), self.tails is not None, split,
+            num_warps=4, num_stages=2, enable_fp_fusion=False,
+        )  # fmt: skip
+
+    @property
+    def _lengths(self) -> Tensor:
+        return self.batch.visible if self.tails is None else self.tails.lengths
+
+    @property
+    def _scale(self) -> float:
+        return self.shape.scale * math.log2(math.e)
+
+    @property
+    def _window(self) -> int:
+        return UNLIMITED if self.shape.window is None else self.shape.window
+
+
+def _stages(keys: Tensor) -> int:
+    """Of the pipeline: with five, Triton 3.6 has the pages and two blocks of keys and values on their way."""
+    bytes_of_block = 2 * BLOCK * _power_of_2(keys.shape[-1]) * keys.element_size()
+    return 5 if 2 * bytes_of_block <= 128 << 10 else 3
+
+
+def _power_of_2(number: int) -> int:
+    """The first that is not below `number`."""
+    return 1 << (number - 1).bit_length()

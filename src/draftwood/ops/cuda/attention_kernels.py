@@ -1,0 +1,292 @@
+"""The kernels of `TreeAttention`; what is computed in which order stands there.
+
+A tile is LINES lines: rows of one sequence times the GROUP query heads that share a key head. A running softmax is
+(highest score, sum, weighted values); scores are in units of log2, so that weights are powers of two.
+"""
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportUnreachable=false, reportArgumentType=false
+# pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+BLOCK = 64  # keys a product
+CHUNK = 256  # keys a running softmax of its own
+LARGEST_GROUP = 16  # query heads of a key head: the lines of a tile with one row
+
+_BLOCK = tl.constexpr(BLOCK)
+_CHUNK = tl.constexpr(CHUNK)
+_SUMS = tl.constexpr(16)  # equal columns of the sum: the narrowest product there is
+_ROW_LINES = tl.constexpr(LARGEST_GROUP)
+_SEQUENCES = tl.constexpr(128)  # offsets looked at together
+
+
+@triton.jit
+def _attend(q, k, v, seen, highest, total, acc, scale):
+    """A running softmax with one block of keys more. Lines do not touch each other, whatever tile they are in.
+
+    The sum is a product with ones: the order of a plain sum would depend on how the compiler lays out a tile.
+    """
+    score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    score = tl.where(seen, score, float("-inf"))
+    before = highest
+    highest = tl.maximum(before, tl.max(score, 1))
+    pivot = tl.where(highest == float("-inf"), 0.0, highest)
+    keep = tl.exp2(before - pivot)[:, None]
+    weight = tl.exp2(score - pivot[:, None]).to(v.dtype)
+    ones = tl.full((_BLOCK, _SUMS), 1.0, v.dtype)
+    total = tl.dot(weight, ones, total * keep, input_precision="ieee")
+    acc = tl.dot(weight, v, acc * keep, input_precision="ieee")
+    return highest, total, acc
+
+
+@triton.jit
+def _combine(highest, total, acc, next_highest, next_total, next_acc):
+    """A running softmax with that of the next chunk; an empty one changes no bit."""
+    new = tl.maximum(highest, next_highest)
+    pivot = tl.where(new == float("-inf"), 0.0, new)
+    old_part = tl.exp2(highest - pivot)
+    next_part = tl.exp2(next_highest - pivot)
+    total = tl.fma(total, old_part, next_total * next_part)
+    acc = tl.fma(acc, old_part[:, None], next_acc * next_part[:, None])
+    return new, total, acc
+
+
+@triton.jit
+def _normalised(total, acc):
+    return acc / tl.where(total > 0, total, 1.0)[:, None]
+
+
+@triton.jit
+def _nothing(LINES: tl.constexpr, DIM_PADDED: tl.constexpr):
+    """The running softmax of no keys."""
+    highest = tl.full((LINES,), float("-inf"), tl.float32)
+    return highest, tl.zeros((LINES,), tl.float32), tl.zeros((LINES, DIM_PADDED), tl.float32)
+
+
+@triton.jit
+def _widened(total, LINES: tl.constexpr):
+    return tl.broadcast_to(total[:, None], (LINES, _SUMS))
+
+
+@triton.jit
+def _load_slots(keys, values, slot, there, DIM: tl.constexpr, DIM_PADDED: tl.constexpr):
+    """Keys and values at `slot`, zeros where there is none. 2 x [BLOCK, DIM_PADDED]."""
+    d = tl.arange(0, DIM_PADDED)
+    at = slot[:, None] * DIM + d[None, :]
+    mask = there[:, None] & (d < DIM)[None, :]
+    return tl.load(keys + at, mask=mask, other=0.0), tl.load(values + at, mask=mask, other=0.0)
+
+
+@triton.jit
+def _slot_of(pages, key, there, PAGE: tl.constexpr):
+    """Where key number `key` of the sequence with these pages lies; never outside the cache."""
+    page = tl.maximum(tl.load(pages + key // PAGE, mask=there, other=0), 0)
+    return page * PAGE + key % PAGE
+
+
+@triton.jit
+def _last_at_most(offsets, number, wanted, ROWS: tl.constexpr, EXTRA: tl.constexpr):
+    """The last sequence s with offsets[s] // ROWS + s * EXTRA <= wanted."""
+    count = wanted * 0
+    for begin in range(0, number, _SEQUENCES):
+        s = begin + tl.arange(0, _SEQUENCES)
+        start = tl.load(offsets + s, mask=s < number, other=0) // ROWS + s * EXTRA
+        count += tl.sum(((s < number) & (start <= wanted)).to(tl.int32), 0)
+    return count - 1
+
+
+@triton.jit
+def _rows_of_tile(tile, offsets, num_sequences, ROWS: tl.constexpr, ONE_TILE: tl.constexpr):
+    """The sequence of a tile, the tile's first row, and the end of the sequence's; no rows if the tile is spare.
+
+    A sequence's tiles begin at the number of full ones its predecessors' rows could fill, one more for each of them.
+    """
+    sequence = tile
+    if not ONE_TILE:
+        sequence = _last_at_most(offsets, num_sequences, tile, ROWS, 1)
+    row_begin, row_end = tl.load(offsets + sequence), tl.load(offsets + sequence + 1)
+    if not ONE_TILE:
+        row_begin += (tile - (row_begin // ROWS + sequence)) * ROWS
+    return sequence, row_begin, row_end
+
+
+@triton.jit
+def _chunk(
+    q, chunk, begin, end, tile_begin, tile_end, pages, keys, values, scale,
+    DIM: tl.constexpr, DIM_PADDED: tl.constexpr, PAGE: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    """The running softmax over one chunk's linear keys; line i sees keys begin[i] … end[i] - 1."""
+    highest, total, acc = _nothing(LINES, DIM_PADDED)
+    sums = _widened(total, LINES)
+    first = tl.maximum(chunk * _CHUNK, tile_begin // _BLOCK * _BLOCK)
+    for start in range(first, tl.minimum((chunk + 1) * _CHUNK, tile_end), _BLOCK):
+        key = start + tl.arange(0, _BLOCK)
+        there = key < tile_end
+        k, v = _load_slots(keys, values, _slot_of(pages, key, there, PAGE), there, DIM, DIM_PADDED)
+        seen = (key[None, :] >= begin[:, None]) & (key[None, :] < end[:, None])
+        highest, sums, acc = _attend(q, k, v, seen, highest, sums, acc, scale)
+    return highest, tl.max(sums, 1), acc
+
+
+@triton.jit
+def _store_state(states, sums, line, real, slots, slot, highest, total, acc, DIM: tl.constexpr, PADDED: tl.constexpr):
+    place = line * slots + slot
+    d = tl.arange(0, PADDED)
+    tl.store(sums + place * 2, highest, mask=real)
+    tl.store(sums + place * 2 + 1, total, mask=real)
+    tl.store(states + place[:, None] * DIM + d[None, :], acc, mask=real[:, None] & (d < DIM)[None, :])
+
+
+@triton.jit
+def _load_state(states, sums, line, real, slots, slot, DIM: tl.constexpr, PADDED: tl.constexpr):
+    place = line * slots + slot
+    d = tl.arange(0, PADDED)
+    highest = tl.load(sums + place * 2, mask=real, other=float("-inf"))
+    total = tl.load(sums + place * 2 + 1, mask=real, other=0.0)
+    acc = tl.load(states + place[:, None] * DIM + d[None, :], mask=real[:, None] & (d < DIM)[None, :], other=0.0)
+    return highest, total, acc
+
+
+@triton.jit
+def _store_rows(out, line, real, total, acc, DIM: tl.constexpr, PADDED: tl.constexpr):
+    d = tl.arange(0, PADDED)
+    mask = real[:, None] & (d < DIM)[None, :]
+    tl.store(out + line[:, None] * DIM + d[None, :], _normalised(total, acc).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["window", "num_sequences", "table_width", "num_slots", "num_states"])
+def scan_linear(
+    query, keys, values, table, offsets, positions, visible, lengths, out, states, sums,
+    scale, window, num_sequences, table_width, num_slots, num_states,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, DIM: tl.constexpr,
+    DIM_PADDED: tl.constexpr, PAGE: tl.constexpr, LINES: tl.constexpr, ONE_TILE: tl.constexpr,
+    HAS_TREE: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Everything that a tile's rows share: the blocks of keys no draft node has a part in.
+
+    Program (tile, key head, j). SPLIT: chunks j, j + splits, … leave a state each, by number. Otherwise one program
+    walks all: with a tree it leaves two states, all chunks but the last, and the last; without, the result.
+    """
+    rows: tl.constexpr = LINES // GROUP_PADDED
+    sequence, row_begin, row_end = _rows_of_tile(tl.program_id(0), offsets, num_sequences, rows, ONE_TILE)
+    head = tl.program_id(1)
+    if row_begin >= row_end:
+        return
+    i = tl.arange(0, LINES)
+    row, member = row_begin + i // GROUP_PADDED, i % GROUP_PADDED
+    real = (row < row_end) & (member < GROUP)
+    line = row * (KV_HEADS * GROUP) + head * GROUP + member
+    d = tl.arange(0, DIM_PADDED)
+    q = tl.load(query + line[:, None] * DIM + d[None, :], mask=real[:, None] & (d < DIM)[None, :], other=0.0)
+    end = tl.load(visible + row, mask=real, other=0).to(tl.int32)
+    begin = tl.maximum(tl.load(positions + row, mask=real, other=0).to(tl.int32) - window + 1, 0)
+    open_chunk = tl.maximum(end - 1, 0) // _CHUNK  # the one that is not complete yet, for all a row knows here
+    if HAS_TREE:
+        is_node = tl.load(lengths + row, mask=real, other=0).to(tl.int32) > end
+        open_chunk = tl.where(is_node, end // _CHUNK, open_chunk)
+        end = tl.where(is_node, end // _BLOCK * _BLOCK, end)
+    last, tile_end = tl.max(open_chunk, 0), tl.max(end, 0)
+    tile_begin = tl.min(tl.where(real, begin, 1 << 30), 0)
+    first = tl.minimum(tile_begin // _CHUNK, last)
+    pages = table + sequence.to(tl.int64) * table_width
+    keys += head.to(tl.int64) * num_slots * DIM
+    values += head.to(tl.int64) * num_slots * DIM
+    if SPLIT:
+        j, splits = tl.program_id(2), tl.num_programs(2)
+        for chunk in range(first + (j + splits - first % splits) % splits, last + 1, splits):
+            highest, total, acc = _chunk(
+                q, chunk, begin, end, tile_begin, tile_end, pages, keys, values, scale, DIM, DIM_PADDED, PAGE, LINES
+            )
+            _store_state(states, sums, line, real, num_states, chunk, highest, total, acc, DIM, DIM_PADDED)
+    else:
+        all_highest, all_total, all_acc = _nothing(LINES, DIM_PADDED)
+        highest, total, acc = _nothing(LINES, DIM_PADDED)
+        for chunk in range(first, last + 1):
+            all_highest, all_total, all_acc = _combine(all_highest, all_total, all_acc, highest, total, acc)
+            highest, total, acc = _chunk(
+                q, chunk, begin, end, tile_begin, tile_end, pages, keys, values, scale, DIM, DIM_PADDED, PAGE, LINES
+            )
+        if HAS_TREE:
+            _store_state(states, sums, line, real, num_states, 0, all_highest, all_total, all_acc, DIM, DIM_PADDED)
+            _store_state(states, sums, line, real, num_states, 1, highest, total, acc, DIM, DIM_PADDED)
+        else:
+            all_highest, all_total, all_acc = _combine(all_highest, all_total, all_acc, highest, total, acc)
+            _store_rows(out, line, real, all_total, all_acc, DIM, DIM_PADDED)
+
+
+@triton.jit(do_not_specialize=["window", "num_slots", "num_states", "tail_width"])
+def finish_rows(
+    query, keys, values, positions, visible, lengths, tails, out, states, sums,
+    scale, window, num_slots, num_states, tail_width,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
+    HAS_TREE: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    """Combine the states of one row and key head, and go on with the keys only this draft node has."""
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i = tl.arange(0, _ROW_LINES)
+    real = i < GROUP
+    line = row * (KV_HEADS * GROUP) + head * GROUP + i
+    seen_linear = tl.load(visible + row).to(tl.int32)
+    length = seen_linear
+    if HAS_TREE:
+        length = tl.load(lengths + row).to(tl.int32)
+    begin = tl.maximum(tl.load(positions + row).to(tl.int32) - window + 1, 0)
+    first, opened = 0, 1
+    if SPLIT:
+        opened = tl.where(length > seen_linear, seen_linear, tl.maximum(seen_linear - 1, 0)) // _CHUNK
+        first = tl.minimum(begin // _CHUNK, opened)
+    all_highest, all_total, all_acc = _nothing(_ROW_LINES, DIM_PADDED)
+    for chunk in tl.range(first, opened, num_stages=3):
+        highest, total, acc = _load_state(states, sums, line, real, num_states, chunk, DIM, DIM_PADDED)
+        all_highest, all_total, all_acc = _combine(all_highest, all_total, all_acc, highest, total, acc)
+    highest, total, acc = _load_state(states, sums, line, real, num_states, opened, DIM, DIM_PADDED)
+    if HAS_TREE:  # noqa: SIM102 (what the compiler knows and what the program finds out are not one condition)
+        if length > seen_linear:
+            d = tl.arange(0, DIM_PADDED)
+            q = tl.load(query + line[:, None] * DIM + d[None, :], mask=real[:, None] & (d < DIM)[None, :], other=0.0)
+            keys += head.to(tl.int64) * num_slots * DIM
+            values += head.to(tl.int64) * num_slots * DIM
+            tail_begin = seen_linear // _BLOCK * _BLOCK
+            slots = tails + row * tail_width - tail_begin
+            for block in range(tl.cdiv(length - tail_begin, _BLOCK)):
+                start = tail_begin + block * _BLOCK
+                if start % _CHUNK == 0:
+                    all_highest, all_total, all_acc = _combine(all_highest, all_total, all_acc, highest, total, acc)
+                    highest, total, acc = _nothing(_ROW_LINES, DIM_PADDED)
+                key = start + tl.arange(0, _BLOCK)
+                there = key < length
+                slot = tl.load(slots + key, mask=there, other=0).to(tl.int64)
+                k, v = _load_slots(keys, values, slot, there, DIM, DIM_PADDED)
+                seen = tl.broadcast_to(((key >= begin) & there)[None, :], (_ROW_LINES, _BLOCK))
+                highest, wide, acc = _attend(q, k, v, seen, highest, _widened(total, _ROW_LINES), acc, scale)
+                total = tl.max(wide, 1)
+    all_highest, all_total, all_acc = _combine(all_highest, all_total, all_acc, highest, total, acc)
+    _store_rows(out, line, real, all_total, all_acc, DIM, DIM_PADDED)
+
+
+@triton.jit(do_not_specialize=["num_sequences", "num_words", "table_width", "tail_width"])
+def find_tails(
+    ancestors, offsets, visible, tree_base, table, tails, lengths,
+    num_sequences, num_words, table_width, tail_width, PAGE: tl.constexpr,
+):  # fmt: skip
+    """For one row: how many keys it has, and the slots of those from the last block border below its tree on."""
+    row = tl.program_id(0).to(tl.int64)
+    seen = tl.load(visible + row)
+    sequence = _last_at_most(offsets, num_sequences, row, 1, 0)
+    pages = table + sequence.to(tl.int64) * table_width
+    base = tl.load(tree_base + sequence)
+    begin = seen // _BLOCK * _BLOCK
+    own = tails + row * tail_width
+    i = tl.arange(0, _BLOCK).to(tl.int64)
+    linear = begin + i < seen
+    tl.store(own + i, _slot_of(pages, begin + i, linear, PAGE).to(tl.int32), mask=linear)
+    count = seen - begin
+    for word in range(num_words):
+        bit = (tl.load(ancestors + row * num_words + word) >> i) & 1
+        place = count + tl.cumsum(bit, 0) - 1
+        there = (bit == 1) & (place < tail_width)
+        tl.store(own + place, _slot_of(pages, base + word * 64 + i, there, PAGE).to(tl.int32), mask=there)
+        count += tl.sum(bit, 0)
+    tl.store(lengths + row, begin + tl.minimum(count, tail_width))

@@ -1,0 +1,99 @@
+"""A weight matrix on a GPU and the products with it, by whichever way is fastest for the number of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from draftwood.model.weights import Float8, Matrix, Quantised, Storage
+from draftwood.ops.cuda import rows
+from draftwood.ops.cuda.products import DENSE, FLOAT8, INT4, INT8, Around, Norm, Packed, gemv, skinny, tiles
+
+FAST_ROWS = 64  # above, the vendor's products do as well as ours
+NORM_ROWS = 16  # above, norming every tile anew costs more than a kernel that does it once
+
+
+@dataclass(frozen=True)
+class CudaLinear:
+    """x W + b; with `strict`, a row's result is the same, bit for bit, whatever rows are computed with it."""
+
+    weight: Packed
+    bias: Tensor | None = None  # [out]
+    strict: bool = False
+
+    def __call__(self, x: Tensor, norm: Norm | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """The product of x, normed first if so wished, rounded to `dtype`. [N, in] -> [N, out]."""
+        return self._product(x, Around(norm, self.bias, dtype=dtype))
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """residual + (x W + b). [N, out], [N, in] -> [N, out]."""
+        return self._product(x, Around(None, self.bias, residual))
+
+    def gated(self, x: Tensor, norm: Norm, activation: str) -> Tensor:
+        """act(gate) * up, where W has gate's outputs and then up's. [N, in] -> [N, out / 2]."""
+        return self._product(x, Around(norm, self.bias, None, activation))
+
+    def _product(self, x: Tensor, around: Around) -> Tensor:
+        if self.strict:
+            return skinny(*_normed(x, self.weight, around))
+        if len(x) == 1:
+            return gemv(x, self.weight, around)
+        if len(x) > FAST_ROWS and self.weight.storage == DENSE.value:
+            return _by_vendor(x, self.weight.codes, around)
+        if len(x) <= NORM_ROWS and not _is_split(self.weight, around):
+            return skinny(x, self.weight, around)
+        return skinny(*_normed(x, self.weight, around))
+
+
+def _is_split(weight: Packed, around: Around) -> bool:
+    gated = around.activation is not None
+    return tiles(weight.outputs // (2 if gated else 1), weight.inputs, weight.storage, gated).split_k > 1
+
+
+def _normed(x: Tensor, weight: Packed, around: Around) -> tuple[Tensor, Packed, Around]:
+    """The norm as a kernel of its own: its sums then cannot depend on how the product is cut."""
+    if around.norm is None:
+        return x, weight, around
+    return rows.rms_norm(x, around.norm), weight, replace(around, norm=None)
+
+
+def _by_vendor(x: Tensor, weight: Tensor, around: Around) -> Tensor:
+    if around.norm is not None:
+        x = rows.rms_norm(x, around.norm)
+    if around.dtype not in (None, x.dtype):
+        return _widened(torch.mm(x, weight.t(), out_dtype=around.dtype), around)
+    if around.residual is not None:
+        return _widened(torch.addmm(around.residual, x, weight.t()), around)
+    out = F.linear(x, weight, around.bias)
+    return out if around.activation is None else rows.gated(out, around.activation)
+
+
+def _widened(out: Tensor, around: Around) -> Tensor:
+    return out if around.bias is None else out.add_(around.bias)
+
+
+def pack(parts: Sequence[Matrix | Float8], inputs: int) -> Packed:
+    """Matrices of one kind with the same inputs, one below the other, in the layout of the kernels."""
+    dense = [part for part in parts if isinstance(part, Tensor)]
+    if dense:
+        return Packed(DENSE.value, dense[0].contiguous() if len(dense) == 1 else torch.cat(dense), inputs)
+    eights = [part for part in parts if isinstance(part, Float8)]
+    if eights:
+        return Packed(FLOAT8.value, _cat([e.codes for e in eights]), inputs, _cat([e.scale for e in eights]))
+    groups = [part for part in parts if isinstance(part, Quantised)]
+    scale = torch.cat([part.scale for part in groups])
+    if groups[0].storage == Storage.INT8:
+        return Packed(INT8.value, torch.cat([part.codes for part in groups]), inputs, scale)
+    codes = torch.cat([part.codes[:, ::2] | part.codes[:, 1::2] << 4 for part in groups])
+    return Packed(INT4.value, codes, inputs, scale, torch.cat([p.minimum for p in groups if p.minimum is not None]))
+
+
+def _cat(parts: Sequence[Tensor]) -> Tensor:
+    """torch.cat, also for 8-bit floats."""
+    if parts[0].dtype != torch.float8_e4m3fn:
+        return torch.cat(list(parts))
+    return torch.cat([part.view(torch.uint8) for part in parts]).view(torch.float8_e4m3fn)
