@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from draftwood.cache.seats import Kind, Seats
 from draftwood.ops.cuda.lookup import suffix_lookup
+from draftwood.ops.cuda.seats import closed, opened
 from draftwood.ops.cuda.staging import staged as staged_by_kernel
 from draftwood.ops.lookup import reference_lookup
 from draftwood.ops.staging import staged
+from draftwood.tree import TokenTree, Verdict
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -18,11 +21,11 @@ def test_rows_are_staged_as_torch_says(linear: bool) -> None:
     torch.manual_seed(0)
     lengths = torch.tensor([1, 2, 63, 64, 65, 200])
     table = torch.randperm(6 * 5).view(6, 5)
-    index = torch.arange(-2, 38).expand(6, 40).contiguous()
+    index = torch.arange(-3, 37).expand(6, 40).contiguous()
     position = torch.randint(-2, 12, (6, 40))
-    want = staged(lengths, table, index, position, 64, 201, linear)
+    want = staged(lengths, table, index, position, 1, 64, 201, linear)
     parts = (part.to(DEVICE) for part in (lengths, table, index, position))
-    for got, reference in zip(staged_by_kernel(*parts, 64, 201, linear), want, strict=True):
+    for got, reference in zip(staged_by_kernel(*parts, 1, 64, 201, linear), want, strict=True):
         assert torch.equal(got.cpu(), reference)
 
 
@@ -39,3 +42,46 @@ def test_the_last_place_of_the_longest_end_is_found(nodes: int) -> None:
     assert (want[0] >= 0).any()
     assert (want[2] == -1).all()
     assert (want[3] == -1).all()
+
+
+def seats_with(history: torch.Tensor, device: str) -> Seats:
+    seats = Seats(4, history.shape[1], 16, 99, torch.device(device))
+    seats.history[:4] = history.to(device)
+    seats.length[:4] = torch.tensor([5, 17, 1, 30], device=device)
+    seats.seed[:4] = torch.tensor([-3, 1 << 60, 7, 0], device=device)
+    seats.sampling[:4] = torch.tensor(SAMPLING, dtype=torch.float64, device=device)
+    seats.block_table[:4] = torch.arange(4 * seats.block_table.shape[1], device=device).view(4, -1)
+    return seats
+
+
+SAMPLING = [[0.0, 1 << 31, 1.0, 0.0], [0.7, 40, 0.9, 0.05], [1.0, 5, 1.0, 0.0], [1.3, 1 << 31, 0.5, 0.1]]
+
+
+def test_a_round_opens_and_closes_as_torch_says() -> None:
+    torch.manual_seed(1)
+    history = torch.randint(0, 1000, (4, 40))
+    want, got = seats_with(history, "cpu"), seats_with(history, DEVICE)
+    rows = torch.tensor([3, 0, 4, 1, 4])
+    parts = (want.length, want.seed, want.sampling, want.history, want.block_table)
+    kernel = opened(rows.to(DEVICE), *(part.to(DEVICE) for part in parts))
+    for ours, theirs in zip(kernel, want._gathered(rows), strict=True):
+        assert torch.equal(ours.cpu(), theirs)
+    tokens = torch.randint(0, 1000, (5 * 4,))
+    tokens[[3, 7]] = -1
+    path = torch.tensor([[0, 1, 2, -1], [4, -1, -1, -1], [8, 9, 10, 11], [12, 14, -1, -1], [16, -1, -1, -1]])
+    verdict = Verdict(path, torch.tensor([2, 0, 3, 1, 0]), torch.tensor([11, 12, 13, 14, 15]))
+    tree = TokenTree.of_points([([0] * 4, [-1, 0, 1, 2])] * 5).refilled(tokens)
+    view = want.view(rows, Kind(None, True, False))
+    outcome = torch.zeros(5, 6, dtype=torch.int64)
+    want.advance(view, tree, verdict, outcome)
+    ours = torch.zeros_like(outcome, device=DEVICE)
+    closed(
+        *(part.to(DEVICE) for part in (rows, view.lengths, tokens, path, verdict.length, verdict.bonus)),
+        got.history, got.length, got.nobody, ours,
+    )  # fmt: skip
+    assert got.length.tolist() == want.length.tolist()
+    for b, (row, accepted) in enumerate(zip(rows.tolist(), verdict.length.tolist(), strict=True)):
+        assert ours[b, : 3 + accepted].tolist() == outcome[b, : 3 + accepted].tolist()
+        if row != want.nobody:
+            length = int(want.length[row])
+            assert got.history[row, :length].tolist() == want.history[row, :length].tolist()

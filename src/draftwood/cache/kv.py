@@ -186,6 +186,7 @@ class Places:
     position: Tensor  # [B, R] int64
     ancestors: Tensor | None = None  # [B * R, W]; None: rows of text, each of which sees all keys up to its own
     max_depth: int | None = None
+    shift: int = 0  # to be added to index and position
 
 
 def stage_behind(
@@ -203,11 +204,18 @@ def stage_behind(
     size, rows = tokens.shape
     linear = places.ancestors is None
     positions, slots, visible = staged(
-        view.lengths, view.block_table, places.index, places.position, page_size, max_positions - 1, linear
+        view.lengths,
+        view.block_table,
+        places.index,
+        places.position,
+        places.shift,
+        page_size,
+        max_positions - 1,
+        linear,
     )
     offsets, every, empty = _constants(size, rows, tokens.device)
     # Kernels on a GPU find out themselves how many keys there are.
-    num_keys = view.lengths if tokens.is_cuda else view.lengths + places.index[:, -1] + 1
+    num_keys = view.lengths if tokens.is_cuda else view.lengths + places.index[:, -1] + places.shift + 1
     return ForwardBatch(
         tokens=tokens.reshape(-1),
         positions=positions,
@@ -229,7 +237,7 @@ def stage_trees(view: SeatedView, tree: TokenTree, page_size: int, max_positions
     """Whole trees of one shape, root and all, behind what their sequences have committed."""
     size = tree.num_trees
     rows = tree.num_nodes // size
-    places = Places(tree.local.view(size, rows) - 1, tree.depth.view(size, rows) - 1)
+    places = Places(tree.local.view(size, rows), tree.depth.view(size, rows), shift=-1)
     if not chain:  # a chain is a piece of text
         places = replace(places, ancestors=tree.ancestors, max_depth=tree.max_depth)
     return stage_behind(view, tree.tokens.clamp(min=0).view(size, rows), places, page_size, max_positions)

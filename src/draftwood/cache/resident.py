@@ -39,6 +39,10 @@ class ResidentDrafter(Protocol):
         """The tree sizes it can propose, ascending, roots not counted."""
         ...
 
+    def depth(self, nodes: int) -> int:
+        """How deep a tree of so many nodes can be."""
+        ...
+
     def suits(self, kind: Kind, verifier: Verifier) -> bool:
         """Whether its trees can be verified by this law without the host."""
         ...

@@ -111,8 +111,9 @@ class Seats:
 
     def view(self, rows: Tensor, kind: Kind) -> SeatedView:
         """What a round may know of the sequences on seats `rows` [B]."""
-        lengths, sampling = self.length[rows], self.sampling[rows]
         count = len(rows)
+        integers, numbers, temperature, table = self._gathered(rows)
+        lengths, seeds, roots, top_k = integers.unbind(0)
         view = SeatedView(
             seq_ids=(),
             tokens=(),
@@ -120,33 +121,50 @@ class Seats:
             params=(kind.params,) * count,
             bad_words=((),) * count,
             lengths=lengths,
-            seeds=self.seed[rows],
-            temperature=sampling[:, 0].float(),
+            seeds=seeds,
+            temperature=temperature,
             max_nodes=lengths,  # nobody asks: every tree has its fixed shape
             max_depth=lengths,
             rows=rows,
-            block_table=self.block_table[rows],
+            block_table=table,
             history=self.history,
         )
-        limits = Truncation(sampling[:, 1].long(), sampling[:, 2], sampling[:, 3])
-        view.__dict__.update(roots=self.history[rows, lengths - 1], truncation=limits)
+        view.__dict__.update(roots=roots, truncation=Truncation(top_k, *numbers.unbind(0)))
         return view
 
-    def advance(self, view: SeatedView, tree: TokenTree, verdict: Verdict) -> Tensor:
-        """Move every sequence on by what it earned. Tells how many were accepted, the bonus, how many were drafted,
-        then the accepted tokens. [B, 3 + D].
+    def _gathered(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Length, seed, last token and top k [4, B]; top p and min p [2, B]; temperature [B]; pages [B, P]."""
+        parts = (rows, self.length, self.seed, self.sampling, self.history, self.block_table)
+        if rows.is_cuda:
+            from draftwood.ops.cuda.seats import opened
+
+            return opened(*parts)
+        lengths, sampling = self.length[rows], self.sampling[rows]
+        roots = self.history[rows, lengths - 1]
+        integers = torch.stack([lengths, self.seed[rows], roots, sampling[:, 1].long()])
+        return integers, sampling[:, 2:].t().contiguous(), sampling[:, 0].float(), self.block_table[rows]
+
+    def advance(self, view: SeatedView, tree: TokenTree, verdict: Verdict, outcome: Tensor) -> None:
+        """Move every sequence on by what it earned. To `outcome` [B, 3 + D] goes what the host wants to know: how many
+        were accepted, the bonus, how many were drafted, then the accepted tokens.
         """
+        if view.rows.is_cuda:
+            from draftwood.ops.cuda.seats import closed
+
+            return closed(
+                view.rows, view.lengths, tree.tokens, verdict.path, verdict.length, verdict.bonus,
+                self.history, self.length, self.nobody, outcome,
+            )  # fmt: skip
         accepted = tree.tokens[verdict.path[:, 1:].clamp(min=0)]  # [B, D], as far as the length says
-        gained = torch.cat([accepted, verdict.bonus[:, None]], 1).scatter(
-            1, verdict.length[:, None], verdict.bonus[:, None]
-        )
-        at = view.lengths[:, None] + torch.arange(gained.shape[1], device=self.device)
+        bonus, length = verdict.bonus[:, None], verdict.length[:, None]
+        gained = torch.cat([accepted, bonus], 1).scatter(1, length, bonus)
+        at = view.lengths[:, None] + torch.arange(gained.shape[1])
         last = self.history.shape[1] - 1
         self.history[view.rows[:, None], at.clamp(max=last)] = gained
         self.length[view.rows] = (view.lengths + verdict.length + 1).clamp(max=last)
-        self.length.narrow(0, self.nobody, 1).fill_(1)
+        self.length[self.nobody] = 1
         drafted = (tree.tokens.view(len(view.rows), -1)[:, 1:] >= 0).sum(1, keepdim=True)
-        return torch.cat([verdict.length[:, None], verdict.bonus[:, None], drafted, accepted], 1)
+        outcome.copy_(torch.cat([length, bonus, drafted, accepted], 1))
 
     def _upload(self, values: Sequence, dtype: torch.dtype = torch.int64) -> Tensor:
         """Numbers of the host, without waiting for the device."""

@@ -39,6 +39,10 @@ class ResidentNone:
     waits = False
     sizes: Sequence[int] = (0,)
 
+    def depth(self, nodes: int) -> int:
+        """There is nothing below the root."""
+        return 0
+
     def suits(self, kind: Kind, verifier: Verifier) -> bool:
         """There is nothing to verify."""
         return True
@@ -69,6 +73,10 @@ class ResidentLookup:
         self.longest = longest
         self.shortest = shortest
         self._chains: dict[tuple[int, int], TokenTree] = {}
+
+    def depth(self, nodes: int) -> int:
+        """A chain."""
+        return nodes
 
     def suits(self, kind: Kind, verifier: Verifier) -> bool:
         """Where nothing is found the chain is filled up with tokens that only a comparison can refuse."""
@@ -185,6 +193,11 @@ class ResidentModel:
         """As many whole levels as fit."""
         fitting = (self.grower.within(nodes) for nodes in round_sizes(self.grower.max_nodes)[1:])
         return sorted({0, *(levels.max_nodes for levels in fitting if levels is not None)})
+
+    def depth(self, nodes: int) -> int:
+        """As many levels as fit."""
+        levels = self.grower.within(nodes)
+        return 0 if levels is None else len(levels.widths)
 
     def suits(self, kind: Kind, verifier: Verifier) -> bool:
         """Any law that is exact for its trees."""

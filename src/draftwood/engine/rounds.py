@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from typing import Any
 
 import torch
@@ -67,6 +66,8 @@ class Rounds:
     seats: Seats
     captures: bool  # False: call by call, to look inside, or where there are no graphs
     _known: dict[tuple[int, int, Kind], Round] = field(default_factory=dict)
+    _roots: dict[int, TokenTree] = field(default_factory=dict)
+    _pool: Any = None
 
     def can_run(self, kind: Kind) -> bool:
         """Whether rounds of this kind need nothing from the host."""
@@ -110,19 +111,19 @@ class Rounds:
 
     def _prepare(self, size: int, nodes: int, kind: Kind) -> Round:
         rows = torch.full((size,), self.seats.nobody, device=self.seats.device)
-        outcome = self._step(rows, nodes, kind).clone()  # on nobody's seat: compiles what has to be compiled
-        prepared = Round(rows, lambda: None, outcome)
+        depth = self.drafter.depth(nodes) if nodes else 0
+        outcome = torch.zeros(size, 3 + depth, dtype=torch.int64, device=self.seats.device)
 
         def run() -> None:
-            outcome.copy_(self._step(rows, nodes, kind))
+            self._step(rows, nodes, kind, outcome)
 
-        prepared.run = _captured(run) if self.captures else run
-        return prepared
+        run()  # on nobody's seat: compiles what has to be compiled
+        return Round(rows, self._captured(run) if self.captures else run, outcome)
 
-    def _step(self, rows: Tensor, nodes: int, kind: Kind) -> Tensor:
-        """The decode step, from seats to seats. Returns its outcome."""
+    def _step(self, rows: Tensor, nodes: int, kind: Kind, outcome: Tensor) -> None:
+        """The decode step, from seats to seats."""
         view = self.seats.view(rows, kind)
-        tree = self.drafter.propose(view, nodes, self.rng) if nodes else _bare_roots(view)
+        tree = self.drafter.propose(view, nodes, self.rng) if nodes else self._bare_roots(view)
         memory = self.target.cache
         batch = stage_trees(
             view,
@@ -138,27 +139,26 @@ class Rounds:
             index = tree.local[verdict.path.clamp(min=0)]
             memory.keep(view.block_table, view.lengths, index, verdict.length, chain=batch.linear)
             self.drafter.keep(view, tree, index, verdict.length)
-        return self.seats.advance(view, tree, verdict)
+        self.seats.advance(view, tree, verdict, outcome)
 
+    def _bare_roots(self, view: SeatedView) -> TokenTree:
+        size = len(view.rows)
+        if size not in self._roots:
+            self._roots[size] = TokenTree.roots(torch.zeros_like(view.rows))
+        return self._roots[size].refilled(view.roots)
 
-def _bare_roots(view: SeatedView) -> TokenTree:
-    return TokenTree.roots(view.roots)
-
-
-def _captured(run: Callable[[], None]) -> Callable[[], None]:
-    """The same as one CUDA graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        run()  # libraries set themselves up in the first call on a stream
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=_pool()):
-        run()
-    return graph.replay
-
-
-@cache
-def _pool() -> Any:
-    """Graphs run one after the other and leave nothing behind but their outcome, so they share their memory."""
-    return torch.cuda.graph_pool_handle()
+    def _captured(self, run: Callable[[], None]) -> Callable[[], None]:
+        """The same as one CUDA graph. Graphs run one after the other and leave nothing behind but their outcome, so all
+        of them share their memory.
+        """
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            run()  # libraries set themselves up in the first call on a stream
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            run()
+        return graph.replay

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from draftwood.model.batch import AttentionShape, ForwardBatch, Pages
 from draftwood.ops.cuda.attention_kernels import BLOCK, CHUNK, LARGEST_GROUP, find_tails, finish_rows, scan_linear
+from draftwood.ops.cuda.overlap import OVERLAPPING
 from draftwood.tree import BITS
 
 FILLS_CHIP = 264  # programs, two for each multiprocessor of an H200
@@ -50,6 +51,7 @@ def tails_of(batch: ForwardBatch, page_size: int, max_depth: int) -> Tails:
     find_tails[(num_rows,)](
         batch.ancestors.contiguous(), batch.row_offsets, batch.visible, batch.tree_base, batch.block_table,
         slots, lengths, batch.tree_base.shape[0], num_words, batch.block_table.stride(0), width, page_size,
+        **OVERLAPPING,
     )  # fmt: skip
     return Tails(slots, lengths)
 
@@ -148,7 +150,7 @@ class TreeAttention:
             batch.tree_base.shape[0], batch.block_table.stride(0), num_slots, states.shape[1],
             kv_heads, query.shape[1] // kv_heads, tiling.group_padded, dim, padded, self.cache.page_size,
             tiling.lines, tiling.one_tile, self.tails is not None, tiling.num_splits > 1,
-            num_warps=warps, num_stages=_stages(keys), enable_fp_fusion=False,
+            num_warps=warps, num_stages=_stages(keys), enable_fp_fusion=False, **OVERLAPPING,
         )  # fmt: skip
 
     def _finish(self, layer: int, query: Tensor, out: Tensor, states: Tensor, sums: Tensor, split: bool) -> None:
@@ -160,7 +162,7 @@ class TreeAttention:
             query, keys, values, batch.positions, batch.visible, self._lengths, tails, out, states, sums,
             self._scale, self._window, num_slots, states.shape[1], tails.shape[1],
             kv_heads, query.shape[1] // kv_heads, dim, _power_of_2(dim), self.tails is not None, split,
-            num_warps=4, num_stages=2, enable_fp_fusion=False,
+            num_warps=4, num_stages=1, enable_fp_fusion=False, **OVERLAPPING,
         )  # fmt: skip
 
     @property

@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from draftwood.ops.cuda.overlap import wait_for_predecessors
+
 BLOCK = 64  # keys a product
 CHUNK = 256  # keys a running softmax of its own
 LARGEST_GROUP = 16  # query heads of a key head: the lines of a tile with one row
@@ -169,6 +171,7 @@ def scan_linear(
     Program (tile, key head, j). SPLIT: chunks j, j + splits, … leave a state each, by number. Otherwise one program
     walks all: with a tree it leaves two states, all chunks but the last, and the last; without, the result.
     """
+    wait_for_predecessors()
     rows: tl.constexpr = LINES // GROUP_PADDED
     sequence, row_begin, row_end = _rows_of_tile(tl.program_id(0), offsets, num_sequences, rows, ONE_TILE)
     head = tl.program_id(1)
@@ -224,6 +227,7 @@ def finish_rows(
     HAS_TREE: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Combine the states of one row and key head, and go on with the keys only this draft node has."""
+    wait_for_predecessors()
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = tl.arange(0, _ROW_LINES)
     real = i < GROUP
@@ -238,7 +242,7 @@ def finish_rows(
         opened = tl.where(length > seen_linear, seen_linear, tl.maximum(seen_linear - 1, 0)) // _CHUNK
         first = tl.minimum(begin // _CHUNK, opened)
     all_highest, all_total, all_acc = _nothing(_ROW_LINES, DIM_PADDED)
-    for chunk in tl.range(first, opened, num_stages=3):
+    for chunk in range(first, opened):
         highest, total, acc = _load_state(states, sums, line, real, num_states, chunk, DIM, DIM_PADDED)
         all_highest, all_total, all_acc = _combine(all_highest, all_total, all_acc, highest, total, acc)
     highest, total, acc = _load_state(states, sums, line, real, num_states, opened, DIM, DIM_PADDED)
@@ -272,6 +276,7 @@ def find_tails(
     num_sequences, num_words, table_width, tail_width, PAGE: tl.constexpr,
 ):  # fmt: skip
     """For one row: how many keys it has, and the slots of those from the last block border below its tree on."""
+    wait_for_predecessors()
     row = tl.program_id(0).to(tl.int64)
     seen = tl.load(visible + row)
     sequence = _last_at_most(offsets, num_sequences, row, 1, 0)

@@ -13,7 +13,8 @@ from draftwood.model.weights import Float8, Matrix, Quantised, Storage
 from draftwood.ops.cuda import rows
 from draftwood.ops.cuda.products import DENSE, FLOAT8, INT4, INT8, Around, Norm, Packed, gemv, skinny, tiles
 
-FAST_ROWS = 64  # above, the vendor's products do as well as ours
+FAST_ROWS = 64  # above, the vendor's products do as well as ours,
+FUSED_ROWS = 128  # and above this also where ours save a pass over the result
 NORM_ROWS = 16  # above, norming every tile anew costs more than a kernel that does it once
 
 
@@ -30,7 +31,7 @@ class CudaLinear:
         return self._product(x, Around(norm, self.bias, dtype=dtype))
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual + (x W + b). [N, out], [N, in] -> [N, out]."""
+        """residual + (x W + b); may be written over the residual. [N, out], [N, in] -> [N, out]."""
         return self._product(x, Around(None, self.bias, residual))
 
     def gated(self, x: Tensor, norm: Norm, activation: str) -> Tensor:
@@ -42,7 +43,8 @@ class CudaLinear:
             return skinny(*_normed(x, self.weight, around))
         if len(x) == 1:
             return gemv(x, self.weight, around)
-        if len(x) > FAST_ROWS and self.weight.storage == DENSE.value:
+        fuses = around.residual is not None or around.activation is not None
+        if len(x) > (FUSED_ROWS if fuses else FAST_ROWS) and self.weight.storage == DENSE.value:
             return _by_vendor(x, self.weight.codes, around)
         if len(x) <= NORM_ROWS and not _is_split(self.weight, around):
             return skinny(x, self.weight, around)
@@ -67,7 +69,7 @@ def _by_vendor(x: Tensor, weight: Tensor, around: Around) -> Tensor:
     if around.dtype not in (None, x.dtype):
         return _widened(torch.mm(x, weight.t(), out_dtype=around.dtype), around)
     if around.residual is not None:
-        return _widened(torch.addmm(around.residual, x, weight.t()), around)
+        return _widened(around.residual.addmm_(x, weight.t()), around)
     out = F.linear(x, weight, around.bias)
     return out if around.activation is None else rows.gated(out, around.activation)
 

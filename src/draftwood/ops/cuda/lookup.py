@@ -1,5 +1,5 @@
 """`ops.lookup` as one kernel: a program a text."""
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
 
 from __future__ import annotations
 

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftwood.ops.cuda.overlap import OVERLAPPING, wait_for_predecessors
+
 GROUP = tl.constexpr(32)  # inputs that share a scale, as in model/weights.py
 DENSE, INT8, INT4, FLOAT8 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)  # model/weights.Storage
 ACTIVATIONS = {None: -1, "silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
@@ -75,24 +77,34 @@ class Tiles:
 
 @cache
 def tiles(outputs: int, inputs: int, storage: int, gated: bool) -> Tiles:
-    """For `skinny`."""
-    block_k = 128 if inputs >= 2048 else 64
-    if outputs < 2048:  # a small model: too few outputs to fill the chip, so narrower tiles
-        return Tiles(16, block_k, 1, 5, 4)
-    if gated:
-        return Tiles(64, block_k, 1, 3, 4)
-    split = 2 if outputs <= 8192 and inputs >= 2048 else 1
-    return Tiles(64, block_k, split, 4, 4)
+    """For `skinny`; measured on an H200 by benchmarks/gpu_products.py."""
+    if inputs < 2048 and outputs < 16384:  # a small model: too few outputs to fill the chip
+        narrow = gated or inputs >= 1024
+        return Tiles(16 if narrow else 64, 128 if inputs >= 1024 else 64, 1, 4 if inputs >= 1024 else 5, 4)
+    if storage != DENSE.value:
+        return Tiles(64, 128, 1 if gated or outputs >= 16384 else 2, 3 if gated else 4, 4)
+    if gated or inputs < 2048:
+        return Tiles(128, 64, 1, 4, 4)
+    if outputs >= 16384:
+        return Tiles(128, 128, 1, 3, 8)
+    return Tiles(64, 128, 1 if outputs >= 6144 and inputs < 8192 else 2, 4, 4)
 
 
 @cache
 def row_tiles(outputs: int, inputs: int, storage: int, gated: bool) -> Tiles:
-    """For `gemv`."""
-    block_k = max(min(triton.next_power_of_2(inputs), 1024 if storage == DENSE.value else 2048), GROUP.value)
-    block_out = 4 if outputs >= 16384 else 2 if outputs >= 4096 else 1
-    if storage != DENSE.value and outputs >= 4096:  # unpacking costs more than reading: share the inputs' part of it
-        return Tiles({INT4.value: 8, INT8.value: 4, FLOAT8.value: 2}[storage], block_k, 1, 1, 4)
-    return Tiles(max(block_out, 1024 // block_k), block_k, 1, 4 if inputs > block_k else 1, 4)  # of short rows, more
+    """For `gemv`; measured likewise."""
+    large = gated or outputs >= 16384
+    whole = max(triton.next_power_of_2(inputs), GROUP.value)  # a step need not be wider than a row
+    if inputs < 2048:
+        return Tiles(max(2 if gated else 4, 1024 // whole), min(whole, 1024), 1, 1 if inputs <= 1024 else 4, 4)
+    if storage != DENSE.value:
+        wide = (storage == INT4.value and not large) or (storage == INT8.value and inputs >= 8192)
+        return Tiles(4 if wide and storage == INT8.value else 8, 2048 if wide else 1024, 1, 1, 4)
+    if large:
+        return Tiles(4, 2048, 1, 2, 8)
+    if inputs >= 8192:
+        return Tiles(2, 1024, 1, 4, 4)
+    return Tiles(2, 2048, 1, 2, 4) if outputs < 6144 else Tiles(2, 1024, 1, 1, 4)
 
 
 @triton.jit
@@ -192,6 +204,7 @@ def _gemv(
     AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One row: a program has BLOCK_OUT outputs and sums over all inputs."""
+    wait_for_predecessors()
     GATED: tl.constexpr = ACTIVATION >= 0
     WIDTH: tl.constexpr = BLOCK_K if (STORAGE == DENSE) | (STORAGE == FLOAT8) else BLOCK_K // GROUP
     first = tl.program_id(0).to(tl.int64) * BLOCK_OUT
@@ -252,6 +265,7 @@ def _skinny(
     STORAGE: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows times BLOCK_OUT outputs a program; with SPLIT_K, a part of their inputs, to be added by `_joined`."""
+    wait_for_predecessors()
     GATED: tl.constexpr = ACTIVATION >= 0
     STEPS: tl.constexpr = (inputs + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
     EVEN: tl.constexpr = inputs % (BLOCK_K * SPLIT_K) == 0
@@ -306,6 +320,7 @@ def _joined(
     BLOCK: tl.constexpr, SPLIT_K: tl.constexpr, STORAGE: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Add the parts of a split product, first to last, and finish it."""
+    wait_for_predecessors()
     GATED: tl.constexpr = ACTIVATION >= 0
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -333,6 +348,7 @@ def gemv(x: Tensor, weight: Packed, around: Around, cut: Tiles | None = None) ->
         x.contiguous(), weight.codes, weight.scale, weight.minimum, norm and norm.weight, around.bias, around.residual,
         out, outputs, weight.inputs, weight.stride, norm.eps if norm else 0.0,
         cut.block_out, cut.block_k, weight.storage, ACTIVATIONS[around.activation], cut.stages, num_warps=cut.warps,
+        **OVERLAPPING,
     )  # fmt: skip
     return out
 
@@ -355,13 +371,13 @@ def skinny(x: Tensor, weight: Packed, around: Around, cut: Tiles | None = None) 
         x.contiguous(), weight.codes, weight.scale, weight.minimum, norm and norm.weight, around.bias, around.residual,
         target, n, outputs, inputs, weight.stride, norm.eps if norm else 0.0,
         rows, cut.block_out, cut.block_k, cut.split_k, weight.storage,
-        ACTIVATIONS[around.activation], num_warps=cut.warps, num_stages=cut.stages,
+        ACTIVATIONS[around.activation], num_warps=cut.warps, num_stages=cut.stages, **OVERLAPPING,
     )  # fmt: skip
     if split:
         block = min(1024, triton.next_power_of_2(outputs))
         _joined[(n, triton.cdiv(outputs, block))](
             target, weight.scale, around.bias, around.residual, out, n, outputs,
-            block, cut.split_k, weight.storage, ACTIVATIONS[around.activation],
+            block, cut.split_k, weight.storage, ACTIVATIONS[around.activation], **OVERLAPPING,
         )  # fmt: skip
     return out
 

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftwood.ops.cuda.overlap import OVERLAPPING, wait_for_predecessors
+
 HEADS = 8  # a program
 
 
@@ -17,6 +19,7 @@ def _rotate_and_store(
     HEADS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """A row's next HEADS heads, queries before keys before values; dimension i turns with i + DIM / 2."""
+    wait_for_predecessors()
     half: tl.constexpr = DIM // 2
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -79,6 +82,6 @@ def rotate_and_store(
             qkv, positions, slots, layer_store, table, query_weight, key_weight, query,
             eps, qkv.stride(0), layer_store.shape[2],
             num_heads, num_kv_heads, dim, triton.next_power_of_2(dim // 2), HEADS, head_norm is not None,
-            num_warps=4, enable_fp_fusion=False,
+            num_warps=4, enable_fp_fusion=False, **OVERLAPPING,
         )  # fmt: skip
     return query

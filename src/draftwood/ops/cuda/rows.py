@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftwood.ops.cuda.overlap import OVERLAPPING, wait_for_predecessors
 from draftwood.ops.cuda.products import ACTIVATIONS, Norm, _activated
 
 BLOCK = 1024  # outputs of a program that gates
@@ -16,6 +17,7 @@ BLOCK = 1024  # outputs of a program that gates
 
 @triton.jit
 def _rms_norm(x, gain, out, width, eps, BLOCK: tl.constexpr):
+    wait_for_predecessors()
     row = tl.program_id(0).to(tl.int64) * width
     k = tl.arange(0, BLOCK)
     value = tl.load(x + row + k, mask=k < width, other=0.0).to(tl.float32)
@@ -26,6 +28,7 @@ def _rms_norm(x, gain, out, width, eps, BLOCK: tl.constexpr):
 
 @triton.jit
 def _gated(x, out, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
+    wait_for_predecessors()
     row, k = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(x + row * width * 2 + k, mask=k < width, other=0.0).to(tl.float32)
     up = tl.load(x + row * width * 2 + width + k, mask=k < width, other=0.0).to(tl.float32)
@@ -38,7 +41,9 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     if len(x):
         block = triton.next_power_of_2(x.shape[1])
         warps = min(max(block // 512, 1), 16)
-        _rms_norm[(len(x),)](x.contiguous(), norm.weight, out, x.shape[1], norm.eps, block, num_warps=warps)
+        _rms_norm[(len(x),)](
+            x.contiguous(), norm.weight, out, x.shape[1], norm.eps, block, num_warps=warps, **OVERLAPPING
+        )
     return out
 
 
@@ -48,5 +53,5 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     out = torch.empty(len(gate_up), width, dtype=gate_up.dtype, device=gate_up.device)
     if len(gate_up):
         grid = (len(gate_up), triton.cdiv(width, BLOCK))
-        _gated[grid](gate_up.contiguous(), out, width, ACTIVATIONS[activation], BLOCK)
+        _gated[grid](gate_up.contiguous(), out, width, ACTIVATIONS[activation], BLOCK, **OVERLAPPING)
     return out

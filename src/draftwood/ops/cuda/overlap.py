@@ -1,0 +1,31 @@
+"""Kernels that follow each other closely: one is started while the last programs of the one before still run.
+
+A kernel launched with `OVERLAPPING` must call `wait_for_predecessors()` before it touches anything that another kernel
+may write or read. From there on it is as if it had been started afterwards; what is saved is the start.
+"""
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+POSSIBLE = (
+    os.environ.get("TRITON_INTERPRET") != "1"
+    and torch.cuda.is_available()
+    and torch.cuda.get_device_capability() >= (9, 0)
+)
+OVERLAPPING: dict[str, Any] = {"launch_pdl": True} if POSSIBLE else {}
+_POSSIBLE = tl.constexpr(POSSIBLE)
+
+
+@triton.jit
+def wait_for_predecessors():
+    """Everything before this kernel is done from here on, and the next one may be started."""
+    if _POSSIBLE:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
