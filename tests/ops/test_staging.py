@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from draftwood.cache.seats import Kind, Seats
+from draftwood.ops.cuda.choice import likeliest
 from draftwood.ops.cuda.lookup import suffix_lookup
 from draftwood.ops.cuda.seats import closed, opened
 from draftwood.ops.cuda.staging import staged as staged_by_kernel
@@ -85,3 +86,15 @@ def test_a_round_opens_and_closes_as_torch_says() -> None:
         if row != want.nobody:
             length = int(want.length[row])
             assert got.history[row, :length].tolist() == want.history[row, :length].tolist()
+
+
+@pytest.mark.parametrize("vocabulary", [13, 2048, 5000])
+def test_the_likeliest_token_is_the_first_of_the_best(vocabulary: int) -> None:
+    torch.manual_seed(vocabulary)
+    logits = torch.randint(-5, 6, (3, 4, vocabulary)).float()
+    logits[0, 1] = float("-inf")
+    logits[0, 1, -1] = -3.0
+    want = [[row.index(max(row)) for row in rows] for rows in logits.tolist()]
+    assert likeliest(logits.to(DEVICE)).tolist() == want
+    logits[2, 2, 1:] = float("nan")  # all of them would be a warning in the interpreter, and is as good as none
+    assert 0 <= int(likeliest(logits.to(DEVICE))[2, 2]) < vocabulary

@@ -18,9 +18,11 @@ from draftwood.cache.resident import ResidentDrafter
 from draftwood.cache.seats import Kind, SeatedView, Seats
 from draftwood.engine.plan import Plan
 from draftwood.model.runner import ModelRunner
+from draftwood.ops.choice import likeliest
 from draftwood.protocols import Randomness, Verifier
 from draftwood.sampling import target_distribution
-from draftwood.tree import HostVerdict, TokenTree
+from draftwood.tree import HostVerdict, TokenTree, Verdict
+from draftwood.verifiers.path import keep_chosen
 
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 
@@ -133,13 +135,19 @@ class Rounds:
             chain=not nodes or self.drafter.law.chain,
         )
         out = self.target.forward(batch)
-        p = target_distribution(out.logits, tree, view)
-        verdict = self.law_of(kind.law).verify(tree, p, view, self.rng)
+        verdict = self._verdict(out.logits, tree, view, kind)
         if nodes:
             index = tree.local[verdict.path.clamp(min=0)]
             memory.keep(view.block_table, view.lengths, index, verdict.length, chain=batch.linear)
             self.drafter.keep(view, tree, index, verdict.length)
         self.seats.advance(view, tree, verdict, outcome)
+
+    def _verdict(self, logits: Tensor, tree: TokenTree, view: SeatedView, kind: Kind) -> Verdict:
+        law = self.law_of(kind.law)
+        if kind.greedy and law.lossless:  # without chance every lossless law keeps the longest match
+            choices = likeliest(logits)
+            return keep_chosen(tree, choices) if tree.num_drafted else Verdict.of_roots(tree, choices)
+        return law.verify(tree, target_distribution(logits, tree, view), view, self.rng)
 
     def _bare_roots(self, view: SeatedView) -> TokenTree:
         size = len(view.rows)

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from draftwood.ops.choice import likeliest
 from draftwood.protocols import BatchView, Randomness
 from draftwood.rng import Purpose, derive
 from draftwood.sampling import draft_distribution
@@ -90,7 +91,7 @@ class Best:
     def children(self, frontier: Frontier, width: int) -> Iterator[Children]:
         """In falling order of likelihood."""
         if width == 1:  # the same token, found several times faster
-            ranked = frontier.logits.argmax(-1, keepdim=True)
+            ranked = likeliest(frontier.logits)[..., None]
         else:
             ranked = frontier.logits.topk(min(width, frontier.logits.shape[-1]), -1).indices
         for token in ranked.unbind(-1):

@@ -1,0 +1,200 @@
+"""Verdicts as few kernels: the decisions of plain torch on the same random numbers."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from draftwood.growers import Hybrid, Independent, Levels, Paths, WithoutReplacement
+from draftwood.ops import residual as residual_ops
+from draftwood.ops.kseq import kseq_bar_reference
+from draftwood.protocols import BatchView, Budget
+from draftwood.request import SamplingParams
+from draftwood.rng import KeyedRng
+from draftwood.tree import TokenTree, Verdict
+from draftwood.treebuilder import TreeBuilder
+from draftwood.verifiers import LAWS, NodeLaw
+from draftwood.verifiers.path import follow
+from draftwood.verifiers.rules import draws_behind
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("needs Triton", allow_module_level=True)
+
+from draftwood.ops.cuda import distinct as triton_distinct
+from draftwood.ops.cuda import kseq as triton_kseq
+from draftwood.ops.cuda import residual as triton_residual
+from draftwood.ops.cuda import verdict as triton_verdict
+
+VOCABULARY = 37
+COUNT = 50 if torch.cuda.is_available() else 3  # the interpreter is slow
+GROWERS = {
+    "chain": Levels((1,) * 5, Independent()),
+    "iid": Levels((2, 2, 1), Independent()),
+    "without-replacement": Levels((3, 2), WithoutReplacement()),
+    "hybrid": Levels((3, 2), Hybrid()),
+    "paths": Paths(3, 3),
+}
+BUSHY = ([9, 1, 2, 1, 3, 3, 0, 2], [-1, 0, 0, 1, 1, 2, 3, 6])
+CHAIN = ([8, 2, 2, 2, 1], [-1, 0, 1, 2, 3])
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.parametrize("shapes", [[BUSHY, CHAIN, ([4], [-1])], [CHAIN], [([4], [-1]), ([5], [-1])]])
+@pytest.mark.parametrize("again", [[], [2, 3, 3]])
+def test_the_longest_match_is_that_of_the_host(shapes: list, again: list[int], device: torch.device) -> None:
+    tree = TokenTree.of_points(shapes, device)
+    if again and tree.num_nodes > 3:
+        tree = replace(tree, drawn=torch.tensor([*range(tree.num_nodes), *again], device=device))
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(20):
+        choices = torch.randint(1, 4, (tree.num_nodes,), generator=generator)
+        want, got = follow(tree, choices.tolist()), triton_verdict.follow(tree, choices.to(device))
+        assert torch.equal(got.path, want.path)
+        assert torch.equal(got.length, want.length)
+        assert torch.equal(got.bonus, want.bonus)
+
+
+class Net:
+    """Random logits."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.generator = device, torch.Generator().manual_seed(3)
+
+    def begin(self, view: BatchView) -> Tensor:
+        return self.logits(len(view.seq_ids))
+
+    def extend(self, builder: TreeBuilder, columns: Tensor) -> Tensor:
+        return self.logits(*columns.shape)
+
+    def logits(self, *shape: int) -> Tensor:
+        return 3 * torch.randn(*shape, VOCABULARY, generator=self.generator).to(self.device)
+
+
+def batch_of(device: torch.device) -> BatchView:
+    ones = torch.ones(COUNT, dtype=torch.int64, device=device)
+    return BatchView(
+        seq_ids=tuple(range(COUNT)),
+        tokens=[[i] for i in range(COUNT)],
+        prompt_lengths=(1,) * COUNT,
+        params=(SamplingParams(temperature=1.0),) * COUNT,
+        bad_words=((),) * COUNT,
+        lengths=ones,
+        seeds=torch.arange(COUNT, device=device) * 7919,
+        temperature=ones.float(),
+        max_nodes=100 * ones,
+        max_depth=torch.arange(COUNT, device=device) % 4 + 2,
+    )
+
+
+def drawn(name: str, device: torch.device) -> tuple[TokenTree, Tensor, BatchView]:
+    """Drawn trees, and a target that mostly agrees with their draft."""
+    net, view = Net(device), batch_of(device)
+    tree, _ = GROWERS[name].grow(net, view, Budget(100), KeyedRng()).build()
+    p = torch.softmax(net.logits(tree.num_nodes), -1)
+    first = tree.tries[:, 0]
+    known = (first >= 0) & (tree.q_row[first.clamp(min=0)] >= 0)
+    assert tree.q is not None
+    p[known] = 0.3 * p[known] + 0.7 * tree.q[tree.q_row[first[known]]]
+    return tree, p, view
+
+
+def by_odds(law: str, tree: TokenTree, p: Tensor, view: BatchView) -> Verdict:
+    verifier = LAWS[law]()
+    assert isinstance(verifier, NodeLaw)
+    verifier.at_once = lambda *_: None  # type: ignore[method-assign]
+    return verifier.verify(tree, p, view, KeyedRng())
+
+
+def assert_same(got: Verdict, want: Verdict) -> None:
+    assert got.length.tolist() == want.length.tolist()
+    assert got.path.tolist() == want.path.tolist()
+    assert got.bonus.tolist() == want.bonus.tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "tried"), [(name, None) for name in GROWERS if name != "iid"] + [("hybrid", 1), ("paths", 1)]
+)
+def test_a_walk_ends_where_its_odds_say(name: str, tried: int | None, device: torch.device) -> None:
+    tree, p, view = drawn(name, device)
+    got = triton_verdict.walk(tree, p, view.seeds, view.lengths, tried or tree.tries.shape[1])
+    assert_same(got, by_odds("naive" if tried else "walk", tree, p, view))
+
+
+@pytest.mark.parametrize("name", ["chain", "iid", "without-replacement", "hybrid", "paths"])
+def test_a_search_ends_where_its_odds_say(name: str, device: torch.device) -> None:
+    tree, p, view = drawn(name, device)
+    assert (tree.drawn is not None) == (name == "paths")
+    got = triton_verdict.search(tree, p, view.seeds, view.lengths)
+    assert_same(got, by_odds("block" if name == "chain" else "traversal", tree, p, view))
+
+
+def test_repeated_draws_become_draws_without_replacement(device: torch.device) -> None:
+    tree, _, _ = drawn("paths", device)
+    assert tree.q is not None
+    want, got = tree.distinct(), triton_distinct.distinct(tree, tree.q)
+    assert want.q is not None
+    assert got.q is not None
+    sampled = tree.q_row >= 0
+    assert torch.allclose(got.q[sampled], want.q[sampled], rtol=1e-5, atol=1e-8)
+    assert torch.equal(got.draw, want.draw)
+    assert torch.equal(got.q_row, want.q_row)
+
+
+@pytest.mark.parametrize(
+    ("name", "law"),
+    [
+        ("without-replacement", "layer-proportional"),
+        ("hybrid", "layer-proportional"),
+        ("paths", "layer-proportional"),
+        ("iid", "layer-kseq"),
+        ("paths", "layer-kseq"),
+    ],
+)
+def test_layers_end_where_their_odds_say(name: str, law: str, device: torch.device) -> None:
+    tree, p, view = drawn(name, device)
+    got = triton_verdict.layers(tree, p, view.seeds, view.lengths, kseq=law == "layer-kseq")
+    assert_same(got, by_odds(law, tree, p, view))
+
+
+@pytest.mark.parametrize("name", ["without-replacement", "hybrid", "paths"])
+def test_pooled_layers_end_where_their_odds_say(name: str, device: torch.device) -> None:
+    tree, p, view = drawn(name, device)
+    got = triton_verdict.pooled_layers(tree, p, view.seeds, view.lengths)
+    assert_same(got, by_odds("layer", tree, p, view))
+
+
+@pytest.mark.parametrize("name", ["iid", "paths"])
+def test_a_walk_with_lowered_bars_ends_where_its_odds_say(name: str, device: torch.device) -> None:
+    tree, p, view = drawn(name, device)
+    got = triton_verdict.kseq_walk(tree, p, view.seeds, view.lengths)
+    assert_same(got, by_odds("kseq", tree, p, view))
+
+
+def test_rejections_and_bars_are_the_references(device: torch.device) -> None:
+    """The draws behind every node, some of them offered less than all of p."""
+    for name in ("without-replacement", "hybrid", "iid"):
+        tree, p, _ = drawn(name, device)
+        nodes = tree.inner[:: max(1, len(tree.inner) // 3)]
+        weight = torch.linspace(0.2, 1, len(nodes), dtype=torch.float64, device=device)
+        draws = draws_behind(tree, nodes)
+        want = residual_ops.reject_reference(p, tree.q, nodes, weight, draws, 2)
+        got = triton_residual.reject(p, tree.q, nodes, weight, draws, 2)
+        for x, y in ((got.chance, want.chance), (got.scales, want.scales), (got.mass, want.mass)):
+            assert torch.allclose(x, y, rtol=1e-5, atol=1e-6)
+        assert torch.allclose(
+            torch.where(draws.exists, got.values - want.values, 0), torch.zeros_like(weight[0]), atol=1e-6
+        )
+    nodes, weight, draws = nodes[:2], weight[:2], draws_behind(tree, nodes[:2])
+    rows, count = tree.q_row[draws.child[:, 0]].clamp(min=0), draws.exists.sum(1)
+    bars = triton_kseq.kseq_bar(p, tree.q, nodes, weight, rows, count)
+    assert torch.allclose(
+        torch.stack(bars), torch.stack(kseq_bar_reference(p, tree.q, nodes, weight, rows, count)), atol=1e-4
+    )
