@@ -96,5 +96,6 @@ def test_the_likeliest_token_is_the_first_of_the_best(vocabulary: int) -> None:
     logits[0, 1, -1] = -3.0
     want = [[row.index(max(row)) for row in rows] for rows in logits.tolist()]
     assert likeliest(logits.to(DEVICE)).tolist() == want
-    logits[2, 2, 1:] = float("nan")  # all of them would be a warning in the interpreter, and is as good as none
-    assert 0 <= int(likeliest(logits.to(DEVICE))[2, 2]) < vocabulary
+    if DEVICE == "cuda":  # the interpreter warns of it
+        logits[2, 2] = float("nan")
+        assert 0 <= int(likeliest(logits.to(DEVICE))[2, 2]) < vocabulary
