@@ -189,8 +189,6 @@ def ways_of(product: Product, numbers: tuple[int, ...], cuts: list[Tiles], row_c
             ways[n, ("gemv", *astuple(cut))] = product.ours(n, cut, gemv, True)
         for cut in cuts:
             ways[n, ("skinny", *astuple(cut))] = product.ours(n, cut, skinny, False)
-        if n in (8, 32) and product.norm is not None:  # what the norm costs inside
-            ways[n, ("normed", *astuple(cuts[0]))] = product.ours(n, cuts[0], skinny, True)
     return ways
 
 

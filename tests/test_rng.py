@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
-from draftwood import rng as rng_module
-from draftwood.rng import KeyedRng, Purpose, derive, fold_seed, token_uniforms, uniforms
+from draftwood.rng import KeyedRng, Purpose, derive, fold_seed, pick_reference, token_uniforms, uniforms
+from keys import key_for
 
 MASK = (1 << 64) - 1
 
@@ -65,16 +65,17 @@ def test_a_row_with_one_outcome_needs_no_luck() -> None:
 LOWEST, HIGHEST = 2.0**-53, 1 - 2.0**-53  # the ends of what `uniforms` can return
 
 
-def pick_at(monkeypatch: pytest.MonkeyPatch, u: float, weights: torch.Tensor) -> list[int]:
-    with monkeypatch.context() as patch:
-        patch.setattr(rng_module, "uniforms", lambda keys: torch.full(keys.shape, u, dtype=torch.float64))
-        return KeyedRng().pick(weights, torch.arange(len(weights))).tolist()
+def pick_at(u: float, weights: torch.Tensor) -> list[int]:
+    keys = torch.full((len(weights),), key_for(u))
+    picked = KeyedRng().pick(weights, keys)
+    assert torch.equal(
+        weights.gather(1, picked[:, None]) > 0, weights.gather(1, pick_reference(weights, keys)[:, None]) > 0
+    )
+    return picked.tolist()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_the_ends_of_the_interval_are_the_first_and_the_last_token(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
-) -> None:
+def test_the_ends_of_the_interval_are_the_first_and_the_last_token(dtype: torch.dtype) -> None:
     """Zeros at either end, sums that round down, up, or to nearly nothing: never a token of weight zero."""
     rows = torch.tensor(
         [
@@ -86,13 +87,13 @@ def test_the_ends_of_the_interval_are_the_first_and_the_last_token(
         ],
         dtype=dtype,
     )
-    assert pick_at(monkeypatch, LOWEST, rows) == [0, 2, 3, 1, 0]
-    highest = pick_at(monkeypatch, HIGHEST, rows)
+    assert pick_at(LOWEST, rows) == [0, 2, 3, 1, 0]
+    highest = pick_at(HIGHEST, rows)
     assert highest[:2] + highest[3:] == [9, 6, 3, 9]
     assert highest[2] in (3, 4)
 
 
-def test_sums_that_round_never_lead_to_a_token_of_weight_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_that_round_never_lead_to_a_token_of_weight_zero() -> None:
     """Random rows with zeros in them, at both ends of the interval and just around every border."""
     generator = torch.Generator().manual_seed(3)
     weights = torch.rand(400, 37, generator=generator, dtype=torch.float64) ** 8
@@ -102,18 +103,18 @@ def test_sums_that_round_never_lead_to_a_token_of_weight_zero(monkeypatch: pytes
         borders = (row.cumsum(0) / row.sum()).tolist()
         for border in (LOWEST, HIGHEST, *borders[:-1]):
             for u in (border, math.nextafter(border, 0), math.nextafter(border, 1)):
-                (chosen,) = pick_at(monkeypatch, min(max(u, LOWEST), HIGHEST), row[None])
+                (chosen,) = pick_at(min(max(u, LOWEST), HIGHEST), row[None])
                 assert row[chosen] > 0
     for u in (LOWEST, 0.5, HIGHEST):
-        chosen = torch.tensor(pick_at(monkeypatch, u, weights))
+        chosen = torch.tensor(pick_at(u, weights))
         assert bool((weights.gather(1, chosen[:, None]) > 0).all())
 
 
-def test_the_smallest_weights_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_smallest_weights_there_are() -> None:
     """Where a product rounds to nothing or to the whole, there is still only one token with any weight."""
     rows = torch.tensor([[0.0, 5e-324, 0.0], [0.0, 1e-310, 0.0]], dtype=torch.float64)
     for u in (LOWEST, 0.3, HIGHEST):
-        assert pick_at(monkeypatch, u, rows) == [1, 1]
+        assert pick_at(u, rows) == [1, 1]
 
 
 def settled_picks(weights: torch.Tensor, borders: torch.Tensor) -> int:

@@ -10,11 +10,12 @@ import torch
 
 from draftwood.growers import Hybrid, Independent, Levels, Paths, WithoutReplacement
 from draftwood.ops.kseq import kseq_bar, kseq_bar_reference
+from draftwood.ops.native import kernels
 from draftwood.ops.residual import Residual
 from draftwood.protocols import BatchView, Budget
 from draftwood.request import SamplingParams
 from draftwood.rng import KeyedRng
-from draftwood.tree import Draw, TokenTree
+from draftwood.tree import Draw, TokenTree, Verdict
 from draftwood.treebuilder import TreeBuilder
 from draftwood.verifiers import LAWS, NodeLaw
 
@@ -105,6 +106,71 @@ def test_decisions_are_those_of_the_reference(name: str, law: str, device: str) 
     same = (want.length == got.length.cpu()) & (want.bonus == got.bonus.cpu())
     same &= (want.path == got.path.cpu()).all(1)
     assert int(same.sum()) >= 98
+
+
+FUSED = ("block", "naive", "walk", "rrsw", "traversal", "layer", "layer-proportional", "kseq", "layer-kseq", "gbv")
+
+
+def has_kernels(law: str, where: torch.device) -> bool:
+    return kernels() is not None if where.type == "cpu" else law != "gbv"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("name", "law"), [pair for pair in PAIRS if pair[1] in FUSED])
+def test_whole_verdicts_decide_as_the_odds_do(name: str, law: str, device: str) -> None:
+    """By kernels from rows to tokens, or by odds and two draws; one in a hundred may fall on a border."""
+    where, count = needs(device), 100
+    tree, p = trees(name, count, 1000)
+    tree, p = moved(tree, where, torch.float32), p.to(where, torch.float32)
+    view, verifier = batch_of(count, where), LAWS[law]()
+    assert isinstance(verifier, NodeLaw)
+    got = verifier.at_once(tree, p, view)
+    if not has_kernels(law, where):
+        assert got is None
+        return
+    verifier.at_once = lambda *_: None
+    want = verifier.verify(tree, p, view, KeyedRng())
+    assert got is not None
+    assert got.path.shape == want.path.shape
+    same = (want.length == got.length) & (want.bonus == got.bonus) & (want.path == got.path).all(1)
+    assert int(same.sum()) >= 99
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "law"), [pair for pair in PAIRS if pair[1] in (*FUSED, "match") and pair[1] != "gbv"])
+def test_verdicts_can_be_captured(name: str, law: str) -> None:
+    """As one CUDA graph for trees of one shape: replayed with another target it gives that target's verdict."""
+    where, count = needs("cuda"), 20
+    tree, p = trees(name, count, 1000)
+    tree, p = moved(tree, where, torch.float32), p.to(where, torch.float32)
+    view, verifier, shown = batch_of(count, where), LAWS[law](), p.flip(0).contiguous()
+
+    def verdict() -> Verdict:
+        return verifier.verify(tree, shown, view, KeyedRng())
+
+    tree.levels, tree.turns, tree.inner, tree.widest, verdict()  # what is known of a shape is known before
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = verdict()
+    shown.copy_(p)
+    graph.replay()
+    want = verdict()
+    assert torch.equal(got.path, want.path)
+    assert torch.equal(got.bonus, want.bonus)
+
+
+@pytest.mark.parametrize("law", ["walk", "traversal", "layer", "layer-proportional", "gbv"])
+def test_where_nothing_is_left_nothing_is_invented(law: str) -> None:
+    """p and q agree but for rounding: what is left is nothing, and the token after the path still comes from p."""
+    tree, p = trees("paths" if law == "gbv" else "without-replacement", 50, 1000)
+    tree = moved(tree, torch.device("cpu"), torch.float32)
+    assert tree.q is not None
+    first = tree.tries[:, 0].clamp(min=0)
+    p = torch.where((tree.tries[:, :1] >= 0), tree.q[tree.q_row[first].clamp(min=0)], p.float())
+    verdict = LAWS[law]().verify(tree, p, batch_of(50), KeyedRng())
+    ends = verdict.path.gather(1, verdict.length[:, None])[:, 0]
+    assert bool((p[ends, verdict.bonus] > 0).all())
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -164,6 +164,17 @@ def test_linear_rows_need_no_tails(group: int) -> None:
         check_parity(parts, Heads(1, group, 64), torch.float32, linear=True, **options)
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+def test_nodes_masked_where_they_lie(splits: int) -> None:
+    """Every tree shape there is, without bits that a token keeps: the same numbers, in another order."""
+    check_parity(MIXED, Heads(2, 3, 64), torch.float16, exact=False, num_splits=splits)
+    wide = [Part(250, 1, bush(100)), Part(60, 2, chain(70)), Part(1, 1, bush(3)), Part(500, 1)]
+    check_parity(wide, Heads(1, 4, 64), torch.float16, exact=False, num_splits=splits)
+    check_parity(
+        [Part(255, 1, bush(5))] * 2, Heads(1, 4, 64), torch.float16, exact=False, num_splits=splits, max_nodes=5
+    )
+
+
 def test_decode_in_one_tile_a_sequence() -> None:
     parts = [Part(before, 1) for before in (0, 255, 256, 300)]
     for splits in (1, 2):

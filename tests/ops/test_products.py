@@ -82,10 +82,10 @@ def test_few_rows(kind: str, activation: str | None, dtype: torch.dtype) -> None
     weight = matrix(outputs * (2 if activation else 1), inputs, kind, dtype)
     x, around = random(n, inputs, dtype=dtype), everything(n, outputs, inputs, activation, dtype)
     want = expected(x, weight, around)
-    assert_close(skinny(x, pack([weight], inputs), around, SMALL), want, dtype)
     assert around.norm is not None
     normed, plain = rows.rms_norm(x, around.norm), replace(around, norm=None)
-    assert_close(skinny(normed, pack([weight], inputs), plain, replace(SMALL, split_k=2)), want, dtype)
+    for split in (1, 2):
+        assert_close(skinny(normed, pack([weight], inputs), plain, replace(SMALL, split_k=split)), want, dtype)
 
 
 def test_more_rows_than_a_tile_has() -> None:
@@ -129,7 +129,7 @@ def test_every_way_gives_the_same_product(n: int, strict: bool) -> None:
     assert around.residual is not None
     for got, want in (
         (linear(x, around.norm), replace(around, residual=None)),
-        (linear.add_to(around.residual, x), replace(around, norm=None)),
+        (linear.add_to(around.residual.clone(), x), replace(around, norm=None)),
         (linear.gated(x, around.norm, "silu"), replace(around, residual=None, activation="silu")),
     ):
         assert_close(got, expected(x, weight, want), torch.float32)

@@ -186,6 +186,7 @@ class Places:
     position: Tensor  # [B, R] int64
     ancestors: Tensor | None = None  # [B * R, W]; None: rows of text, each of which sees all keys up to its own
     max_depth: int | None = None
+    max_nodes: int | None = None
     shift: int = 0  # to be added to index and position
 
 
@@ -230,6 +231,7 @@ def stage_behind(
         max_rows=rows,
         linear=linear,
         max_depth=places.max_depth,
+        max_nodes=places.max_nodes,
     )
 
 
@@ -239,7 +241,7 @@ def stage_trees(view: SeatedView, tree: TokenTree, page_size: int, max_positions
     rows = tree.num_nodes // size
     places = Places(tree.local.view(size, rows), tree.depth.view(size, rows), shift=-1)
     if not chain:  # a chain is a piece of text
-        places = replace(places, ancestors=tree.ancestors, max_depth=tree.max_depth)
+        places = replace(places, ancestors=tree.ancestors, max_depth=tree.max_depth, max_nodes=rows - 1)
     return stage_behind(view, tree.tokens.clamp(min=0).view(size, rows), places, page_size, max_positions)
 
 

@@ -141,7 +141,8 @@ class _Shape:
             depth = builder.depth.gather(1, own)
             places = Places(own - 1, depth - 1)
             if not grower.law.chain:
-                places = replace(places, ancestors=words[every, own].flatten(0, 1), max_depth=len(grown))
+                bits = words[every, own].flatten(0, 1)
+                places = replace(places, ancestors=bits, max_depth=len(grown), max_nodes=int(own.max()))
             levels.append(_Level(own, depth, places))
         return cls(replace_q(tree), grower.widths, levels)
 

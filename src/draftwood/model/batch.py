@@ -30,6 +30,7 @@ class ForwardBatch:
     logit_rows: Tensor  # [K] int64 rows whose logits are wanted
     max_rows: int | None = None  # the most rows a sequence has; None: as many as there are
     linear: bool = False  # no row is a tree node: `ancestors` is empty everywhere
+    max_nodes: int | None = None  # keys staged behind a sequence's text; None: as many as `ancestors` has bits
     max_depth: int | None = None  # of the deepest tree node; None: as many as `ancestors` has bits
 
 

@@ -108,8 +108,9 @@ class CudaTransformer:
     def _plan(self, batch: ForwardBatch, cache: Pages, window: int | None) -> TreeAttention:
         shape = AttentionShape(window, self.config.head_dim**-0.5)
         return TreeAttention.plan(
-            batch, cache, shape, linear=batch.linear, max_rows=batch.max_rows, max_depth=batch.max_depth
-        )
+            batch, cache, shape, linear=batch.linear, max_rows=batch.max_rows, max_depth=batch.max_depth,
+            max_nodes=batch.max_nodes, exact=self.strict,
+        )  # fmt: skip
 
 
 @cached

@@ -24,7 +24,7 @@ def kseq_bar(
     if q is None:  # nothing was drawn
         return torch.ones_like(weight), torch.zeros_like(weight)
     if on_cuda(p, q):
-        from draftwood.ops.residual_cuda import kseq_bar as launch
+        from draftwood.ops.cuda.kseq import kseq_bar as launch
 
         return launch(p, q, nodes, weight, rows, count)
     library = native_for(p, q)

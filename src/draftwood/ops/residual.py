@@ -44,7 +44,7 @@ class Residual:
     def written_out(self) -> Tensor:
         """U_k. [n, V]."""
         if on_cuda(self.p, self.q):
-            from draftwood.ops.residual_cuda import residual_rows
+            from draftwood.ops.cuda.residual import residual_rows
 
             return residual_rows(self)
         library = native_for(self.p, self.q)
@@ -70,7 +70,7 @@ class Residual:
     def mass(self) -> Tensor:
         """The sum of U_k. [n] float64."""
         if on_cuda(self.p, self.q):
-            from draftwood.ops.residual_cuda import residual_mass
+            from draftwood.ops.cuda.residual import residual_mass
 
             return residual_mass(self)
         library = native_for(self.p, self.q)
@@ -103,7 +103,7 @@ class Rejected:
 def reject(p: Tensor, q: Tensor | None, nodes: Tensor, weight: Tensor, draws: Draws, tried: int) -> Rejected:
     """Try the first `tried` draws behind `nodes` [n] against weight · p there, one after the other."""
     if on_cuda(p, q) and draws.tokens.shape[1] <= WIDEST_ON_CUDA:
-        from draftwood.ops.residual_cuda import reject as launch
+        from draftwood.ops.cuda.residual import reject as launch
 
         return launch(p, q, nodes, weight, draws, tried)
     library = native_for(p, q)

@@ -18,7 +18,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from draftwood.tree import TokenTree
+from draftwood.ops.verdict import search
+from draftwood.protocols import BatchView
+from draftwood.tree import TokenTree, Verdict
 from draftwood.verifiers.law import NodeLaw, Odds, Scope, by_tree, ratio
 from draftwood.verifiers.rules import Rejection
 
@@ -35,6 +37,10 @@ class Traversal(NodeLaw):
         # The root has nothing above it to fall back to.
         taken = torch.where(tree.parents < 0, 1, taken)
         return Odds(self._first_taken(tree, taken), lambda nodes: self._left(tree, p, nodes, weight[nodes]))
+
+    def at_once(self, tree: TokenTree, p: Tensor, view: BatchView) -> Verdict | None:
+        """There are kernels for it."""
+        return search(tree, p, view.seeds, view.lengths)
 
     def _weights(self, tree: TokenTree, p: Tensor) -> tuple[Tensor, Tensor]:
         """Of every node: the weight it is entered with, and the chance it is taken if no child is. [M], [M]."""

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from draftwood.protocols import BatchView, Randomness
-from draftwood.rng import Purpose, derive
+from draftwood.rng import KeyedRng, Purpose, derive
 from draftwood.tree import DraftLaw, Draw, TokenTree, Verdict
-from draftwood.verifiers.path import follow
+from draftwood.verifiers.path import keep_chosen
 
 EVERY_DRAW = frozenset(Draw)
 
@@ -83,10 +83,17 @@ class NodeLaw:
         """Where the path ends, given the target's rows `p` [M, V]."""
         raise NotImplementedError
 
+    def at_once(self, tree: TokenTree, p: Tensor, view: BatchView) -> Verdict | None:
+        """The verdict these odds lead to with keyed randomness, where there are kernels for all of it."""
+        return None
+
     def verify(self, tree: TokenTree, p: Tensor, view: BatchView, rng: Randomness) -> Verdict:
         """Pick the last accepted node of each tree, then the token after it."""
         if self.lossless and all(params.greedy for params in view.params):
-            return follow(tree, p.argmax(-1).tolist())  # without chance every lossless law keeps the longest match
+            return keep_chosen(tree, p.argmax(-1))  # without chance every lossless law keeps the longest match
+        verdict = self.at_once(tree, p, view) if isinstance(rng, KeyedRng) else None
+        if verdict is not None:
+            return verdict
         seeds = derive(view.seeds, view.lengths)
         odds = self.odds(tree, p)
         node = tree.offsets[:-1] + rng.pick(by_tree(tree, odds.stop), derive(seeds, Purpose.ACCEPT))

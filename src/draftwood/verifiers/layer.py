@@ -20,9 +20,11 @@ import torch
 from torch import Tensor
 
 from draftwood.ops.residual import law_at
-from draftwood.tree import TokenTree, Turn
+from draftwood.ops.verdict import kseq_layers, layers, pooled_layers
+from draftwood.protocols import BatchView
+from draftwood.tree import TokenTree, Turn, Verdict
 from draftwood.verifiers.law import NodeLaw, Odds, ratio
-from draftwood.verifiers.rules import SiblingRule, draws_behind, residual
+from draftwood.verifiers.rules import KSeq, Rejection, SiblingRule, draws_behind, residual
 
 Left = Callable[[Tensor], Tensor]  # nodes [k] -> residual rows [k, V]
 
@@ -53,6 +55,11 @@ class Proportional(LayerLaw):
         self.rule = rule
         self.scope = rule.scope
 
+    def at_once(self, tree: TokenTree, p: Tensor, view: BatchView) -> Verdict | None:
+        """There are kernels for the two rules of production."""
+        kernel = {Rejection: layers, KSeq: kseq_layers}.get(type(self.rule))
+        return None if kernel is None else kernel(tree, p, view.seeds, view.lengths)
+
     def scores(self, tree: TokenTree, p: Tensor) -> tuple[Tensor, Left]:
         """Each node's children share what the rule gives them of the layer's mass, scaled to the node's part of it.
 
@@ -82,6 +89,10 @@ class Pooled(LayerLaw):
 
     def __init__(self, name: str) -> None:
         self.name = name
+
+    def at_once(self, tree: TokenTree, p: Tensor, view: BatchView) -> Verdict | None:
+        """There are kernels for it."""
+        return pooled_layers(tree, p, view.seeds, view.lengths)
 
     def scores(self, tree: TokenTree, p: Tensor) -> tuple[Tensor, Left]:
         """Every draw in turn takes what it can of the layer's mass that survived the draws before it."""

@@ -10,11 +10,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from draftwood.ops.verdict import match
 from draftwood.protocols import BatchView, Randomness
-from draftwood.rng import Purpose, derive
+from draftwood.rng import KeyedRng, Purpose, derive
 from draftwood.tree import DraftLaw, TokenTree, Verdict
 from draftwood.verifiers.law import Scope
-from draftwood.verifiers.path import PathWalk, follow
+from draftwood.verifiers.path import PathWalk, keep_chosen
 
 
 class Match:
@@ -36,7 +37,11 @@ class Match:
         if tree.num_drafted == 0:
             return Verdict.of_roots(tree, rng.race(p, derive(seeds, view.lengths))[:, 0])
         if all(params.greedy for params in view.params):
-            return follow(tree, p.argmax(-1).tolist())  # nothing is drawn: no need to ask node by node
+            return keep_chosen(tree, p.argmax(-1))  # nothing is drawn: no need to ask node by node
+        if isinstance(rng, KeyedRng):
+            verdict = _at_once(tree, p, view, rng)
+            if verdict is not None:
+                return verdict
         walk = PathWalk(tree)
         bonus = torch.empty_like(walk.node)
         while True:
@@ -46,3 +51,12 @@ class Match:
             bonus[active] = drawn
             if not walk.descend(active, walk.child_with(active, drawn)):
                 return walk.verdict(bonus)
+
+
+def _at_once(tree: TokenTree, p: Tensor, view: BatchView, rng: KeyedRng) -> Verdict | None:
+    """On a GPU the target draws after every node, looked for or not: cheaper than asking who is needed."""
+    if not p.is_cuda:
+        return match(tree, p, view.seeds, view.lengths)
+    owner = tree.owner
+    keys = derive(view.seeds[owner], Purpose.TARGET, view.lengths[owner] + tree.depth)
+    return keep_chosen(tree, rng.race(p, keys)[:, 0])

@@ -10,6 +10,15 @@ from torch import Tensor
 from draftwood.tree import TokenTree, Verdict
 
 
+def keep_chosen(tree: TokenTree, choices: Tensor) -> Verdict:
+    """Down every tree along the tokens chosen after its nodes [M]; on CUDA without waiting for the host."""
+    if choices.is_cuda:
+        from draftwood.ops.cuda.verdict import follow as launch
+
+        return launch(tree, choices)
+    return follow(tree, choices.tolist())
+
+
 def follow(tree: TokenTree, choices: Sequence[int]) -> Verdict:
     """Down every tree along what was chosen after each of its nodes [M]; on the host, where small trees are quick."""
     tokens, parents, owner = tree.tokens.tolist(), tree.parents.tolist(), tree.owner.tolist()

@@ -10,9 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from draftwood.tree import TokenTree
+from draftwood.ops.verdict import kseq_walk, walk
+from draftwood.protocols import BatchView
+from draftwood.tree import TokenTree, Verdict
 from draftwood.verifiers.law import NodeLaw, Odds, Scope
-from draftwood.verifiers.rules import SiblingRule
+from draftwood.verifiers.rules import KSeq, Rejection, SiblingRule
 
 
 class TopDown(NodeLaw):
@@ -34,6 +36,12 @@ class TopDown(NodeLaw):
         for nodes in tree.levels[1:]:
             reach[nodes] = reach[tree.parents[nodes]] * passes[nodes]
         return Odds((reach * ends)[:-1], lambda nodes: self._left(tree, p, nodes))
+
+    def at_once(self, tree: TokenTree, p: Tensor, view: BatchView) -> Verdict | None:
+        """There are kernels for the two rules of production."""
+        if type(self.rule) is Rejection:
+            return walk(tree, p, view.seeds, view.lengths, self.rule.tried)
+        return kseq_walk(tree, p, view.seeds, view.lengths) if type(self.rule) is KSeq else None
 
     def _outcomes(self, tree: TokenTree, p: Tensor, nodes: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The draws behind `nodes`, the chance that each is passed on to, and that none is. [n, W], [n, W], [n]."""

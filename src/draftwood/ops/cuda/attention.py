@@ -89,7 +89,8 @@ class TreeAttention:
     batch: ForwardBatch
     cache: Pages
     shape: AttentionShape
-    tails: Tails | None  # None: no row is a draft node
+    tails: Tails | None  # None: no row is a draft node, or nobody asks for its bits
+    max_nodes: int  # that may lie behind a sequence's linear keys, where masks are bits; 0: nobody looks there
     max_rows: int
     largest_tile: int
     num_splits: int | None
@@ -104,18 +105,26 @@ class TreeAttention:
         max_rows: int | None = None,
         linear: bool = False,
         max_depth: int | None = None,
+        max_nodes: int | None = None,
+        exact: bool = True,
         largest_tile: int = TALLEST_EXACT,
         num_splits: int | None = None,
     ) -> TreeAttention:
         """Plan for a batch of which the host knows: no sequence has more than `max_rows` rows, whether all are
-        `linear`, that is no draft nodes, and no tree is deeper than `max_depth`. Knowing less is only slower.
+        `linear`, that is no draft nodes, no tree is deeper than `max_depth`, and none has more than `max_nodes` nodes.
+        Knowing less is only slower. Not `exact`, nodes are masked where they lie: faster, but a node's bits then are
+        not those of the token it becomes.
 
         `num_splits` programs share the chunks of a tile; None: as many as fill the chip.
         """
         depth = batch.ancestors.shape[1] * BITS if max_depth is None else max_depth
-        tails = None if linear else tails_of(batch, cache.page_size, depth)
         rows = batch.tokens.shape[0] if max_rows is None else max_rows
-        return cls(batch, cache, shape, tails, rows, largest_tile, num_splits)
+        # With a window, how far back a node lies is a matter of its path.
+        if linear or (not exact and shape.window is None):
+            nodes = batch.ancestors.shape[1] * BITS if max_nodes is None else max_nodes
+            return cls(batch, cache, shape, None, 0 if linear else nodes, rows, largest_tile, num_splits)
+        tails = tails_of(batch, cache.page_size, depth)
+        return cls(batch, cache, shape, tails, 0, rows, largest_tile, num_splits)
 
     @property
     def num_chunks(self) -> int:
@@ -146,10 +155,11 @@ class TreeAttention:
         warps = 8 if tiling.lines >= 128 or padded >= 256 else 4  # with four, sums of that size leave the registers
         scan_linear[(tiling.num_tiles, kv_heads, tiling.num_splits)](
             query, keys, values, batch.block_table, batch.row_offsets, batch.positions, batch.visible,
-            self._lengths, out, states, sums, self._scale, self._window,
+            self._lengths, batch.ancestors.contiguous(), batch.tree_base, out, states, sums, self._scale, self._window,
             batch.tree_base.shape[0], batch.block_table.stride(0), num_slots, states.shape[1],
+            batch.ancestors.shape[1], self.max_nodes,
             kv_heads, query.shape[1] // kv_heads, tiling.group_padded, dim, padded, self.cache.page_size,
-            tiling.lines, tiling.one_tile, self.tails is not None, tiling.num_splits > 1,
+            tiling.lines, tiling.one_tile, self.tails is not None, self.max_nodes > 0, tiling.num_splits > 1,
             num_warps=warps, num_stages=_stages(keys), enable_fp_fusion=False, **OVERLAPPING,
         )  # fmt: skip
 
@@ -161,7 +171,9 @@ class TreeAttention:
         finish_rows[(query.shape[0], kv_heads)](
             query, keys, values, batch.positions, batch.visible, self._lengths, tails, out, states, sums,
             self._scale, self._window, num_slots, states.shape[1], tails.shape[1],
-            kv_heads, query.shape[1] // kv_heads, dim, _power_of_2(dim), self.tails is not None, split,
+            self.max_nodes, batch.block_table.stride(0) * self.cache.page_size,
+            kv_heads, query.shape[1] // kv_heads, dim, _power_of_2(dim),
+            self.tails is not None, self.max_nodes > 0, split,
             num_warps=4, num_stages=1, enable_fp_fusion=False, **OVERLAPPING,
         )  # fmt: skip
 

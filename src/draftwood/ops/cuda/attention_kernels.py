@@ -115,11 +115,20 @@ def _rows_of_tile(tile, offsets, num_sequences, ROWS: tl.constexpr, ONE_TILE: tl
 
 
 @triton.jit
+def _in_tree(key, words, base, real, num_words):
+    """Whether each line's bits, `words`, have each key, whose number in the tree counts from `base`. [lines, keys]."""
+    node = key - base
+    there = real[:, None] & (node >= 0)[None, :] & (node < num_words * 64)[None, :]
+    word = tl.load(words[:, None] + (node // 64)[None, :], mask=there, other=0)
+    return there & (((word >> (node % 64).to(tl.int64)[None, :]) & 1) == 1)
+
+
+@triton.jit
 def _chunk(
-    q, chunk, begin, end, tile_begin, tile_end, pages, keys, values, scale,
-    DIM: tl.constexpr, DIM_PADDED: tl.constexpr, PAGE: tl.constexpr, LINES: tl.constexpr,
+    q, chunk, begin, end, tile_begin, tile_end, pages, keys, values, scale, words, base, real, num_words,
+    DIM: tl.constexpr, DIM_PADDED: tl.constexpr, PAGE: tl.constexpr, LINES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The running softmax over one chunk's linear keys; line i sees keys begin[i] … end[i] - 1."""
+    """The running softmax over one chunk's keys; line i sees keys begin[i] … end[i] - 1 and, MASKED, its ancestors."""
     highest, total, acc = _nothing(LINES, DIM_PADDED)
     sums = _widened(total, LINES)
     first = tl.maximum(chunk * _CHUNK, tile_begin // _BLOCK * _BLOCK)
@@ -128,8 +137,24 @@ def _chunk(
         there = key < tile_end
         k, v = _load_slots(keys, values, _slot_of(pages, key, there, PAGE), there, DIM, DIM_PADDED)
         seen = (key[None, :] >= begin[:, None]) & (key[None, :] < end[:, None])
+        if MASKED:
+            seen = seen | _in_tree(key, words, base, real, num_words)
         highest, sums, acc = _attend(q, k, v, seen, highest, sums, acc, scale)
     return highest, tl.max(sums, 1), acc
+
+
+@triton.jit
+def _last_chunk(end, nodes, room):
+    """The chunk of the last key that a row with `end` linear ones and so many nodes behind them may see."""
+    return tl.maximum(tl.minimum(end + nodes, room) - 1, 0) // _CHUNK
+
+
+@triton.jit
+def _shared_end(end, length):
+    """Where the keys end that rows share block by block, and the chunk a row goes on in from there."""
+    is_node = length > end
+    open_chunk = tl.where(is_node, end, tl.maximum(end - 1, 0)) // _CHUNK
+    return tl.where(is_node, end // _BLOCK * _BLOCK, end), open_chunk
 
 
 @triton.jit
@@ -158,15 +183,31 @@ def _store_rows(out, line, real, total, acc, DIM: tl.constexpr, PADDED: tl.const
     tl.store(out + line[:, None] * DIM + d[None, :], _normalised(total, acc).to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["window", "num_sequences", "table_width", "num_slots", "num_states"])
+@triton.jit
+def _leave(
+    out, states, sums, line, real, num_states, all_highest, all_total, all_acc, highest, total, acc,
+    DIM: tl.constexpr, PADDED: tl.constexpr, HAS_TREE: tl.constexpr,
+):  # fmt: skip
+    """All chunks but the last, and the last: as two states for those who go on, or as the result."""
+    if HAS_TREE:
+        _store_state(states, sums, line, real, num_states, 0, all_highest, all_total, all_acc, DIM, PADDED)
+        _store_state(states, sums, line, real, num_states, 1, highest, total, acc, DIM, PADDED)
+    else:
+        all_highest, all_total, all_acc = _combine(all_highest, all_total, all_acc, highest, total, acc)
+        _store_rows(out, line, real, all_total, all_acc, DIM, PADDED)
+
+
+@triton.jit(
+    do_not_specialize=["window", "num_sequences", "table_width", "num_slots", "num_states", "num_words", "nodes"]
+)
 def scan_linear(
-    query, keys, values, table, offsets, positions, visible, lengths, out, states, sums,
-    scale, window, num_sequences, table_width, num_slots, num_states,
+    query, keys, values, table, offsets, positions, visible, lengths, ancestors, tree_base, out, states, sums,
+    scale, window, num_sequences, table_width, num_slots, num_states, num_words, nodes,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr, PAGE: tl.constexpr, LINES: tl.constexpr, ONE_TILE: tl.constexpr,
-    HAS_TREE: tl.constexpr, SPLIT: tl.constexpr,
+    HAS_TREE: tl.constexpr, MASKED: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Everything that a tile's rows share: the blocks of keys no draft node has a part in.
+    """Everything that a tile's rows share: the blocks of keys no draft node has a part in; MASKED, all blocks.
 
     Program (tile, key head, j). SPLIT: chunks j, j + splits, … leave a state each, by number. Otherwise one program
     walks all: with a tree it leaves two states, all chunks but the last, and the last; without, the result.
@@ -185,12 +226,14 @@ def scan_linear(
     q = tl.load(query + line[:, None] * DIM + d[None, :], mask=real[:, None] & (d < DIM)[None, :], other=0.0)
     end = tl.load(visible + row, mask=real, other=0).to(tl.int32)
     begin = tl.maximum(tl.load(positions + row, mask=real, other=0).to(tl.int32) - window + 1, 0)
-    open_chunk = tl.maximum(end - 1, 0) // _CHUNK  # the one that is not complete yet, for all a row knows here
     if HAS_TREE:
-        is_node = tl.load(lengths + row, mask=real, other=0).to(tl.int32) > end
-        open_chunk = tl.where(is_node, end // _CHUNK, open_chunk)
-        end = tl.where(is_node, end // _BLOCK * _BLOCK, end)
-    last, tile_end = tl.max(open_chunk, 0), tl.max(end, 0)
+        length = tl.load(lengths + row, mask=real, other=0).to(tl.int32)
+        end, open_chunk = _shared_end(end, length)
+    else:
+        open_chunk = _last_chunk(end, nodes, table_width * PAGE)
+    last, tile_end = tl.max(open_chunk, 0), tl.minimum(tl.max(end, 0) + nodes, table_width * PAGE)
+    words = ancestors + row.to(tl.int64) * num_words
+    base = tl.load(tree_base + sequence).to(tl.int32)
     tile_begin = tl.min(tl.where(real, begin, 1 << 30), 0)
     first = tl.minimum(tile_begin // _CHUNK, last)
     pages = table + sequence.to(tl.int64) * table_width
@@ -200,8 +243,9 @@ def scan_linear(
         j, splits = tl.program_id(2), tl.num_programs(2)
         for chunk in range(first + (j + splits - first % splits) % splits, last + 1, splits):
             highest, total, acc = _chunk(
-                q, chunk, begin, end, tile_begin, tile_end, pages, keys, values, scale, DIM, DIM_PADDED, PAGE, LINES
-            )
+                q, chunk, begin, end, tile_begin, tile_end, pages, keys, values, scale, words, base, real, num_words,
+                DIM, DIM_PADDED, PAGE, LINES, MASKED,
+            )  # fmt: skip
             _store_state(states, sums, line, real, num_states, chunk, highest, total, acc, DIM, DIM_PADDED)
     else:
         all_highest, all_total, all_acc = _nothing(LINES, DIM_PADDED)
@@ -209,22 +253,21 @@ def scan_linear(
         for chunk in range(first, last + 1):
             all_highest, all_total, all_acc = _combine(all_highest, all_total, all_acc, highest, total, acc)
             highest, total, acc = _chunk(
-                q, chunk, begin, end, tile_begin, tile_end, pages, keys, values, scale, DIM, DIM_PADDED, PAGE, LINES
-            )
-        if HAS_TREE:
-            _store_state(states, sums, line, real, num_states, 0, all_highest, all_total, all_acc, DIM, DIM_PADDED)
-            _store_state(states, sums, line, real, num_states, 1, highest, total, acc, DIM, DIM_PADDED)
-        else:
-            all_highest, all_total, all_acc = _combine(all_highest, all_total, all_acc, highest, total, acc)
-            _store_rows(out, line, real, all_total, all_acc, DIM, DIM_PADDED)
+                q, chunk, begin, end, tile_begin, tile_end, pages, keys, values, scale, words, base, real, num_words,
+                DIM, DIM_PADDED, PAGE, LINES, MASKED,
+            )  # fmt: skip
+        _leave(
+            out, states, sums, line, real, num_states, all_highest, all_total, all_acc, highest, total, acc,
+            DIM, DIM_PADDED, HAS_TREE,
+        )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["window", "num_slots", "num_states", "tail_width"])
+@triton.jit(do_not_specialize=["window", "num_slots", "num_states", "tail_width", "nodes", "room"])
 def finish_rows(
     query, keys, values, positions, visible, lengths, tails, out, states, sums,
-    scale, window, num_slots, num_states, tail_width,
+    scale, window, num_slots, num_states, tail_width, nodes, room,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
-    HAS_TREE: tl.constexpr, SPLIT: tl.constexpr,
+    HAS_TREE: tl.constexpr, MASKED: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Combine the states of one row and key head, and go on with the keys only this draft node has."""
     wait_for_predecessors()
@@ -240,6 +283,8 @@ def finish_rows(
     first, opened = 0, 1
     if SPLIT:
         opened = tl.where(length > seen_linear, seen_linear, tl.maximum(seen_linear - 1, 0)) // _CHUNK
+        if MASKED:
+            opened = _last_chunk(seen_linear, nodes, room)
         first = tl.minimum(begin // _CHUNK, opened)
     all_highest, all_total, all_acc = _nothing(_ROW_LINES, DIM_PADDED)
     for chunk in range(first, opened):

@@ -11,11 +11,9 @@ from torch import Tensor
 
 from draftwood.model.weights import Float8, Matrix, Quantised, Storage
 from draftwood.ops.cuda import rows
-from draftwood.ops.cuda.products import DENSE, FLOAT8, INT4, INT8, Around, Norm, Packed, gemv, skinny, tiles
+from draftwood.ops.cuda.products import DENSE, FLOAT8, INT4, INT8, Around, Norm, Packed, gemv, skinny
 
-FAST_ROWS = 64  # above, the vendor's products do as well as ours,
-FUSED_ROWS = 128  # and above this also where ours save a pass over the result
-NORM_ROWS = 16  # above, norming every tile anew costs more than a kernel that does it once
+FAST_ROWS = 64  # above, the vendor's products do as well as ours
 
 
 @dataclass(frozen=True)
@@ -43,21 +41,13 @@ class CudaLinear:
             return skinny(*_normed(x, self.weight, around))
         if len(x) == 1:
             return gemv(x, self.weight, around)
-        fuses = around.residual is not None or around.activation is not None
-        if len(x) > (FUSED_ROWS if fuses else FAST_ROWS) and self.weight.storage == DENSE.value:
+        if len(x) > FAST_ROWS and self.weight.storage == DENSE.value:
             return _by_vendor(x, self.weight.codes, around)
-        if len(x) <= NORM_ROWS and not _is_split(self.weight, around):
-            return skinny(x, self.weight, around)
         return skinny(*_normed(x, self.weight, around))
 
 
-def _is_split(weight: Packed, around: Around) -> bool:
-    gated = around.activation is not None
-    return tiles(weight.outputs // (2 if gated else 1), weight.inputs, weight.storage, gated).split_k > 1
-
-
 def _normed(x: Tensor, weight: Packed, around: Around) -> tuple[Tensor, Packed, Around]:
-    """The norm as a kernel of its own: its sums then cannot depend on how the product is cut."""
+    """The norm as a kernel of its own: norming every tile anew costs more, and its sums would depend on the tile."""
     if around.norm is None:
         return x, weight, around
     return rows.rms_norm(x, around.norm), weight, replace(around, norm=None)

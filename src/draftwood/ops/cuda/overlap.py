@@ -1,9 +1,9 @@
-"""Kernels that follow each other closely: one is started while the last programs of the one before still run.
+"""Kernels that follow each other closely: the start of one is prepared while the one before still runs.
 
 A kernel launched with `OVERLAPPING` must call `wait_for_predecessors()` before it touches anything that another kernel
 may write or read. From there on it is as if it had been started afterwards; what is saved is the start.
 """
-# pyright: reportMissingImports=false
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _POSSIBLE = tl.constexpr(POSSIBLE)
 
 @triton.jit
 def wait_for_predecessors():
-    """Everything before this kernel is done from here on, and the next one may be started."""
+    """Everything before this kernel is done from here on."""
     if _POSSIBLE:
+        # Nothing says earlier that the next one may start: measured, its programs then only get in the way.
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()

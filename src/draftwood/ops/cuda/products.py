@@ -260,7 +260,7 @@ def _finished(
 
 @triton.jit(do_not_specialize=["n"])
 def _skinny(
-    x, weight, scale, minimum, gain, bias, residual, out, n, outputs, inputs: tl.constexpr, stride: tl.constexpr, eps,
+    x, weight, scale, minimum, bias, residual, out, n, outputs, inputs: tl.constexpr, stride: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
     STORAGE: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
@@ -276,16 +276,11 @@ def _skinny(
     source = x + tl.minimum(row, n - 1)[:, None] * inputs
     total = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
     total_up = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
-    squares = tl.zeros((ROWS,), tl.float32)
     begin = tl.program_id(1) * STEPS * BLOCK_K
     for step in range(STEPS):
         start = begin + step * BLOCK_K
         k = start + tl.arange(0, BLOCK_K)
         value = _loaded(source + k[None, :], (k < inputs)[None, :], 0.0, EVEN, "")
-        if gain is not None:
-            wide = value.to(tl.float32)
-            squares += tl.sum(wide * wide, 1)
-            value = (wide * _loaded(gain + k, k < inputs, 0.0, EVEN, "").to(tl.float32)[None, :]).to(x.dtype.element_ty)
         value = tl.trans(value)
         tile = _weights(
             weight, scale, minimum, first, local, start, inputs, stride, x, BLOCK_OUT, BLOCK_K, STORAGE, EVEN
@@ -297,9 +292,6 @@ def _skinny(
                 BLOCK_OUT, BLOCK_K, STORAGE, EVEN,
             )  # fmt: skip
             total_up = tl.dot(tile, value, total_up, input_precision="ieee")
-    if gain is not None:
-        length = tl.rsqrt(squares / inputs + eps)[None, :]
-        total, total_up = total * length, total_up * length
     column = (first + tl.arange(0, BLOCK_OUT))[:, None]
     inside = (column < outputs) & (row < n)[None, :]
     if SPLIT_K > 1:
@@ -354,7 +346,7 @@ def gemv(x: Tensor, weight: Packed, around: Around, cut: Tiles | None = None) ->
 
 
 def skinny(x: Tensor, weight: Packed, around: Around, cut: Tiles | None = None) -> Tensor:
-    """Any number of rows. [N, in] -> [N, out]. A norm needs a product that is not split."""
+    """Any number of rows, normed already. [N, in] -> [N, out]."""
     outputs, (n, inputs) = _outputs(weight, around), x.shape
     gated = around.activation is not None
     cut = cut or tiles(outputs, inputs, weight.storage, gated)
@@ -366,10 +358,9 @@ def skinny(x: Tensor, weight: Packed, around: Around, cut: Tiles | None = None) 
     width = outputs * 2 if gated else outputs
     split = cut.split_k > 1
     target = torch.empty(cut.split_k, n, width, dtype=torch.float32, device=x.device) if split else out
-    norm = around.norm
     _skinny[(triton.cdiv(outputs, cut.block_out) * triton.cdiv(n, rows), cut.split_k)](
-        x.contiguous(), weight.codes, weight.scale, weight.minimum, norm and norm.weight, around.bias, around.residual,
-        target, n, outputs, inputs, weight.stride, norm.eps if norm else 0.0,
+        x.contiguous(), weight.codes, weight.scale, weight.minimum, around.bias, around.residual,
+        target, n, outputs, inputs, weight.stride,
         rows, cut.block_out, cut.block_k, cut.split_k, weight.storage,
         ACTIVATIONS[around.activation], num_warps=cut.warps, num_stages=cut.stages, **OVERLAPPING,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 // The mass of (… (w p - s_1 q_1)+ … - s_k q_k)+ for a few rows of a large vocabulary: every row is read once.
+#include "draws.h"
+
 #include <stddef.h>
-#include <stdint.h>
-#include <stdlib.h>
 
 #define BLOCK 256   // summed in single precision, in LANES parts
 #define LANES 16
@@ -112,156 +112,24 @@ __attribute__((visibility("default"))) void dw_residual_rows(
     }
 }
 
-// left = (left - scale q)+ in place; returns its sum.
-static double take(float *left, const float *q, float scale, int64_t vocabulary) {
-    double sum = 0;
-    for (int64_t block = 0; block < vocabulary; block += BLOCK) {
-        int64_t count = vocabulary - block < BLOCK ? vocabulary - block : BLOCK;
-        float lanes[LANES] = {0};
-        if (count == BLOCK) {
-            for (int64_t x = 0; x < BLOCK; x += LANES)
-                for (int64_t lane = 0; lane < LANES; lane++) {
-                    int64_t at = block + x + lane;
-                    float rest = left[at] - scale * q[at];
-                    left[at] = rest > 0 ? rest : 0;
-                    lanes[lane] += left[at];
-                }
-        } else {
-            for (int64_t at = block; at < vocabulary; at++) {
-                float rest = left[at] - scale * q[at];
-                left[at] = rest > 0 ? rest : 0;
-                lanes[0] += left[at];
-            }
-        }
-        for (int64_t lane = 0; lane < LANES; lane++) sum += lanes[lane];
-    }
-    return sum;
-}
-
-typedef struct {
-    const int64_t *rows, *tokens;
-    const double *own;
-    const uint8_t *exists;
-    double *chance, *scales, *values;
-} Tries;
-
-// One node: draw after draw against what the draws before it left. `left` is working memory.
-static double reject_one(const float *p, const float *q, int64_t vocabulary, int64_t width, int64_t tried,
-                         double weight, const Tries *t, float *left) {
-    double mass = weight, missing = 1 - weight;
-    int written = 0;
-    for (int64_t j = 0; j < width; j++) t->values[j] = weight * p[t->tokens[j]];
-    for (int64_t i = 0; i < tried; i++) {
-        if (!t->exists[i]) continue;
-        double survives = mass + missing, offered = survives * t->own[i];
-        double fair = offered > 0 ? t->values[i] / offered : 1;
-        t->chance[i] = fair < 1 ? fair : 1;
-        t->scales[i] = survives;
-        const float *law = t->rows[i] >= 0 ? q + t->rows[i] * vocabulary : NULL;
-        double before = t->values[i];
-        for (int64_t j = 0; j < width; j++) {
-            double rest = t->values[j] - survives * (law ? law[t->tokens[j]] : t->tokens[j] == t->tokens[i]);
-            t->values[j] = rest > 0 ? rest : 0;
-        }
-        if (!law) { // a point mass changes one token
-            mass -= before - t->values[i];
-            if (written) left[t->tokens[i]] = (float)t->values[i];
-            if (mass < 0) mass = 0;
-            continue;
-        }
-        if (!written) {
-            for (int64_t x = 0; x < vocabulary; x++) left[x] = (float)weight * p[x];
-            for (int64_t j = 0; j < i; j++)
-                if (t->rows[j] < 0 && t->exists[j]) left[t->tokens[j]] = 0;
-            written = 1;
-        }
-        mass = take(left, law, (float)survives, vocabulary);
-    }
-    return mass;
-}
-
 __attribute__((visibility("default"))) void dw_reject(
     const float *p, const float *q, int64_t vocabulary, int64_t count, int64_t width, int64_t tried,
     const int64_t *nodes, const double *weight, const int64_t *rows, const int64_t *tokens, const double *own,
     const uint8_t *exists, double *chance, double *scales, double *values, double *mass) {
 #pragma omp parallel for schedule(dynamic, 1)
     for (int64_t n = 0; n < count; n++) {
-        float *left = q ? malloc(vocabulary * sizeof(float)) : NULL;
         int64_t at = n * width;
-        Tries tries = {rows + at, tokens + at, own + at, exists + at, chance + at, scales + at, values + at};
-        mass[n] = reject_one(p + nodes[n] * vocabulary, q, vocabulary, width, tried, weight[n], &tries, left);
-        free(left);
+        Offer offer = {p + nodes[n] * vocabulary, q, vocabulary, weight[n]};
+        Draws draws = {width, rows + at, tokens + at, own + at, exists + at, NULL};
+        mass[n] = dw_reject_one(&offer, &draws, tried, chance + at, scales + at, values + at);
     }
-}
-
-// K-SEQ's bar, as ops/kseq.py says it. Few tokens lie between the two laws where the bar can move them:
-// those below are scaled, those above are cut off, and only the others are looked at again.
-#define ROUNDS 8
-#define HALVINGS 50
-
-typedef struct {
-    double scaled, cut; // sums over tokens that are always scaled, or always cut off
-    float *target, *law;
-    int64_t between;
-    int64_t draws;
-} Overlap;
-
-static double beta_at(const Overlap *o, double bar) {
-    double sum = bar * o->scaled + o->cut;
-    for (int64_t block = 0; block < o->between; block += BLOCK) {
-        int64_t end = block + BLOCK < o->between ? block + BLOCK : o->between;
-        float part = 0, t = (float)bar;
-        for (int64_t x = block; x < end; x++) {
-            float mine = t * o->target[x];
-            part += mine < o->law[x] ? mine : o->law[x];
-        }
-        sum += part;
-    }
-    return sum;
-}
-
-static int lossless(double bar, double beta, int64_t draws) {
-    double missed = 1;
-    for (int64_t i = 0; i < draws; i++) missed *= 1 - beta;
-    return bar * (1 - missed) <= beta + 1e-15;
-}
-
-static void best_bar(const Overlap *o, double *bar, double *beta) {
-    double end_beta = beta_at(o, 1);
-    *bar = 1, *beta = end_beta;
-    if (o->draws < 1 || lossless(1, end_beta, o->draws)) return;
-    double low = 1.0 / o->draws, high = 1, low_beta = beta_at(o, low), high_beta = end_beta;
-    for (int round = 0; round < ROUNDS && high - low > 1e-13; round++) {
-        double middle = (low + high) / 2, found = beta_at(o, middle);
-        if (lossless(middle, found, o->draws)) low = middle, low_beta = found;
-        else high = middle, high_beta = found;
-        double start = low, top = high, slope = high > low ? (high_beta - low_beta) / (high - low) : 0;
-        for (int i = 0; i < HALVINGS; i++) {
-            middle = (low + top) / 2;
-            if (lossless(middle, low_beta + (middle - start) * slope, o->draws)) low = middle;
-            else top = middle;
-        }
-        low_beta = beta_at(o, low);
-    }
-    *bar = low, *beta = low_beta;
 }
 
 __attribute__((visibility("default"))) void dw_kseq_bar(
     const float *p, const float *q, int64_t vocabulary, int64_t count, const int64_t *nodes, const double *weight,
     const int64_t *rows, const int64_t *draws, double *bar) {
 #pragma omp parallel for schedule(dynamic, 1)
-    for (int64_t n = 0; n < count; n++) {
-        float *memory = malloc(2 * vocabulary * sizeof(float));
-        Overlap o = {0, 0, memory, memory + vocabulary, 0, draws[n]};
-        const float *target = p + nodes[n] * vocabulary, *law = q + (rows[n] < 0 ? 0 : rows[n]) * vocabulary;
-        float w = (float)weight[n];
-        for (int64_t x = 0; x < vocabulary && draws[n] > 0; x++) {
-            float mine = w * target[x];
-            if (mine <= law[x]) o.scaled += mine;
-            else if (mine >= draws[n] * law[x]) o.cut += law[x];
-            else o.target[o.between] = mine, o.law[o.between++] = law[x];
-        }
-        best_bar(&o, bar + n, bar + count + n);
-        free(memory);
-    }
+    for (int64_t n = 0; n < count; n++)
+        dw_kseq_bar_one(p + nodes[n] * vocabulary, q + (rows[n] < 0 ? 0 : rows[n]) * vocabulary, vocabulary, weight[n],
+                        draws[n], bar + n, bar + count + n);
 }

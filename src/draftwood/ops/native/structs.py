@@ -93,6 +93,7 @@ SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "dw_verdict_search": (None, [c_void_p]),
     "dw_verdict_layers": (None, [c_void_p]),
     "dw_verdict_pooled": (None, [c_void_p]),
+    "dw_verdict_greatest": (None, [c_void_p]),
     "dw_verdict_match": (None, [c_void_p]),
     "dw_pack_codes": (None, [c_int64, *[c_void_p] * 3, c_int64, c_int64, *[c_void_p] * 3, c_int64]),
 }

@@ -1,0 +1,334 @@
+"""Where accepted paths end, on CUDA: kernels of one program a tree, over numbers of nodes and no rows.
+
+No sum here depends on how many trees there are or how large the others in the batch are: nodes are always added up
+`LANES` at a time, in order.
+"""
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportUnreachable=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from draftwood.ops.cuda.random import aim_at, fold, uniform
+from draftwood.rng import Purpose
+
+ACCEPT = tl.constexpr(int(Purpose.ACCEPT))
+
+
+@triton.jit(do_not_specialize=["steps"])
+def follow_choices(tokens, tries, offsets, choices, path, length, bonus, steps, W: tl.constexpr, PADDED: tl.constexpr):
+    """Down one tree along what was chosen after each of its nodes."""
+    b = tl.program_id(0)
+    place = tl.arange(0, PADDED)
+    node = tl.load(offsets + b)
+    tl.store(path + b * (steps + 1), node)
+    accepted = node * 0
+    walks = node >= 0
+    step = 1
+    while step <= steps:
+        child = tl.load(tries + node * W + place, mask=place < W, other=-1)
+        token = tl.load(tokens + child, mask=child >= 0, other=-1)
+        hit = (child >= 0) & (token == tl.load(choices + node))
+        first = tl.min(tl.where(hit, place, PADDED), 0)
+        walks = walks & (first < PADDED)
+        node = tl.where(walks, tl.sum(tl.where(place == first, child, 0), 0), node)
+        tl.store(path + b * (steps + 1) + step, tl.where(walks, node, -1))
+        accepted += walks.to(tl.int64)
+        step += 1
+    tl.store(length + b, accepted)
+    tl.store(bonus + b, tl.load(choices + node))
+
+
+@triton.jit
+def round_key(seeds, lengths, b, PURPOSE: tl.constexpr):
+    """The key of one draw of tree b in this round."""
+    key = fold(tl.load(seeds + b), tl.load(lengths + b))
+    return fold(key, key * 0 + PURPOSE)
+
+
+@triton.jit
+def pick_node(stop, begin, size, u, LANES: tl.constexpr):
+    """A node of one tree in proportion to `stop`, summed in the same pieces whatever the size of other trees."""
+    total = u * 0.0
+    at = 0
+    while at < size:
+        x = at + tl.arange(0, LANES)
+        total += tl.sum(tl.load(stop + begin + x, mask=x < size, other=0.0), 0)
+        at += LANES
+    aim = aim_at(u, total)
+    before = u * 0.0
+    chosen, last = size, size * 0
+    at = 0
+    while at < size:
+        x = at + tl.arange(0, LANES)
+        w = tl.load(stop + begin + x, mask=x < size, other=0.0)
+        beyond = tl.min(tl.where((before + tl.cumsum(w, 0) > aim) & (w > 0), x, size), 0)
+        chosen = tl.minimum(chosen, beyond)
+        last = tl.maximum(last, tl.max(tl.where(w > 0, x, 0), 0))
+        before += tl.sum(w, 0)
+        at += LANES
+    return begin + tl.where(chosen < size, chosen, last)
+
+
+@triton.jit
+def write_path(parents, node, path, length, steps):
+    """The way to `node`, and how many draft nodes are on it."""
+    depth = node * 0
+    up = tl.load(parents + node)
+    while up >= 0:
+        depth += 1
+        up = tl.load(parents + up)
+    tl.store(length, depth)
+    here = node
+    at = steps
+    while at >= 0:
+        tl.store(path + at, tl.where(at <= depth, here, -1))
+        here = tl.where(at <= depth, tl.load(parents + tl.maximum(here, 0)), here)
+        at -= 1
+
+
+@triton.jit
+def _outcome(tokens, tries, chance, values, mass, node, wanted, inside, W: tl.constexpr):
+    """At `node`: the chance to go on to its child `wanted`, and to end there, when it is offered the whole of p."""
+    missed = tl.full(node.shape, 1.0, tl.float64)
+    given, hits, hit_here = missed * 0.0, missed * 0.0, missed * 0.0
+    for j in tl.static_range(W):
+        child = tl.load(tries + node * W + j, mask=inside, other=-1)
+        token = tl.load(tokens + child, mask=child >= 0, other=-1)
+        first = child >= 0
+        for i in tl.static_range(j):
+            earlier = tl.load(tries + node * W + i, mask=inside, other=-1)
+            first = first & (tl.load(tokens + earlier, mask=earlier >= 0, other=-1) != token)
+        fair = tl.load(chance + node * W + j, mask=inside, other=0.0)
+        hit = tl.where(first, tl.load(values + node * W + j, mask=inside, other=0.0), 0.0)
+        given += tl.where(child == wanted, fair * missed, 0.0)
+        hit_here += tl.where(child == wanted, hit, 0.0)
+        hits += hit
+        missed = missed * (1.0 - fair)
+    left = tl.load(mass + node, mask=inside, other=0.0)
+    # What is left is drawn from only after all draws were rejected; landing on a child is going there all the same.
+    share = tl.where(left > 0, missed / tl.where(left > 0, left, 1.0), 0.0)
+    ends = tl.maximum(tl.where(left > 0, share * (left - hits), missed), 0.0)
+    return given + hit_here * share, ends
+
+
+@triton.jit
+def _along_path(parents, factors, node, inside, steps):
+    """The product of the factors of `node` and all nodes above it but the root."""
+    product = tl.full(node.shape, 1.0, tl.float64)
+    here = node
+    step = 0
+    while step < steps:
+        up = tl.load(parents + here, mask=inside, other=-1)
+        product = product * tl.load(factors + here, mask=inside & (up >= 0), other=1.0)
+        here = tl.where(up >= 0, up, here)
+        step += 1
+    return product
+
+
+@triton.jit(do_not_specialize=["steps"])
+def end_of_walk(
+    tokens, parents, tries, offsets, chance, values, mass, seeds, lengths, passes, stop, end, path, length, steps,
+    W: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """Where the walk down one tree ends."""
+    b = tl.program_id(0)
+    begin = tl.load(offsets + b)
+    size = (tl.load(offsets + b + 1) - begin).to(tl.int32)
+    at = 0
+    while at < size:
+        x = at + tl.arange(0, LANES)
+        inside, node = x < size, begin + x
+        above = tl.load(parents + node, mask=inside, other=-1)
+        onward, _ = _outcome(tokens, tries, chance, values, mass, above, node, inside & (above >= 0), W)
+        tl.store(passes + node, onward, mask=inside)
+        at += LANES
+    tl.debug_barrier()
+    at = 0
+    while at < size:
+        x = at + tl.arange(0, LANES)
+        inside, node = x < size, begin + x
+        _, ends = _outcome(tokens, tries, chance, values, mass, node, node, inside, W)
+        tl.store(stop + node, ends * _along_path(parents, passes, node, inside, steps), mask=inside)
+        at += LANES
+    tl.debug_barrier()
+    chosen = pick_node(stop, begin, size, uniform(round_key(seeds, lengths, b, ACCEPT)), LANES)
+    tl.store(end + b, chosen)
+    write_path(parents, chosen, path + b * (steps + 1), length + b, steps)
+
+
+@triton.jit
+def _children_fail(tries, fails, node, inside, until, W: tl.constexpr):
+    """The chance that all children of `node` before the child `until` fail."""
+    product = tl.full(node.shape, 1.0, tl.float64)
+    before = inside
+    for j in tl.static_range(W):
+        child = tl.load(tries + node * W + j, mask=inside, other=-1)
+        before = before & (child != until)
+        product = product * tl.load(fails + child, mask=before & (child >= 0), other=1.0)
+    return product
+
+
+@triton.jit
+def _taken(parents, weight, mass, node, inside):
+    """The chance that a node is taken if no child is; the root has nothing above it to fall back to."""
+    left = tl.load(mass + node, mask=inside, other=0.0)
+    survives = left + (1.0 - tl.load(weight + node, mask=inside, other=0.0))
+    taken = tl.where(survives > 0, left / tl.where(survives > 0, survives, 1.0), 1.0)
+    return tl.where(tl.load(parents + node, mask=inside, other=-1) < 0, 1.0, taken)
+
+
+@triton.jit(do_not_specialize=["steps"])
+def end_of_search(
+    parents, tries, offsets, weight, mass, seeds, lengths, fails, before, stop, end, path, length, steps,
+    W: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """The first node taken in a depth-first search of one tree from its leaves up."""
+    b = tl.program_id(0)
+    begin = tl.load(offsets + b)
+    size = (tl.load(offsets + b + 1) - begin).to(tl.int32)
+    sweep = 0
+    while sweep <= steps:  # one more layer is right after each
+        at = 0
+        while at < size:
+            x = at + tl.arange(0, LANES)
+            inside, node = x < size, begin + x
+            below = tl.full(node.shape, 1.0, tl.float64)
+            if sweep > 0:
+                below = _children_fail(tries, fails, node, inside, -2, W)
+            tl.store(fails + node, (1.0 - _taken(parents, weight, mass, node, inside)) * below, mask=inside)
+            at += LANES
+        tl.debug_barrier()
+        sweep += 1
+    at = 0
+    while at < size:
+        x = at + tl.arange(0, LANES)
+        inside, node = x < size, begin + x
+        above = tl.load(parents + node, mask=inside, other=-1)
+        tl.store(before + node, _children_fail(tries, fails, above, inside & (above >= 0), node, W), mask=inside)
+        at += LANES
+    tl.debug_barrier()
+    at = 0
+    while at < size:
+        x = at + tl.arange(0, LANES)
+        inside, node = x < size, begin + x
+        enters = _along_path(parents, before, node, inside, steps)
+        comes_back = enters * _children_fail(tries, fails, node, inside, -2, W)
+        tl.store(stop + node, comes_back * _taken(parents, weight, mass, node, inside), mask=inside)
+        at += LANES
+    tl.debug_barrier()
+    chosen = pick_node(stop, begin, size, uniform(round_key(seeds, lengths, b, ACCEPT)), LANES)
+    tl.store(end + b, chosen)
+    write_path(parents, chosen, path + b * (steps + 1), length + b, steps)
+
+
+@triton.jit
+def _shares(score, weight, node, inside):
+    """A node's part of its layer's mass."""
+    whole = tl.load(weight + node, mask=inside, other=0.0)
+    return tl.where(whole > 0, tl.load(score + node, mask=inside, other=0.0) / tl.where(whole > 0, whole, 1.0), 0.0)
+
+
+@triton.jit
+def _first_taken(tries, chance, node, wanted, inside, W: tl.constexpr):
+    """The chance that the draws that gave `wanted` are the first accepted behind `node`, and that none is."""
+    missed = tl.full(node.shape, 1.0, tl.float64)
+    given = missed * 0.0
+    for j in tl.static_range(W):
+        fair = tl.load(chance + node * W + j, mask=inside, other=0.0)
+        given += tl.where(tl.load(tries + node * W + j, mask=inside, other=-1) == wanted, fair * missed, 0.0)
+        missed = missed * (1.0 - fair)
+    return given, missed
+
+
+@triton.jit
+def _come_back(
+    tries, depth, offsets, chance, mass, weight, score, ends, b, layer, W: tl.constexpr, LANES: tl.constexpr
+):
+    """The chance to end at each node of a layer, once it is reached from below."""
+    begin = tl.load(offsets + b)
+    size = (tl.load(offsets + b + 1) - begin).to(tl.int32)
+    everybody = begin.to(tl.float64) * 0.0
+    at = 0
+    while at < size:
+        x = at + tl.arange(0, LANES)
+        node = begin + x
+        here = (x < size) & (tl.load(depth + node, mask=x < size, other=-1) == layer)
+        _, missed = _first_taken(tries, chance, node, node, here, W)
+        comes = tl.where(here, _shares(score, weight, node, here) * missed, 0.0)
+        tl.store(ends + node, comes, mask=here)
+        everybody += tl.sum(comes, 0)
+        at += LANES
+    tl.debug_barrier()
+    at = 0
+    while at < size:
+        x = at + tl.arange(0, LANES)
+        node = begin + x
+        here = (x < size) & (tl.load(depth + node, mask=x < size, other=-1) == layer)
+        comes = tl.load(ends + node, mask=here, other=0.0)
+        comes = tl.where(everybody > 0, comes / tl.where(everybody > 0, everybody, 1.0), 1.0)
+        left = tl.load(mass + node, mask=here, other=0.0)
+        survives = left + (1.0 - tl.load(weight + node, mask=here, other=0.0))
+        taken = tl.where(survives > 0, left / tl.where(survives > 0, survives, 1.0), 1.0)
+        tl.store(ends + node, comes * taken, mask=here)
+        at += LANES
+
+
+@triton.jit(do_not_specialize=["layer"])
+def next_layer(
+    parents, depth, tries, offsets, chance, mass, weight, score, ends, layer, W: tl.constexpr, LANES: tl.constexpr
+):  # fmt: skip
+    """After the draws behind a layer of one tree: its chances to end, and what its children are offered."""
+    b = tl.program_id(0)
+    begin = tl.load(offsets + b)
+    size = (tl.load(offsets + b + 1) - begin).to(tl.int32)
+    _come_back(tries, depth, offsets, chance, mass, weight, score, ends, b, layer, W, LANES)
+    everything = begin.to(tl.float64) * 0.0
+    at = 0
+    while at < size:
+        x = at + tl.arange(0, LANES)
+        node = begin + x
+        below = (x < size) & (tl.load(depth + node, mask=x < size, other=-1) == layer + 1)
+        above = tl.load(parents + node, mask=below, other=0)
+        given, _ = _first_taken(tries, chance, above, node, below, W)
+        scored = tl.where(below, _shares(score, weight, above, below) * given, 0.0)
+        tl.store(score + node, scored, mask=below)
+        everything += tl.sum(scored, 0)
+        at += LANES
+    at = 0
+    while at < size:
+        x = at + tl.arange(0, LANES)
+        below = (x < size) & (tl.load(depth + begin + x, mask=x < size, other=-1) == layer + 1)
+        tl.store(weight + begin + x, tl.minimum(everything, 1.0) + tl.zeros((LANES,), tl.float64), mask=below)
+        at += LANES
+
+
+@triton.jit(do_not_specialize=["steps"])
+def end_of_layers(
+    parents, depth, offsets, ends, seeds, lengths, stop, end, path, length, steps, LANES: tl.constexpr
+):  # fmt: skip
+    """Where one tree's path ends, from the deepest layer up."""
+    b = tl.program_id(0)
+    begin = tl.load(offsets + b)
+    size = (tl.load(offsets + b + 1) - begin).to(tl.int32)
+    passed = begin.to(tl.float64) * 0.0 + 1.0
+    layer = steps
+    while layer >= 0:
+        everybody = passed * 0.0
+        at = 0
+        while at < size:
+            x = at + tl.arange(0, LANES)
+            node = begin + x
+            here = (x < size) & (tl.load(depth + node, mask=x < size, other=-1) == layer)
+            ending = tl.load(ends + node, mask=here, other=0.0)
+            tl.store(stop + node, ending * passed, mask=here)
+            everybody += tl.sum(ending, 0)
+            at += LANES
+        passed = passed * tl.maximum(1.0 - everybody, 0.0)
+        layer -= 1
+    tl.debug_barrier()
+    chosen = pick_node(stop, begin, size, uniform(round_key(seeds, lengths, b, ACCEPT)), LANES)
+    tl.store(end + b, chosen)
+    write_path(parents, chosen, path + b * (steps + 1), length + b, steps)

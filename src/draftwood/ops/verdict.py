@@ -1,0 +1,133 @@
+"""Whole verdicts by a few kernels, where there are any: float32 rows, keyed randomness, one call for a batch of trees.
+
+They decide as the odds of `verifiers/` do with the same random numbers, up to rounding: those say what a law is, the
+laboratory and the proofs read them, and wherever there is no kernel they are what is run.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from draftwood.ops.native import Kernels
+from draftwood.ops.native.structs import VerdictCall
+from draftwood.ops.residual import WIDEST_ON_CUDA, native_for, on_cuda
+from draftwood.tree import TokenTree, Verdict
+
+WIDEST_IN_C = 64  # draws behind a node
+
+
+def walk(tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor, tried: int | None) -> Verdict | None:
+    """Top down, at each node one of the first `tried` draws (None: all) or what is left after them."""
+    tried = tried or tree.tries.shape[1]
+    if _for_cuda(tree, p):
+        from draftwood.ops.cuda.verdict import walk as launch
+
+        return launch(tree, p, seeds, lengths, tried)
+    library = _for_c(tree, p)
+    return None if library is None else _call(library.dw_verdict_walk, tree, p, seeds, lengths, tried=tried)
+
+
+def search(tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor) -> Verdict | None:
+    """Depth first from the leaves up: block verification of chains, traversal verification of trees."""
+    if _for_cuda(tree, p):
+        from draftwood.ops.cuda.verdict import search as launch
+
+        return launch(tree, p, seeds, lengths)
+    library = _for_c(tree, p)
+    repeats = tree.drawn is not None
+    return None if library is None else _call(library.dw_verdict_search, tree, p, seeds, lengths, distinct=repeats)
+
+
+def layers(tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor) -> Verdict | None:
+    """A layer at a time, every node with its share of the layer's mass, its draws rejected one after the other."""
+    if _one_path(tree):
+        return search(tree, p, seeds, lengths)
+    if _for_cuda(tree, p):
+        from draftwood.ops.cuda.verdict import layers as launch
+
+        return launch(tree, p, seeds, lengths, kseq=False)
+    library = _for_c(tree, p)
+    return None if library is None else _call(library.dw_verdict_layers, tree, p, seeds, lengths)
+
+
+def pooled_layers(tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor) -> Verdict | None:
+    """A layer at a time, all its draws against one common target."""
+    if _one_path(tree):
+        return search(tree, p, seeds, lengths)
+    if _for_cuda(tree, p):
+        from draftwood.ops.cuda.verdict import pooled_layers as launch
+
+        return launch(tree, p, seeds, lengths)
+    library = _for_c(tree, p)
+    return None if library is None else _call(library.dw_verdict_pooled, tree, p, seeds, lengths)
+
+
+def kseq_walk(tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor) -> Verdict | None:
+    """Top down, all draws behind a node at the same lowered bar."""
+    if _one_path(tree):
+        return walk(tree, p, seeds, lengths, None)
+    if _for_cuda(tree, p) and tree.q is not None:
+        from draftwood.ops.cuda.verdict import kseq_walk as launch
+
+        return launch(tree, p, seeds, lengths)
+    library = _for_c(tree, p)
+    return None if library is None else _call(library.dw_verdict_walk, tree, p, seeds, lengths, kseq=True)
+
+
+def kseq_layers(tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor) -> Verdict | None:
+    """A layer at a time, every node with its share of the layer's mass, its draws all at the same lowered bar."""
+    if _one_path(tree):
+        return search(tree, p, seeds, lengths)
+    if _for_cuda(tree, p) and tree.q is not None:
+        from draftwood.ops.cuda.verdict import layers as launch
+
+        return launch(tree, p, seeds, lengths, kseq=True)
+    library = _for_c(tree, p)
+    return None if library is None else _call(library.dw_verdict_layers, tree, p, seeds, lengths, kseq=True)
+
+
+def _one_path(tree: TokenTree) -> bool:
+    """One draw behind every node: there a lowered bar is none, and layers are block verification."""
+    return tree.tries.shape[1] == 1
+
+
+def greatest_path(tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor) -> Verdict | None:
+    """The greatest of several independent paths as a block; on a CPU."""
+    library = None if tree.q is None else _for_c(tree, p)
+    return None if library is None else _call(library.dw_verdict_greatest, tree, p, seeds, lengths)
+
+
+def match(tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor) -> Verdict | None:
+    """Down along the tokens the target itself draws with the noise of each position; on a CPU."""
+    library = _for_c(tree, p)
+    return None if library is None else _call(library.dw_verdict_match, tree, p, seeds, lengths)
+
+
+def _for_cuda(tree: TokenTree, p: Tensor) -> bool:
+    return on_cuda(p, tree.q) and tree.tries.shape[1] <= WIDEST_ON_CUDA
+
+
+def _for_c(tree: TokenTree, p: Tensor) -> Kernels | None:
+    return native_for(p, tree.q) if tree.tries.shape[1] <= WIDEST_IN_C else None
+
+
+def _call(  # type: ignore[no-untyped-def]
+    kernel, tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor, *, tried=None, kseq=False, distinct=False
+) -> Verdict:
+    trees, nodes, width, depth = tree.num_trees, tree.num_nodes, tree.tries.shape[1], tree.max_depth
+    path = torch.empty(trees, depth + 1, dtype=torch.int64)
+    length, bonus = torch.empty(2, trees, dtype=torch.int64)
+    parts = (tree.tokens, tree.parents, tree.offsets, tree.tries, tree.q_row, tree.draw, seeds, lengths)
+    kept = [p.contiguous(), None if tree.q is None else tree.q.contiguous(), *(x.contiguous() for x in parts)]
+    rows, links = (
+        [0 if x is None else x.data_ptr() for x in kept[:2]],
+        [x.data_ptr() for x in kept[2:] if x is not None],
+    )
+    results = (path.data_ptr(), length.data_ptr(), bonus.data_ptr())
+    sizes = (p.shape[1], nodes, trees, width, depth)
+    call = VerdictCall(*rows, *sizes, *links, tried or width, kseq, distinct, *results)
+    kernel(ctypes.addressof(call))
+    return Verdict(path, length, bonus)
