@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -48,6 +50,13 @@ class Moody:
         assert report.emitted >= report.num_sampling
 
 
+class Replayed(Rounds):
+    """Where there are no graphs: the same preparations, run again call by call."""
+
+    def _captured(self, run: Callable[[], None]) -> Callable[[], None]:
+        return run
+
+
 class RoundHarness(Harness):
     """The harness with rounds."""
 
@@ -61,7 +70,8 @@ class RoundHarness(Harness):
         length = min(512, target.cache.tables.capacity) + 64
         seats = Seats(regime.max_running, length, target.cache.page_size, target.cache.scratch_page, DEVICE)
         verifier = LAWS[law]()
-        rounds = Rounds(target, resident, lambda _: verifier, KeyedRng(), seats, captures=GPU)
+        kind = Rounds if GPU else Replayed
+        rounds = kind(target, resident, lambda _: verifier, KeyedRng(), seats, captures=True)
         budget = Moody(drafter.max_nodes) if moody else FixedBudget(drafter.max_nodes)
         self.engine = Engine(target, drafter, verifier, budget, scheduler, KeyedRng(), rounds)
         self.events = []
@@ -166,3 +176,10 @@ def test_cancelled_answers_leave_their_neighbours_alone() -> None:
     assert [got[i] for i in kept] == [want[i] for i in kept]
     assert want[2][: len(got[2])] == got[2]
     assert not harness.engine.pipeline.rounds.seats.seated
+
+
+def test_rounds_without_graphs_are_the_same() -> None:
+    wanted = asks(1.0)
+    harness = RoundHarness(DRAFTERS["chain"](), "match")
+    harness.engine.pipeline.rounds.captures = False
+    assert generated(harness.run(wanted)) == plain(wanted)

@@ -191,22 +191,23 @@ class Places:
 
 
 def stage_behind(
-    view: SeatedView,
+    lengths: Tensor,
+    block_table: Tensor,
     tokens: Tensor,
     places: Places,
     page_size: int,
     max_positions: int,
     logit_rows: Tensor | None = None,
 ) -> ForwardBatch:
-    """As many rows `tokens` [B, R] for every sequence, around the end of what it has committed.
+    """As many rows `tokens` [B, R] for every sequence, around the end of its `lengths` [B] tokens.
 
     Without `logit_rows`, logits are wanted everywhere.
     """
     size, rows = tokens.shape
     linear = places.ancestors is None
     positions, slots, visible = staged(
-        view.lengths,
-        view.block_table,
+        lengths,
+        block_table,
         places.index,
         places.position,
         places.shift,
@@ -216,7 +217,7 @@ def stage_behind(
     )
     offsets, every, empty = _constants(size, rows, tokens.device)
     # Kernels on a GPU find out themselves how many keys there are.
-    num_keys = view.lengths if tokens.is_cuda else view.lengths + places.index[:, -1] + places.shift + 1
+    num_keys = lengths if tokens.is_cuda else lengths + places.index[:, -1] + places.shift + 1
     return ForwardBatch(
         tokens=tokens.reshape(-1),
         positions=positions,
@@ -224,9 +225,9 @@ def stage_behind(
         visible=visible,
         ancestors=empty if places.ancestors is None else places.ancestors,
         row_offsets=offsets,
-        tree_base=num_keys if linear else view.lengths,
+        tree_base=num_keys if linear else lengths,
         num_keys=num_keys,
-        block_table=view.block_table,
+        block_table=block_table,
         logit_rows=every if logit_rows is None else logit_rows,
         max_rows=rows,
         linear=linear,
@@ -242,7 +243,8 @@ def stage_trees(view: SeatedView, tree: TokenTree, page_size: int, max_positions
     places = Places(tree.local.view(size, rows), tree.depth.view(size, rows), shift=-1)
     if not chain:  # a chain is a piece of text
         places = replace(places, ancestors=tree.ancestors, max_depth=tree.max_depth, max_nodes=rows - 1)
-    return stage_behind(view, tree.tokens.clamp(min=0).view(size, rows), places, page_size, max_positions)
+    tokens = tree.tokens.clamp(min=0).view(size, rows)
+    return stage_behind(view.lengths, view.block_table, tokens, places, page_size, max_positions)
 
 
 @lru_cache(maxsize=1024)

@@ -242,7 +242,8 @@ class ResidentModel:
 
     def _run(self, view: SeatedView, tokens: Tensor, places: Places, logit_rows: Tensor | None = None) -> Tensor:
         highest = self.runner.model.config.max_positions
-        batch = stage_behind(view, tokens, places, self.runner.cache.page_size, highest, logit_rows)
+        page_size = self.runner.cache.page_size
+        batch = stage_behind(view.lengths, view.block_table, tokens, places, page_size, highest, logit_rows)
         return self.runner.forward(batch).logits
 
     def _extend(self, view: SeatedView, level: _Level, tokens: Tensor) -> Tensor:

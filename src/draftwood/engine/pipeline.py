@@ -127,10 +127,7 @@ class Pipeline:
     def _read_prompts(self, prompts: Plan) -> None:
         if not prompts.items:
             return
-        batch = self.rounds.target.cache.stage(prompts.spans, None, self._nowhere)
-        self.rounds.target.forward(batch)
-        if self.rounds.drafter.reads:
-            self.rounds.drafter.read(batch)
+        self.rounds.read(prompts.spans)
         self.scheduler.commit(prompts, HostVerdict([], [], [], []))
 
     def _hear(self, controller: Controller) -> list[Event]:

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftwood.cache.kv import stage_trees
+from draftwood.cache.kv import Places, Span, stage_behind, stage_trees
 from draftwood.cache.resident import ResidentDrafter
 from draftwood.cache.seats import Kind, SeatedView, Seats
 from draftwood.engine.plan import Plan
+from draftwood.model.batch import ForwardBatch
 from draftwood.model.runner import ModelRunner
 from draftwood.ops.choice import likeliest
 from draftwood.protocols import Randomness, Verifier
@@ -24,6 +25,7 @@ from draftwood.sampling import target_distribution
 from draftwood.tree import HostVerdict, TokenTree, Verdict
 from draftwood.verifiers.path import keep_chosen
 
+READINGS = (16, 32, 64, 128, 256, 512)  # rows of a piece of a single prompt
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 
 
@@ -34,6 +36,14 @@ class Round:
     rows: Tensor  # [B] seats, written before every run
     run: Callable[[], None]
     outcome: Tensor  # [B, 3 + D] what the last run earned, see `Seats.advance`
+
+
+@dataclass
+class Reading:
+    """Room for one piece of a prompt, and what runs it."""
+
+    packed: Tensor  # [rows + 1 + pages] tokens, where they begin, and the pages they lie in
+    run: Callable[[], None]
 
 
 @dataclass
@@ -69,6 +79,7 @@ class Rounds:
     captures: bool  # False: call by call, to look inside, or where there are no graphs
     _known: dict[tuple[int, int, Kind], Round] = field(default_factory=dict)
     _roots: dict[int, TokenTree] = field(default_factory=dict)
+    _readings: dict[int, Reading] = field(default_factory=dict)
     _pool: Any = None
 
     def can_run(self, kind: Kind) -> bool:
@@ -91,6 +102,43 @@ class Rounds:
         arrived = torch.cuda.Event()
         arrived.record()
         return Launched(host, arrived, len(seq_ids))
+
+    def read(self, spans: Sequence[Span]) -> None:
+        """Run pieces of prompts through target and drafter."""
+        rows = max(span.end - span.start for span in spans)
+        size = next((size for size in READINGS if size >= rows), None)
+        if not self.captures or len(spans) > 1 or size is None:
+            nowhere = torch.empty(0, dtype=torch.int64, device=self.seats.device)
+            return self._run_text(self.target.cache.stage(spans, None, nowhere))
+        if size not in self._readings:
+            self._readings[size] = self._prepare_reading(size)
+        reading, span = self._readings[size], spans[0]
+        pages = self.target.cache.tables.pages(span.seq_id)
+        tokens = [*span.tokens[span.start : span.end], *[0] * (size - rows)]
+        reading.packed.copy_(self.seats.packed_text(tokens, span.start, pages), non_blocking=True)
+        reading.run()
+
+    def _prepare_reading(self, size: int) -> Reading:
+        """Rows behind the text fill the piece up: what they write is overwritten before anybody looks."""
+        device = self.seats.device
+        packed = self.seats.packed_text([0] * size, 0, []).to(device)
+        steps = torch.arange(size, device=device)[None]
+        nowhere = torch.empty(0, dtype=torch.int64, device=device)
+        tokens, start, pages = packed[None, :size], packed[size : size + 1], packed[None, size + 1 :]
+        highest = self.target.model.config.max_positions
+
+        def run() -> None:
+            places = Places(steps, steps)
+            page_size = self.target.cache.page_size
+            self._run_text(stage_behind(start, pages, tokens, places, page_size, highest, nowhere))
+
+        run()  # on nobody's pages
+        return Reading(packed, self._captured(run))
+
+    def _run_text(self, batch: ForwardBatch) -> None:
+        self.target.forward(batch)
+        if self.drafter.reads:
+            self.drafter.read(batch)
 
     def seconds(self, seq_ids: Sequence[int], nodes: int, kind: Kind, repeats: int) -> float:
         """How long such a round takes on the device, nothing in between; what the sequences earn is not heard."""

@@ -26,7 +26,8 @@ def staged(
 
         return launch(lengths, table, index, position, shift, page_size, highest, linear)
     key = (lengths[:, None] + shift + index).clamp(min=0)
-    slots = table.gather(1, key // page_size) * page_size + key % page_size
+    page = table.gather(1, (key // page_size).clamp(max=table.shape[1] - 1))
+    slots = page * page_size + key % page_size
     positions = (lengths[:, None] + shift + position).clamp(0, highest)
     visible = key + 1 if linear else lengths[:, None].expand_as(key)
     # One repeated number can be reshaped without being written out, and kernels count on its being written out.

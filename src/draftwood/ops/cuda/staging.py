@@ -25,7 +25,7 @@ def _staged(
     length = tl.load(lengths + b, mask=there, other=1)
     key = tl.maximum(length + shift + tl.load(index + at, mask=there, other=0), 0)
     place = tl.maximum(length + shift + tl.load(position + at, mask=there, other=0), 0)
-    page = tl.load(table + b.to(tl.int64) * width + key // PAGE, mask=there, other=0)
+    page = tl.load(table + b.to(tl.int64) * width + tl.minimum(key // PAGE, width - 1), mask=there, other=0)
     tl.store(out + at, tl.minimum(place, highest), mask=there)
     tl.store(out + count + at, page * PAGE + key % PAGE, mask=there)
     if LINEAR:
