@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from draftwood.ops.softmax import one_hot, tempered
 from draftwood.protocols import BatchView
 from draftwood.request import TokenLogprob
 from draftwood.tree import TokenTree, Verdict
@@ -21,27 +22,13 @@ def target_distribution(logits: Tensor, tree: TokenTree, view: BatchView) -> Ten
     logits = _edit_logits(logits, tree, view)
     if all(params.greedy for params in view.params):
         return one_hot(logits.max(-1).indices, logits)
-    temperature = view.temperature[tree.owner].to(logits.dtype)[:, None]
-    greedy = temperature == 0
-    p = torch.softmax(logits / torch.where(greedy, 1, temperature), -1)
-    if any(params.truncates for params in view.params):
-        p = _truncate(p, tree, view)
-    if p.is_cuda or bool(greedy.any()):  # looking would make the host wait for the device
-        p = torch.where(greedy, one_hot(logits.argmax(-1), p), p)
-    return p
+    p = tempered(logits, view.temperature[tree.owner])
+    return _truncate(p, tree, view) if any(params.truncates for params in view.params) else p
 
 
 def draft_distribution(logits: Tensor, temperature: Tensor) -> Tensor:
     """The law a drafter samples from: the request's temperature and nothing else. [K, V], [K] -> [K, V]."""
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    temperature = temperature.to(logits.dtype)[:, None]
-    q = torch.softmax(logits / torch.where(temperature == 0, 1, temperature), -1)
-    return torch.where(temperature == 0, one_hot(logits.argmax(-1), q), q)
-
-
-def one_hot(tokens: Tensor, like: Tensor) -> Tensor:
-    """All mass on one token a row. [M] -> [M, V]."""
-    return torch.zeros_like(like).scatter_(1, tokens[:, None], 1.0)
+    return tempered(logits, temperature)
 
 
 def _edit_logits(logits: Tensor, tree: TokenTree, view: BatchView) -> Tensor:

@@ -9,8 +9,10 @@ from draftwood.cache.seats import Kind, Seats
 from draftwood.ops.cuda.choice import likeliest
 from draftwood.ops.cuda.lookup import suffix_lookup
 from draftwood.ops.cuda.seats import closed, opened
+from draftwood.ops.cuda.softmax import tempered as by_kernel
 from draftwood.ops.cuda.staging import staged as staged_by_kernel
 from draftwood.ops.lookup import reference_lookup
+from draftwood.ops.softmax import tempered
 from draftwood.ops.staging import staged
 from draftwood.tree import TokenTree, Verdict
 
@@ -99,3 +101,15 @@ def test_the_likeliest_token_is_the_first_of_the_best(vocabulary: int) -> None:
     if DEVICE == "cuda":  # the interpreter warns of it
         logits[2, 2] = float("nan")
         assert 0 <= int(likeliest(logits.to(DEVICE))[2, 2]) < vocabulary
+
+
+@pytest.mark.parametrize("vocabulary", [13, 2048, 5000])
+def test_distributions_at_a_temperature_are_torchs(vocabulary: int) -> None:
+    torch.manual_seed(vocabulary)
+    logits = 8 * torch.randn(4, vocabulary)
+    logits[1, : vocabulary // 2] = float("-inf")  # a whole part of it, where there are parts
+    temperature = torch.tensor([1.0, 0.3, 0.0, 7.0])
+    got = by_kernel(logits.to(DEVICE), temperature.to(DEVICE)).cpu()
+    torch.testing.assert_close(got, tempered(logits, temperature), rtol=2e-6, atol=1e-9)
+    assert got[2].sum() == 1
+    assert got[2].argmax() == logits[2].argmax()
