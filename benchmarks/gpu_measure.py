@@ -37,9 +37,9 @@ class Sizes:
     batches: tuple[int, ...] = (1, 8, 32, 128, 256)
     temperatures: tuple[float, ...] = (0.0, 1.0)
     tokens: int = 256
-    warm_up: int = 48  # tokens
+    warm_up: int = 256  # tokens: as many as are timed, so that every graph has been captured
     rounds: int = 2
-    depth: int = 8  # of draft chains
+    depth: int = 12  # of draft chains
     strict_prompts: int = 64
     strict_tokens: int = 96
     context: int = 32768

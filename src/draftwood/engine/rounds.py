@@ -89,7 +89,7 @@ class Rounds:
     def launch(self, plan: Plan, nodes: int, kind: Kind) -> Launched:
         """Start a round for the plan's sequences; nobody waits for it."""
         seq_ids = [item.seq.id for item in plan.items]
-        size = next((b for b in BATCHES if b >= len(seq_ids)), len(seq_ids))
+        size = self._size_for(len(seq_ids), nodes, kind)
         todo = self._round(size, nodes, kind)
         if nodes and self.drafter.waits:
             self.drafter.prepare(plan.view(torch.device("cpu")), size, nodes)
@@ -102,6 +102,11 @@ class Rounds:
         arrived = torch.cuda.Event()
         arrived.record()
         return Launched(host, arrived, len(seq_ids))
+
+    def _size_for(self, count: int, nodes: int, kind: Kind) -> int:
+        """The batch to run `count` sequences in: one that is captured already, unless it is far too large."""
+        captured = [size for size, *rest in self._known if rest == [nodes, kind] and count <= size <= 2 * count]
+        return min(captured, default=next((size for size in BATCHES if size >= count), count))
 
     def read(self, spans: Sequence[Span]) -> None:
         """Run pieces of prompts through target and drafter."""
