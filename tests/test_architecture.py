@@ -17,7 +17,7 @@ LAYERS = [  # each may import what stands above it
     ("protocols",),
     ("rng", "sampling", "cache", "ops", "model", "config"),
     ("growers", "drafters", "verifiers"),
-    ("engine", "assembly", "calibration"),
+    ("engine", "assembly", "calibration", "rehearsal"),
     ("lab",),
     ("cli", "__main__", "__init__"),
 ]

@@ -46,6 +46,7 @@ from draftwood.model.checkpoint import Checkpoint, open_checkpoint
 from draftwood.model.native import Progress
 from draftwood.model.tokenizer import Detokenizer
 from draftwood.protocols import Controller, Drafter, Verifier
+from draftwood.rehearsal import rehearsing
 from draftwood.request import (
     Completion,
     Event,
@@ -137,11 +138,16 @@ class LLM:
         self._worker = Worker(self.engine)
 
     def _build_engine(self, drafter: str | Drafter, tree: str | None, law: str | Verifier) -> Engine:
+        if self.config.torch_device().type != "cuda":
+            return self._assemble(drafter, tree, law)
+        self.config = config_for_memory(self.checkpoint, drafter, self.config)
+        with rehearsing(self.checkpoint.config, self.config):
+            return self._assemble(drafter, tree, law)
+
+    def _assemble(self, drafter: str | Drafter, tree: str | None, law: str | Verifier) -> Engine:
         config = self.config
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        if config.torch_device().type == "cuda":
-            config = self.config = config_for_memory(self.checkpoint, drafter, config)
         if isinstance(drafter, str):
             drafter = build_drafter(drafter, tree or suited_tree(drafter, law), self.checkpoint, config)
         self.laws = choose_law(law, drafter.law)

@@ -46,6 +46,17 @@ class Reading:
     run: Callable[[], None]
 
 
+@dataclass(frozen=True)
+class _Replay:
+    """A graph, and what it was captured from: a graph keeps nothing alive of what it reads."""
+
+    graph: torch.cuda.CUDAGraph
+    run: Callable[[], None]
+
+    def __call__(self) -> None:
+        self.graph.replay()
+
+
 @dataclass
 class Launched:
     """A round on its way: where its outcome will be, and when."""
@@ -138,12 +149,17 @@ class Rounds:
             self._run_text(stage_behind(start, pages, tokens, places, page_size, highest, nowhere))
 
         run()  # on nobody's pages
-        return Reading(packed, self._captured(run))
+        return Reading(packed, self._captured(run) if self.captures else run)
 
     def _run_text(self, batch: ForwardBatch) -> None:
         self.target.forward(batch)
         if self.drafter.reads:
             self.drafter.read(batch)
+
+    def rehearse(self, kind: Kind) -> None:
+        """Compile what plain decoding and a short prompt need."""
+        self._prepare(1, 0, kind)
+        self._prepare_reading(READINGS[0])
 
     def seconds(self, seq_ids: Sequence[int], nodes: int, kind: Kind, repeats: int) -> float:
         """How long such a round takes on the device, nothing in between; what the sequences earn is not heard."""
@@ -222,4 +238,4 @@ class Rounds:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
             run()
-        return graph.replay
+        return _Replay(graph, run)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from draftwood.ops.cuda.overlap import wait_for_predecessors
+from draftwood.ops.cuda.overlap import wait_and_make_way, wait_for_predecessors
 
 BLOCK = 64  # keys a product
 CHUNK = 256  # keys a running softmax of its own
@@ -212,7 +212,7 @@ def scan_linear(
     Program (tile, key head, j). SPLIT: chunks j, j + splits, … leave a state each, by number. Otherwise one program
     walks all: with a tree it leaves two states, all chunks but the last, and the last; without, the result.
     """
-    wait_for_predecessors()
+    wait_and_make_way()
     rows: tl.constexpr = LINES // GROUP_PADDED
     sequence, row_begin, row_end = _rows_of_tile(tl.program_id(0), offsets, num_sequences, rows, ONE_TILE)
     head = tl.program_id(1)
@@ -270,7 +270,7 @@ def finish_rows(
     HAS_TREE: tl.constexpr, MASKED: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Combine the states of one row and key head, and go on with the keys only this draft node has."""
-    wait_for_predecessors()
+    wait_and_make_way()
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = tl.arange(0, _ROW_LINES)
     real = i < GROUP

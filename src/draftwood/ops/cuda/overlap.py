@@ -27,5 +27,14 @@ _POSSIBLE = tl.constexpr(POSSIBLE)
 def wait_for_predecessors():
     """Everything before this kernel is done from here on."""
     if _POSSIBLE:
-        # Nothing says earlier that the next one may start: measured, its programs then only get in the way.
         tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def wait_and_make_way():
+    """The same, and the next kernel may take its place beside this one. Right for short kernels; beside the large tiles
+    of a product with several rows it gets in the way.
+    """
+    if _POSSIBLE:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()

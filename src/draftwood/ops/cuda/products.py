@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftwood.ops.cuda.overlap import OVERLAPPING, wait_for_predecessors
+from draftwood.ops.cuda.overlap import OVERLAPPING, wait_and_make_way, wait_for_predecessors
 
 GROUP = tl.constexpr(32)  # inputs that share a scale, as in model/weights.py
 DENSE, INT8, INT4, FLOAT8 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)  # model/weights.Storage
@@ -204,7 +204,7 @@ def _gemv(
     AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One row: a program has BLOCK_OUT outputs and sums over all inputs."""
-    wait_for_predecessors()
+    wait_and_make_way()
     GATED: tl.constexpr = ACTIVATION >= 0
     WIDTH: tl.constexpr = BLOCK_K if (STORAGE == DENSE) | (STORAGE == FLOAT8) else BLOCK_K // GROUP
     first = tl.program_id(0).to(tl.int64) * BLOCK_OUT

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftwood.ops.cuda.overlap import OVERLAPPING, wait_for_predecessors
+from draftwood.ops.cuda.overlap import OVERLAPPING, wait_and_make_way
 
 HEADS = 8  # a program
 
@@ -19,7 +19,7 @@ def _rotate_and_store(
     HEADS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """A row's next HEADS heads, queries before keys before values; dimension i turns with i + DIM / 2."""
-    wait_for_predecessors()
+    wait_and_make_way()
     half: tl.constexpr = DIM // 2
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
