@@ -40,6 +40,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--only", default=",".join(BY_DEFAULT), help=f"of {', '.join(SECTIONS)}; {' '.join(BY_DEFAULT)}"
     )
+    parser.add_argument("--contenders", help="of the section speed, such as plain,model")
     parser.add_argument("--batches", type=_integers, help="such as 1,32")
     parser.add_argument("--temperatures", type=_numbers, help="such as 0")
     parser.add_argument("--rounds", type=int)
@@ -103,7 +104,8 @@ def main() -> int:
     if unknown:
         raise SystemExit(f"There is no section {unknown[0]}: choose of {', '.join(SECTIONS)}.")
     make_models(given)
-    lab = Lab(given.standin, given.small, given.device, chosen_sizes(given), given.fixed)
+    wanted = tuple(given.contenders.split(",")) if given.contenders else ()
+    lab = Lab(given.standin, given.small, given.device, chosen_sizes(given), given.fixed, wanted)
     rows, failures = run_sections(lab, names)
     lab.close_all()
     if given.peers:  # before our own JSON, which is the last line

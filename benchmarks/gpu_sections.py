@@ -62,6 +62,8 @@ def speed(lab: Lab) -> Iterator[Row]:
     print(f"{head} {'tok/step':>8s} {'roofline':>8s}", flush=True)
     # Each engine once: both temperatures of one contender after each other, unless it has two engines.
     for name in contenders(lab, 0.0):
+        if lab.contenders and name not in ("plain", *lab.contenders):
+            continue
         for temperature in lab.sizes.temperatures:
             for batch in lab.sizes.batches:
                 key = (name, batch, temperature)

@@ -33,6 +33,7 @@ class Load:
     num_running: int
     num_waiting: int
     context: float = 0.0  # mean length of those that run
+    padded: bool = False  # every sequence runs as many nodes, whether they were guessed or not
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,8 @@ class StepReport:
     accepted: int
     emitted: int
     outcomes: tuple[tuple[int, int], ...] = ()  # (drafted, accepted) of each sequence that sampled
-    draft_seconds: float = 0.0
-    step_seconds: float | None = None  # of all of it, where drafting cannot be told apart
+    draft_seconds: float | None = 0.0  # None: cannot be told apart
+    step_seconds: float | None = None  # of all of it, where that is known instead
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from draftwood.costs import StepCosts
@@ -101,3 +103,22 @@ def test_a_tree_is_told_what_a_node_must_be_worth() -> None:
     assert cheap.max_nodes == dear.max_nodes == 16
     assert 0 < cheap.worth < 0.01
     assert dear.worth == 0.9
+
+
+def test_where_everybody_runs_all_nodes_few_proposals_are_not_worth_them() -> None:
+    costs = StepCosts((1, 10, 90), (64,), ((1.0, 1.1, 3.0),), 0.0)
+    controller = MeasuredBudget(costs, 8, chain=True)
+    for _ in range(200):
+        controller.observe(report((8, 8), *[(0, 0)] * 9))
+    ten = Load(num_running=10, num_waiting=0, context=64)
+    assert controller.budget(ten).max_nodes == 8
+    assert controller.budget(replace(ten, padded=True)).max_nodes == 0
+
+
+def test_a_step_that_was_disturbed_says_nothing_about_drafting() -> None:
+    controllers = [MeasuredBudget(FLAT, 8, chain=True) for _ in range(3)]
+    for _ in range(60):
+        for controller, seconds in zip(controllers, (1.05, None, 9.0), strict=True):
+            controller.observe(replace(report((8, 4)), draft_seconds=None, step_seconds=seconds))
+    quick, unknown, slow = (controller.budget(ALONE).max_nodes for controller in controllers)
+    assert quick == unknown > slow

@@ -22,7 +22,7 @@ from draftwood.treebuilder import TreeBuilder
 
 def round_sizes(most: int) -> list[int]:
     """Chain lengths worth a graph of their own, up to `most`."""
-    steps = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)
+    steps = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
     return sorted({0, most, *(step for step in steps if step < most)})
 
 

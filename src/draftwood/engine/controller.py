@@ -55,7 +55,7 @@ class MeasuredBudget:
             gains.append(gain)
 
         def rate(nodes: int) -> float:
-            rows = round(batch * (1 + share * nodes))
+            rows = round(batch * (1 + (1 if load.padded else share) * nodes))
             drafting = batch * share * nodes * self._draft_seconds
             return batch * (1 + share * gains[nodes]) / (self._costs.at(rows, load.context, batch) + drafting)
 
@@ -75,13 +75,7 @@ class MeasuredBudget:
             self._forget(self.BOREDOM)
             self._draft_seconds *= self.BOREDOM
         else:
-            seconds = report.draft_seconds
-            if report.step_seconds is not None:
-                rows = self._costs.at(report.num_rows, 0, max(report.num_sampling, 1))
-                seconds = max(0.0, report.step_seconds - rows)
-            # Down quickly, up slowly: a proposal that had to read a prompt first says little about the next.
-            change = seconds / report.drafted - self._draft_seconds
-            self._draft_seconds += change * (0.3 if change < 0 else 0.05)
+            self._learn_cost(report)
         proposed = [(drafted, accepted) for drafted, accepted in report.outcomes if drafted]
         for drafted, accepted in proposed:
             self._forget(self.MEMORY)
@@ -91,6 +85,16 @@ class MeasuredBudget:
         if report.num_sampling:
             self._proposing += 0.05 * (len(proposed) / report.num_sampling - self._proposing)
             self._tokens_per_step += 0.05 * (report.emitted / report.num_sampling - self._tokens_per_step)
+
+    def _learn_cost(self, report: StepReport) -> None:
+        seconds = report.draft_seconds
+        if report.step_seconds is not None:
+            seconds = max(0.0, report.step_seconds - self._costs.at(report.num_rows, 0, max(report.num_sampling, 1)))
+        if seconds is None:
+            return
+        # Down quickly, up slowly: a proposal that had to read a prompt first says little about the next.
+        change = seconds / report.drafted - self._draft_seconds
+        self._draft_seconds += change * (0.3 if change < 0 else 0.05)
 
     def _forget(self, kept: float) -> None:
         self._hits = [kept * hits for hits in self._hits]

@@ -42,6 +42,7 @@ class Pipeline:
         self._read: dict[int, int] = {}  # sequence -> tokens its drafter has read, where that is less than all
         self._unheard: list[Event] = []
         self._heard = 0.0
+        self._disturbed = False
 
     def step(self, controller: Controller) -> list[Event] | None:
         """Start a round, then hear of the one before. None, and nothing done, where the host is needed."""
@@ -53,6 +54,8 @@ class Pipeline:
             return None
         self._reseat()
         launched = self._launch(ready, kind) if ready.items and kind is not None else None
+        if prompts.items or (launched is not None and launched.launched.fresh):
+            self._disturbed = True  # the round in flight will be heard of late
         self._read_prompts(prompts)
         events += self._hear(controller)
         self._in_flight = launched
@@ -130,15 +133,20 @@ class Pipeline:
         self.rounds.read(prompts.spans)
         self.scheduler.commit(prompts, HostVerdict([], [], [], []))
 
+    def _seconds(self, flight: _InFlight) -> float | None:
+        """How long the round took, unless something else took place meanwhile."""
+        now = time.perf_counter()
+        seconds = now - max(flight.since, self._heard)
+        disturbed, self._heard, self._disturbed = self._disturbed or flight.launched.fresh, now, False
+        return None if disturbed else seconds
+
     def _hear(self, controller: Controller) -> list[Event]:
         """What the round in flight has earned, for those who are still there."""
         flight, self._in_flight = self._in_flight, None
         if flight is None:
             return []
         outcome = flight.launched.wait()
-        now = time.perf_counter()
-        seconds = now - max(flight.since, self._heard)
-        self._heard = now
+        seconds = self._seconds(flight)
         running = {seq.id for seq in self.scheduler.running}
         heard = [
             b
@@ -151,7 +159,7 @@ class Pipeline:
         return self.scheduler.commit(plan, outcome)
 
 
-def _report(nodes: int, outcome: HostVerdict, seconds: float) -> StepReport:
+def _report(nodes: int, outcome: HostVerdict, seconds: float | None) -> StepReport:
     return StepReport(
         num_rows=len(outcome.tokens) * (1 + nodes),
         num_sampling=len(outcome.tokens),
@@ -159,5 +167,6 @@ def _report(nodes: int, outcome: HostVerdict, seconds: float) -> StepReport:
         accepted=sum(outcome.accepted),
         emitted=sum(len(tokens) for tokens in outcome.tokens),
         outcomes=tuple(zip(outcome.drafted, outcome.accepted, strict=True)),
+        draft_seconds=None,
         step_seconds=seconds,
     )

@@ -64,6 +64,7 @@ class Launched:
     host: Tensor  # [B, 3 + D]
     arrived: torch.cuda.Event | None
     size: int  # sequences; the rest of the batch is padding
+    fresh: bool  # it had to be prepared first, which says nothing about how long it takes
 
     def wait(self) -> HostVerdict:
         """The outcome, once it is there."""
@@ -101,18 +102,19 @@ class Rounds:
         """Start a round for the plan's sequences; nobody waits for it."""
         seq_ids = [item.seq.id for item in plan.items]
         size = self._size_for(len(seq_ids), nodes, kind)
+        fresh = (size, nodes, kind) not in self._known
         todo = self._round(size, nodes, kind)
         if nodes and self.drafter.waits:
             self.drafter.prepare(plan.view(torch.device("cpu")), size, nodes)
         todo.rows.copy_(self.seats.rows(seq_ids, size))
         todo.run()
         if todo.outcome.device.type == "cpu":
-            return Launched(todo.outcome.clone(), None, len(seq_ids))
+            return Launched(todo.outcome.clone(), None, len(seq_ids), fresh)
         host = torch.empty(todo.outcome.shape, dtype=todo.outcome.dtype, pin_memory=True)
         host.copy_(todo.outcome, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        return Launched(host, arrived, len(seq_ids))
+        return Launched(host, arrived, len(seq_ids), fresh)
 
     def _size_for(self, count: int, nodes: int, kind: Kind) -> int:
         """The batch to run `count` sequences in: one that is captured already, unless it is far too large."""

@@ -57,7 +57,8 @@ class Scheduler:
     def load(self) -> Load:
         """How busy it is."""
         lengths = [len(seq.tokens) for seq in self.running]
-        return Load(len(lengths), len(self.waiting), sum(lengths) / max(len(lengths), 1))
+        context = sum(lengths) / max(len(lengths), 1)
+        return Load(len(lengths), len(self.waiting), context, self.config.rounds_ahead)
 
     @property
     def has_work(self) -> bool:

@@ -137,8 +137,9 @@ def _chunk(
         there = key < tile_end
         k, v = _load_slots(keys, values, _slot_of(pages, key, there, PAGE), there, DIM, DIM_PADDED)
         seen = (key[None, :] >= begin[:, None]) & (key[None, :] < end[:, None])
-        if MASKED:
-            seen = seen | _in_tree(key, words, base, real, num_words)
+        if MASKED:  # noqa: SIM102 (what the compiler knows and what the program finds out are not one condition)
+            if start + _BLOCK > base:
+                seen = seen | _in_tree(key, words, base, real, num_words)
         highest, sums, acc = _attend(q, k, v, seen, highest, sums, acc, scale)
     return highest, tl.max(sums, 1), acc
 
