@@ -392,7 +392,7 @@ def test_unknown_part_lists_the_choices(folder: str, flag: str, choices: tuple[s
         (("--seed", str(1 << 64)), "seed"),
         (("--stop", ""), "stop"),
         (("--threads", "0"), "threads"),
-        (("--cache-tokens", "0"), "cache_tokens"),
+        (("--cache-tokens", "-1"), "cache_tokens"),
         (("--device", "nowhere"), "nowhere"),
         (("--drafter", "ngram:nodes=many"), "nodes"),
         (("--drafter", "ngram:colour=red"), "colour"),

@@ -214,8 +214,11 @@ def build_rounds(
     return Rounds(target, resident, law_of, KeyedRng(), seats, captures=not config.eager)
 
 
-def config_for_memory(target: Checkpoint, drafter: str | Drafter, config: EngineConfig) -> EngineConfig:
-    """A cache that fits beside the weights where none is asked for; refuses, with the plan, what cannot fit."""
+def settle(config: EngineConfig, target: Checkpoint, drafter: str | Drafter) -> EngineConfig:
+    """Sizes that suit the device where none are asked for; refuses, with the plan, what a GPU has no memory for."""
+    config = config.settled()
+    if config.torch_device().type != "cuda":
+        return config
     draft = None
     if isinstance(drafter, str) and drafter.startswith("model:"):
         draft = open_checkpoint(drafter.removeprefix("model:")).config

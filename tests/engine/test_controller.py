@@ -118,7 +118,7 @@ def test_where_everybody_runs_all_nodes_few_proposals_are_not_worth_them() -> No
 def test_a_step_that_was_disturbed_says_nothing_about_drafting() -> None:
     controllers = [MeasuredBudget(FLAT, 8, chain=True) for _ in range(3)]
     for _ in range(60):
-        for controller, seconds in zip(controllers, (1.05, None, 9.0), strict=True):
+        for controller, seconds in zip(controllers, (1.0, None, 9.0), strict=True):
             controller.observe(replace(report((8, 4)), draft_seconds=None, step_seconds=seconds))
     quick, unknown, slow = (controller.budget(ALONE).max_nodes for controller in controllers)
     assert quick == unknown > slow

@@ -164,16 +164,16 @@ def _unsteadiness(comparisons: Sequence[Comparison]) -> float:
 
 
 def _open(flags: EngineFlags) -> tuple[LLM, Switch]:
-    from draftwood.assembly import build_drafter
+    from draftwood.assembly import build_drafter, settle
     from draftwood.engine.llm import LLM
     from draftwood.engine.worker import ComputeThread
     from draftwood.model.checkpoint import open_checkpoint
 
-    config = flags.config()
     check_parts(flags)
     fetch_quietly(flags.model)
     with loading(flags.model) as progress:
         checkpoint = open_checkpoint(flags.model)
+        config = settle(flags.config(), checkpoint, flags.drafter)
         # A draft model's weights belong on the thread that will use them.
         drafter = ComputeThread.shared().call(lambda: build_drafter(flags.drafter, flags.tree, checkpoint, config))
         switch = Switch(drafter)

@@ -28,8 +28,8 @@ from draftwood.assembly import (
     build_rounds,
     build_verifier,
     choose_law,
-    config_for_memory,
     load_runner,
+    settle,
     suited_tree,
 )
 from draftwood.calibration import calibrate, default_controller, known_costs, trimmed
@@ -125,12 +125,12 @@ class LLM:
         controller: Controller | None = None,
         progress: Progress = lambda *_: None,
     ) -> None:
-        self.config = (config or EngineConfig()).settled()
         self._controller = controller
         self._progress = progress
         if isinstance(law, str) and law != AUTO:
             build_verifier(law)  # refuse a name nobody knows before anything is read
         self.checkpoint = open_checkpoint(model) if isinstance(model, str | Path) else model
+        self.config = settle(config or EngineConfig(), self.checkpoint, drafter)
         self.tokenizer = self.checkpoint.tokenizer()
         self.engine = ComputeThread.shared().call(lambda: self._build_engine(drafter, tree, law))
         self._request_ids = itertools.count()
@@ -140,7 +140,6 @@ class LLM:
     def _build_engine(self, drafter: str | Drafter, tree: str | None, law: str | Verifier) -> Engine:
         if self.config.torch_device().type != "cuda":
             return self._assemble(drafter, tree, law)
-        self.config = config_for_memory(self.checkpoint, drafter, self.config)
         with rehearsing(self.checkpoint.config, self.config):
             return self._assemble(drafter, tree, law)
 
