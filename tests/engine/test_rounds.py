@@ -7,14 +7,14 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from draftwood.cache.seats import Seats
+from draftwood.cache.seats import Kind, Seats
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
 from draftwood.drafters.scripted import ScriptedDrafter
 from draftwood.engine.controller import FixedBudget
 from draftwood.engine.engine import Engine
-from draftwood.engine.rounds import Rounds
+from draftwood.engine.rounds import PATIENCE, Rounds
 from draftwood.engine.scheduler import Scheduler, SchedulerConfig
 from draftwood.growers import Coupled, Independent, Levels, chain
 from draftwood.growers.pickers import Best
@@ -183,3 +183,21 @@ def test_rounds_without_graphs_are_the_same() -> None:
     harness = RoundHarness(DRAFTERS["chain"](), "match")
     harness.engine.pipeline.rounds.captures = False
     assert generated(harness.run(wanted)) == plain(wanted)
+
+
+def test_a_round_that_is_ready_is_taken_until_another_is_wanted_often() -> None:
+    harness = RoundHarness(DRAFTERS["chain"](), "match")
+    rounds, kind = harness.engine.pipeline.rounds, Kind(None, True, False)
+    assert rounds.size_for(7, 5, kind) == (8, 5), "nothing is ready"
+    with torch.inference_mode():
+        rounds._round(8, 5, kind)
+        rounds._round(4, 1, kind)
+    assert rounds.size_for(8, 5, kind) == (8, 5)
+    assert rounds.size_for(3, 5, kind) == (8, 5), "as many nodes count for more than a batch that fits"
+    assert rounds.size_for(3, 2, kind) == (4, 1), "not more nodes than there is room for"
+    assert rounds.size_for(1, 5, kind) == (1, 5), "eight for one is too far"
+    assert rounds.size_for(3, 0, kind) == (4, 0), "no nodes is another thing than some"
+    assert rounds.size_for(8, 5, Kind(None, False, False)) == (8, 5)
+    sizes = [rounds.size_for(4, 5, kind) for _ in range(PATIENCE + 2)]
+    assert sizes[:2] == [(8, 5), (8, 5)]
+    assert sizes[-1] == (4, 5)

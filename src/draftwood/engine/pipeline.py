@@ -93,9 +93,9 @@ class Pipeline:
                 seats.sit(item.seq.id, item.seq.tokens, item.seq.params, item.seq.seed)
         seats.grant({item.seq.id: tables.pages(item.seq.id) for item in ready.items})
         room = min(item.max_nodes for item in ready.items)
-        nodes = max(size for size in self.rounds.drafter.sizes if size <= room)
+        size, nodes = self.rounds.size_for(len(ready.items), room, kind)
         self._keep_drafter_reading(ready, nodes)
-        launched = self.rounds.launch(ready, nodes, kind)
+        launched = self.rounds.launch(ready, size, nodes, kind)
         lives = tuple(item.seq.preemptions for item in ready.items)
         return _InFlight(ready, lives, nodes, launched, time.perf_counter())
 

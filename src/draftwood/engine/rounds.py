@@ -25,6 +25,8 @@ from draftwood.sampling import target_distribution
 from draftwood.tree import HostVerdict, TokenTree, Verdict
 from draftwood.verifiers.path import keep_chosen
 
+PATIENCE = 64  # rounds that something else is made do with
+FAR = 4  # times too large, or too small
 READINGS = (16, 32, 64, 128, 256, 512)  # rows of a piece of a single prompt
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 
@@ -91,6 +93,7 @@ class Rounds:
     captures: bool  # False: call by call, to look inside, or where there are no graphs
     _known: dict[tuple[int, int, Kind], Round] = field(default_factory=dict)
     _roots: dict[int, TokenTree] = field(default_factory=dict)
+    _wishes: dict[tuple[int, int, Kind], int] = field(default_factory=dict)
     _readings: dict[int, Reading] = field(default_factory=dict)
     _pool: Any = None
 
@@ -98,10 +101,26 @@ class Rounds:
         """Whether rounds of this kind need nothing from the host."""
         return self.drafter.suits(kind, self.law_of(kind.law))
 
-    def launch(self, plan: Plan, nodes: int, kind: Kind) -> Launched:
-        """Start a round for the plan's sequences; nobody waits for it."""
+    def size_for(self, count: int, room: int, kind: Kind) -> tuple[int, int]:
+        """The batch and the draft nodes to run `count` sequences with, when there is room for so many nodes each.
+
+        Preparing a round takes as long as hundreds of them. So one that is ready and not far from what is wanted is
+        taken, until the same thing has been wanted often enough.
+        """
+        nodes = max(size for size in self.drafter.sizes if size <= room)
+        wanted = next((size for size in BATCHES if size >= count), count), nodes, kind
+        if wanted in self._known:
+            return wanted[:2]
+        self._wishes[wanted] = self._wishes.get(wanted, 0) + 1
+        ready = [known[:2] for known in self._known if known[2] == kind and count <= known[0] and known[1] <= nodes]
+        close = [(size, n) for size, n in ready if size <= FAR * count and nodes <= FAR * n]
+        if not close or self._wishes[wanted] > PATIENCE:
+            return wanted[:2]
+        return max(close, key=lambda known: (known[1], -known[0]))
+
+    def launch(self, plan: Plan, size: int, nodes: int, kind: Kind) -> Launched:
+        """Start a round of a `size` that holds the plan's sequences; nobody waits for it."""
         seq_ids = [item.seq.id for item in plan.items]
-        size = self._size_for(len(seq_ids), nodes, kind)
         fresh = (size, nodes, kind) not in self._known
         todo = self._round(size, nodes, kind)
         if nodes and self.drafter.waits:
@@ -115,11 +134,6 @@ class Rounds:
         arrived = torch.cuda.Event()
         arrived.record()
         return Launched(host, arrived, len(seq_ids), fresh)
-
-    def _size_for(self, count: int, nodes: int, kind: Kind) -> int:
-        """The batch to run `count` sequences in: one that is captured already, unless it is far too large."""
-        captured = [size for size, *rest in self._known if rest == [nodes, kind] and count <= size <= 2 * count]
-        return min(captured, default=next((size for size in BATCHES if size >= count), count))
 
     def read(self, spans: Sequence[Span]) -> None:
         """Run pieces of prompts through target and drafter."""
