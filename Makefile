@@ -15,7 +15,7 @@ demo: .venv/.installed
 
 test: check
 	$(BIN)/draftwood models --fetch smollm2
-	$(BIN)/pytest --cov=draftwood --cov-branch --cov-report=
+	$(BIN)/pytest -n auto --dist worksteal --cov=draftwood --cov-branch --cov-report=
 	$(BIN)/coverage report
 	$(BIN)/coverage report --include='$(CORE)' --fail-under=95
 

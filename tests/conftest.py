@@ -7,6 +7,9 @@ import torch
 from draftwood.model.isa import avoid_broken_amx
 from draftwood.ops.native import kernels, library
 
+# Of children: tests run side by side, and threads that spin would fight over the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 if not torch.cuda.is_available():  # Triton reads it when it is first imported, which no import above does
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
