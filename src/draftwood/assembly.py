@@ -5,16 +5,25 @@ A name may carry settings behind a colon, separated by commas; `draftwood parts`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+
+import torch
 
 from draftwood.cache.seats import Seats
 from draftwood.config import EngineConfig
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
-from draftwood.engine.memory import automatic_cache_tokens, check, device_memory, plan_memory
+from draftwood.engine.memory import (
+    automatic_cache_tokens,
+    check,
+    device_memory,
+    explain_out_of_memory,
+    plan_memory,
+)
 from draftwood.engine.rounds import Rounds
 from draftwood.errors import IncompatibleParts, InvalidRequest
 from draftwood.growers import (
@@ -31,6 +40,7 @@ from draftwood.growers import (
 )
 from draftwood.machine import give_back_memory
 from draftwood.model.checkpoint import Checkpoint, open_checkpoint
+from draftwood.model.config import ModelConfig
 from draftwood.model.native import Progress
 from draftwood.model.runner import ModelRunner, require_strict
 from draftwood.protocols import Drafter, Grower, Verifier
@@ -219,15 +229,30 @@ def settle(config: EngineConfig, target: Checkpoint, drafter: str | Drafter) -> 
     config = config.settled()
     if config.torch_device().type != "cuda":
         return config
-    draft = None
-    if isinstance(drafter, str) and drafter.startswith("model:"):
-        draft = open_checkpoint(drafter.removeprefix("model:")).config
-    free, total = device_memory(config.torch_device())
+    draft, (free, total) = _draft_config(drafter), device_memory(config.torch_device())
     if not config.cache_tokens:
         tokens = automatic_cache_tokens(target.config, draft, config, free, total)
         config = replace(config, cache_tokens=tokens)
     check(plan_memory(target.config, draft, config, free, total))
     return config
+
+
+def _draft_config(drafter: str | Drafter) -> ModelConfig | None:
+    if isinstance(drafter, str) and drafter.startswith("model:"):
+        return open_checkpoint(drafter.removeprefix("model:")).config
+    return None
+
+
+@contextmanager
+def memory_explained(config: EngineConfig, target: Checkpoint, drafter: str | Drafter) -> Iterator[None]:
+    """Say what needs how much where a GPU's memory runs out although the plan had room for everything."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        give_back_memory()
+        free, total = device_memory(config.torch_device())
+        plan = plan_memory(target.config, _draft_config(drafter), config, free, total)
+        raise explain_out_of_memory(error, plan) from error
 
 
 def check_same_vocabulary(draft: Checkpoint, target: Checkpoint) -> None:

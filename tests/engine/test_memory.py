@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from draftwood import assembly
 from draftwood.config import EngineConfig
 from draftwood.engine.memory import (
     SPARE_PAGES,
@@ -153,3 +154,15 @@ def test_draft_and_target_share_the_plan() -> None:
     alone, together = (plan_memory(LARGE, draft, CONFIG, GIB, GIB) for draft in (None, SMOLLM2))
     assert together.draft_weights == 2 * count_parameters(SMOLLM2)
     assert together.token - alone.token == token_bytes(SMOLLM2, torch.bfloat16)
+
+
+def test_memory_that_runs_out_while_loading_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembly, "device_memory", lambda _: (1 << 30, 8 << 30))
+    config = replace(EngineConfig(device="cpu"), cache_tokens=1 << 20).settled()
+    checkpoint = TinyCheckpoint(tiny_config())
+    failure = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    with (
+        pytest.raises(InvalidRequest, match=r"memory has run out.*cache of 1048576 tokens.*cache_tokens="),
+        assembly.memory_explained(config, checkpoint, "none"),  # type: ignore[arg-type]
+    ):
+        raise failure

@@ -1,6 +1,7 @@
 """`draftwood demo`: the same prompts by plain and by speculative decoding, next to each other.
 
-Both sides run on one engine with one set of weights; a `Switch` in the drafter's place is all that differs.
+Both sides run on one engine with one set of weights; a `Switch` in the drafter's place, and on the budget, is all that
+differs.
 Each prompt is read into the cache first, so neither side profits from coming second, and the sides take turns
 in who goes first.
 """
@@ -28,12 +29,14 @@ from draftwood.cli.session import (
     setting,
 )
 from draftwood.drafters.none import NoDrafter
-from draftwood.protocols import BatchView, Budget, Drafter, Features, Randomness
+from draftwood.protocols import BatchView, Budget, Controller, Drafter, Features, Load, Randomness, StepReport
 from draftwood.request import SamplingParams
 from draftwood.tree import TokenTree, Verdict
 
 if TYPE_CHECKING:
+    from draftwood.cache.resident import ResidentDrafter
     from draftwood.engine.llm import LLM
+    from draftwood.model.runner import ModelRunner
 
 
 STEADY = 1.5  # steps cost much the same; if they vary more than this, something else disturbed them
@@ -50,9 +53,19 @@ class Switch:
         self.max_nodes = drafter.max_nodes
         self.needs = drafter.needs
 
+    @property
+    def on(self) -> bool:
+        """Whether it guesses."""
+        return self._current is self._drafter
+
     def turn(self, *, on: bool) -> None:
         """Guess, or do not."""
         self._current = self._drafter if on else self._silent
+
+    def resident(self, target: ModelRunner) -> ResidentDrafter | None:
+        """The drafter's own; there `SwitchedBudget` is what turns it off."""
+        make = getattr(self._drafter, "resident", None)
+        return make(target) if make is not None else None
 
     def propose(self, view: BatchView, budget: Budget, rng: Randomness) -> TokenTree:
         """The drafter's trees, or bare roots."""
@@ -65,6 +78,23 @@ class Switch:
     def release(self, seq_id: int) -> None:
         """A drafter is told of all sequences, also of those it never saw."""
         self._drafter.release(seq_id)
+
+
+class SwitchedBudget:
+    """A controller's budgets, and none while the switch is off."""
+
+    def __init__(self, controller: Controller, switch: Switch) -> None:
+        self._controller = controller
+        self._switch = switch
+
+    def budget(self, load: Load) -> Budget:
+        """The controller's, or nothing."""
+        return self._controller.budget(load) if self._switch.on else Budget(0)
+
+    def observe(self, report: StepReport) -> None:
+        """Only what came of guessing teaches anything about it."""
+        if self._switch.on:
+            self._controller.observe(report)
 
 
 @dataclass(frozen=True)
@@ -182,6 +212,7 @@ def _open(flags: EngineFlags) -> tuple[LLM, Switch]:
     if not llm.is_calibrated:
         say("Measuring once what a step costs on this machine, to know how much guessing pays …")
         llm.calibrate()
+    llm.engine.controller = SwitchedBudget(llm.engine.controller, switch)
     return llm, switch
 
 

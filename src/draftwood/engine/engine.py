@@ -64,8 +64,10 @@ class Engine:
         events = self.pipeline.step(self.controller)
         if events is not None:
             return events
-        # Somebody asks for what only the host can do. The drafter's memory is lent to the rounds: nothing is guessed.
-        return self.pipeline.leave(self.controller) + self._step(Budget(0))
+        # Somebody asks for what only the host can do. A drafter that reads has lent its memory to the rounds.
+        lent = self.pipeline.rounds.drafter.reads
+        budget = Budget(0) if lent else self.controller.budget(self.scheduler.load)
+        return self.pipeline.leave(self.controller) + self._step(budget)
 
     def _step(self, budget: Budget) -> list[Event]:
         plan = self.scheduler.schedule(budget)

@@ -29,6 +29,7 @@ from draftwood.assembly import (
     build_verifier,
     choose_law,
     load_runner,
+    memory_explained,
     settle,
     suited_tree,
 )
@@ -140,7 +141,8 @@ class LLM:
     def _build_engine(self, drafter: str | Drafter, tree: str | None, law: str | Verifier) -> Engine:
         if self.config.torch_device().type != "cuda":
             return self._assemble(drafter, tree, law)
-        with rehearsing(self.checkpoint.config, self.config):
+        explained = memory_explained(self.config, self.checkpoint, drafter)
+        with explained, rehearsing(self.checkpoint.config, self.config):
             return self._assemble(drafter, tree, law)
 
     def _assemble(self, drafter: str | Drafter, tree: str | None, law: str | Verifier) -> Engine:
