@@ -157,7 +157,7 @@ def test_draft_and_target_share_the_plan() -> None:
 
 
 def test_memory_that_runs_out_while_loading_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assembly, "device_memory", lambda _: (1 << 30, 8 << 30))
+    monkeypatch.setattr(assembly, "device_memory", lambda _: (2 << 30, 8 << 30))
     config = replace(EngineConfig(device="cpu"), cache_tokens=1 << 20).settled()
     checkpoint = TinyCheckpoint(tiny_config())
     failure = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
