@@ -6,6 +6,8 @@ into pages that nobody reads before writing to them, later on the same stream; s
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import time
 from dataclasses import dataclass
 
@@ -107,21 +109,26 @@ class Pipeline:
             for item in ready.items:
                 self._fall_behind(item.seq.id, item.end - 1)
             return
-        # What the round in flight will add, the drafter reads only if it took part in that round.
-        for item in ready.items:
-            start = self._read.pop(item.seq.id, None)
-            if start is not None and start < item.end - 1:
-                self._read_along([Span(item.seq.id, item.seq.tokens, start, item.end - 1)])
+        # A round begins with the last two tokens, so what the one in flight adds need not be known here.
+        behind = [(item, self._read.pop(item.seq.id, item.end)) for item in ready.items]
+        self._read_along([Span(i.seq.id, i.seq.tokens, read, i.end - 1) for i, read in behind if read < i.end - 1])
 
     def _fall_behind(self, seq_id: int, read: int) -> None:
         self._read[seq_id] = min(read, self._read.get(seq_id, read))
 
     def _read_along(self, spans: list[Span]) -> None:
-        for span in spans:
-            for start in range(span.start, span.end, self.scheduler.config.max_rows):
-                end = min(span.end, start + self.scheduler.config.max_rows)
-                chunk = Span(span.seq_id, span.tokens, start, end)
-                self.rounds.drafter.read(self.rounds.target.cache.stage([chunk], None, self._nowhere))
+        """As many pieces together as a step has rows for."""
+        rows = self.scheduler.config.max_rows
+        pieces = [
+            Span(span.seq_id, span.tokens, start, min(span.end, start + rows))
+            for span in spans
+            for start in range(span.start, span.end, rows)
+        ]
+        while pieces:
+            total = list(itertools.accumulate(piece.end - piece.start for piece in pieces))
+            count = max(1, bisect.bisect_right(total, rows))
+            self.rounds.drafter.read(self.rounds.target.cache.stage(pieces[:count], None, self._nowhere))
+            pieces = pieces[count:]
 
     @property
     def _nowhere(self) -> torch.Tensor:
