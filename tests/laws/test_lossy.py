@@ -26,12 +26,14 @@ from draftwood.growers import (
     WithoutReplacement,
     chain,
 )
-from draftwood.protocols import Budget, Grower
+from draftwood.ops.native import kernels
+from draftwood.protocols import BatchView, Budget, Grower, Verifier
 from draftwood.request import SamplingParams
 from draftwood.rng import KeyedRng
-from draftwood.tree import POINT_CHAIN, POINT_TREE, DraftLaw, Draw, TokenTree
+from draftwood.tree import POINT_CHAIN, POINT_TREE, DraftLaw, Draw, TokenTree, Verdict
 from draftwood.verifiers import LAWS, default_law
 from draftwood.verifiers.law import Odds
+from draftwood.verifiers.lossy import Relaxed, Typical
 from enumeration import (
     Rows,
     TableModel,
@@ -353,6 +355,55 @@ def test_a_batch_is_its_trees_one_by_one(spec: str) -> None:
         assert together.drift is not None
         assert alone.drift is not None
         assert together.drift[here].tolist() == pytest.approx(alone.drift.tolist(), abs=1e-12, nan_ok=True)
+
+
+def by_odds(law: Verifier, tree: TokenTree, p: Tensor, view: BatchView) -> Verdict:
+    law.at_once = lambda *_: None  # type: ignore[attr-defined]
+    return law.verify(tree, p, view, KeyedRng())
+
+
+@pytest.mark.skipif(kernels() is None, reason="no C compiler")
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("spec", DEFINITIONS)
+def test_verdicts_in_one_call_are_those_of_the_odds(spec: str, tree: str) -> None:
+    """All twelve trees in one batch, in single precision, on many random numbers."""
+    grown = pack([grown for grown, _ in toys(tree)])
+    single = replace(grown, q=None if grown.q is None else grown.q.float())
+    p = torch.cat([rows for _, rows in toys(tree)]).float()
+    for round_ in range(5):
+        view = replace(view_of(), seeds=torch.arange(12) + 100 * round_, lengths=torch.arange(12))
+        got = build_verifier(spec).at_once(single, p, view)  # type: ignore[attr-defined]
+        want = by_odds(build_verifier(spec), single, p, view)
+        for name in ("path", "length", "bonus"):
+            assert getattr(got, name).tolist() == getattr(want, name).tolist()
+        assert got.drift.tolist() == pytest.approx(want.drift.tolist(), rel=1e-5, abs=1e-7, nan_ok=True)
+
+
+@pytest.mark.skipif(kernels() is None, reason="no C compiler")
+@pytest.mark.parametrize("vocabulary", [3, 16, 257, 49_152])
+@pytest.mark.parametrize("sharpness", [0.0, 1.0, 3.0, 10.0])
+def test_bars_over_whole_vocabularies_are_where_the_definitions_put_them(vocabulary: int, sharpness: float) -> None:
+    """A hair above the token's probability, and a hair below."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    row = torch.softmax(sharpness * torch.randn(vocabulary, generator=generator), 0)
+    row[0] = 0  # what logarithms must not trip over
+    token = int(row.topk(2).indices[1])
+    tree, p, exact = TokenTree.of_points([([0, token], [-1, 0])]), row.expand(2, -1).contiguous(), row.double()
+
+    def accepted(law: Typical | Relaxed) -> bool:
+        verdict = law.at_once(tree, p, view_of())
+        assert verdict is not None
+        return bool(verdict.length)
+
+    wanted, alpha = float(exact[token]), float(exact[token] * torch.special.entr(exact).sum().exp())
+    assert accepted(Typical(1.0, min(0.99999 * alpha, 1.0)))
+    assert alpha > 0.999 or not accepted(Typical(1.0, 1.00001 * alpha))
+    assert accepted(Typical(0.9999999 * wanted, 1.0))
+    rank, gap = int((row > row[token]).sum()) + 1, float((exact.max() / exact[token]).log())
+    assert accepted(Relaxed(rank, math.inf))
+    assert accepted(Relaxed(vocabulary + 1, gap + 1e-9))
+    assert rank == 1 or not accepted(Relaxed(rank - 1, math.inf))
+    assert gap == 0 or not accepted(Relaxed(vocabulary + 1, gap - 1e-9))
 
 
 @pytest.mark.parametrize("law", LOSSY)

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from draftwood.cache.seats import Kind, Seats
+from draftwood.drafters.ngram import NgramDrafter
+from draftwood.drafters.points import PointTree
 from draftwood.ops.cuda.choice import likeliest
 from draftwood.ops.cuda.lookup import suffix_lookup
 from draftwood.ops.cuda.seats import closed, opened
@@ -113,3 +115,14 @@ def test_distributions_at_a_temperature_are_torchs(vocabulary: int) -> None:
     torch.testing.assert_close(got, tempered(logits, temperature), rtol=2e-6, atol=1e-9)
     assert got[2].sum() == 1
     assert got[2].argmax() == logits[2].argmax()
+
+
+def test_the_device_finds_what_the_host_finds() -> None:
+    """`ops.lookup` and the n-gram drafter's index are two ways to the same guesses."""
+    torch.manual_seed(5)
+    for length in (1, 2, 3, 9, 60, 200):
+        text = torch.randint(0, 4, (length,)).tolist()
+        tree = PointTree(text[-1], 5, 5)
+        NgramDrafter(nodes=5, longest=4, shortest=2).fill(tree, 0, text)
+        found = reference_lookup(torch.tensor([text]), torch.tensor([length]), 5, 4, 2)[0].tolist()
+        assert [token for token in found if token >= 0] == tree.tokens[1:]
