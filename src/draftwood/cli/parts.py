@@ -23,7 +23,7 @@ def models_table() -> Table:
 def parts_tables() -> Iterator[Table]:
     """Drafters, trees, weight formats and laws."""
     from draftwood.assembly import LOOKUPS, MODEL_DRAFTER, TREES
-    from draftwood.model.weights import FORMATS
+    from draftwood.model.weights import FORMATS, ON_ACCELERATORS
 
     drafters = Table("Name", "Settings", "Guesses", title="Drafters (--drafter)", title_justify="left")
     for name, entry in LOOKUPS.items():
@@ -34,9 +34,10 @@ def parts_tables() -> Iterator[Table]:
     for name, entry in TREES.items():
         trees.add_row(name, _settings(entry.defaults), entry.description)
     yield trees
-    formats = Table("Name", "What is stored", title="Weights (--weights)", title_justify="left")
-    for name, kind in FORMATS.items():
-        formats.add_row(name, kind.says)
+    formats = Table("Name", "What is stored", "Where", title="Weights (--weights)", title_justify="left")
+    for name, kind in {**FORMATS, **ON_ACCELERATORS}.items():
+        places = [place for place, there in (("CPU", FORMATS), ("GPU", ON_ACCELERATORS)) if name in there]
+        formats.add_row(name, kind.says, ", ".join(places))
     yield formats
     yield laws_table()
 
