@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 from draftwood.model.layers import ACTIVATIONS
 from draftwood.model.weights import Float8, Matrix, Storage, as_numbers, quantise_float8, store_as
 from draftwood.ops.cuda import rows
-from draftwood.ops.cuda.linear import FAST_ROWS, CudaLinear, pack
-from draftwood.ops.cuda.products import Around, Norm, Tiles, gemv, skinny
+from draftwood.ops.cuda.linear import FAST_ROWS, CudaLinear, Stream, pack
+from draftwood.ops.cuda.products import Around, Norm, Tiles, gemv, skinny, skinny_normed
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -88,6 +88,18 @@ def test_few_rows(kind: str, activation: str | None, dtype: torch.dtype) -> None
         assert_close(skinny(normed, pack([weight], inputs), plain, replace(SMALL, split_k=split)), want, dtype)
 
 
+def test_a_split_product_norms_its_rows_for_the_next() -> None:
+    n, outputs, inputs = 5, 21, 80
+    weight, x = matrix(outputs, inputs, "dense", torch.float32), random(n, inputs)
+    residual, norm = random(n, outputs, seed=6), Norm(random(outputs, seed=2), 1e-5)
+    around = Around(None, None, residual, next_norm=norm)
+    out, normed = skinny_normed(x, pack([weight], inputs), around, replace(SMALL, split_k=2))
+    assert_close(out, expected(x, weight, around), torch.float32)
+    assert normed is not None
+    assert_close(normed, rows.rms_norm(out, norm).double(), torch.float32)
+    assert skinny_normed(x, pack([weight], inputs), around, SMALL)[1] is None
+
+
 def test_more_rows_than_a_tile_has() -> None:
     weight, x = matrix(20, 64, "dense", torch.float32), random(200, 64)
     assert_close(skinny(x, pack([weight], 64), Around(), SMALL), expected(x, weight, Around()), torch.float32)
@@ -128,14 +140,14 @@ def test_every_way_gives_the_same_product(n: int, strict: bool) -> None:
     assert around.norm is not None
     assert around.residual is not None
     for got, want in (
-        (linear(x, around.norm), replace(around, residual=None)),
-        (linear.add_to(around.residual.clone(), x), replace(around, norm=None)),
-        (linear.gated(x, around.norm, "silu"), replace(around, residual=None, activation="silu")),
+        (linear(Stream(x, around.norm)), replace(around, residual=None)),
+        (linear.add_to(around.residual.clone(), x, around.norm).hidden, replace(around, norm=None)),
+        (linear.gated(Stream(x, around.norm), "silu"), replace(around, residual=None, activation="silu")),
     ):
         assert_close(got, expected(x, weight, want), torch.float32)
     half = CudaLinear(pack([weight.half()], 64), strict=strict)
     if ON_GPU or n <= FAST_ROWS or strict:  # torch's own product with a wider result is CUDA's alone
-        assert half(x.half(), dtype=torch.float32).dtype == torch.float32
+        assert half(Stream(x.half(), around.norm), torch.float32).dtype == torch.float32
 
 
 def strict_cases() -> list[tuple[str, int, int, torch.dtype]]:
@@ -158,8 +170,10 @@ def test_strict_rows_do_not_depend_on_their_neighbours(
 
     def results(begin: int, end: int) -> tuple[Tensor, ...]:
         part = x[begin:end]
-        logits = linear(part, norm, torch.float32)
-        return logits, linear.gated(part, norm, "silu"), half.add_to(residual[begin:end].clone(), part)
+        stream, beside = Stream(part, norm), Norm(random(outputs // 2, seed=3, dtype=dtype), 1e-5)
+        added = half.add_to(residual[begin:end].clone(), part, beside)
+        normed = rows.rms_norm(added.hidden, beside) if added.normed is None else added.normed
+        return linear(stream, torch.float32), linear.gated(stream, "silu"), added.hidden, normed
 
     def same(some: Tensor, all_of_them: Tensor) -> bool:
         if ON_GPU:
@@ -176,7 +190,7 @@ def test_strict_rows_do_not_depend_on_their_neighbours(
 
 def test_no_rows_are_no_work() -> None:
     linear = CudaLinear(pack([matrix(6, 32, "dense", torch.float32)], 32), strict=True)
-    assert linear(random(0, 32)).shape == (0, 6)
+    assert linear(Stream(random(0, 32), Norm(random(32), 1e-5))).shape == (0, 6)
 
 
 @pytest.mark.gpu
@@ -190,7 +204,10 @@ def test_real_sizes(kind: str, n: int) -> None:
         linear = CudaLinear(pack([weight], inputs), around.bias)
         assert around.norm is not None
         assert around.residual is not None
-        assert_close(linear(x, around.norm), expected(x, weight, replace(around, residual=None)), torch.bfloat16)
-        assert_close(linear.add_to(around.residual, x), expected(x, weight, replace(around, norm=None)), torch.bfloat16)
+        assert_close(
+            linear(Stream(x, around.norm)), expected(x, weight, replace(around, residual=None)), torch.bfloat16
+        )
+        added = linear.add_to(around.residual.clone(), x, around.norm).hidden
+        assert_close(added, expected(x, weight, replace(around, norm=None)), torch.bfloat16)
         gated = replace(around, residual=None, activation="silu")
-        assert_close(linear.gated(x, around.norm, "silu"), expected(x, weight, gated), torch.bfloat16)
+        assert_close(linear.gated(Stream(x, around.norm), "silu"), expected(x, weight, gated), torch.bfloat16)

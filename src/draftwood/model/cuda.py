@@ -35,7 +35,7 @@ from draftwood.model.weights import (
 )
 from draftwood.ops import cuda
 from draftwood.ops.cuda.attention import TreeAttention
-from draftwood.ops.cuda.linear import CudaLinear, pack
+from draftwood.ops.cuda.linear import CudaLinear, Stream, pack
 from draftwood.ops.cuda.products import Norm
 from draftwood.ops.cuda.rotary import rotate_and_store
 
@@ -90,20 +90,20 @@ class CudaTransformer:
         """Run the rows of `batch`, writing their keys and values to `cache`. Logits are float32."""
         config = self.config
         attention = {window: self._plan(batch, cache, window) for window in set(config.windows)}
-        hidden = self._embedding.index_select(0, batch.tokens)
+        norms = [layer.attention_norm for layer in self._layers[1:]] + [self._final_norm]
+        stream = Stream(self._embedding.index_select(0, batch.tokens), self._layers[0].attention_norm)
         features: dict[int, Tensor] = {}
         for i, layer in enumerate(self._layers):
             query = rotate_and_store(
-                layer.qkv(hidden, layer.attention_norm), batch.positions, batch.slots, cache.store[i], self._rotations,
+                layer.qkv(stream), batch.positions, batch.slots, cache.store[i], self._rotations,
                 config.num_heads, config.num_kv_heads, layer.head_norm, config.norm_eps,
             )  # fmt: skip
             mixed = attention[config.windows[i]].run(i, query)
-            hidden = layer.output.add_to(hidden, mixed)
-            hidden = layer.down.add_to(hidden, layer.gate_up.gated(hidden, layer.mlp_norm, config.activation))
+            stream = layer.output.add_to(stream.hidden, mixed, layer.mlp_norm)
+            stream = layer.down.add_to(stream.hidden, layer.gate_up.gated(stream, config.activation), norms[i])
             if i in needs:
-                features[i] = hidden.index_select(0, batch.logit_rows)
-        wanted = hidden.index_select(0, batch.logit_rows)
-        return ForwardOutput(self._head(wanted, self._final_norm, torch.float32), features)
+                features[i] = stream.hidden.index_select(0, batch.logit_rows)
+        return ForwardOutput(self._head(stream.rows(batch.logit_rows), torch.float32), features)
 
     def _plan(self, batch: ForwardBatch, cache: Pages, window: int | None) -> TreeAttention:
         shape = AttentionShape(window, self.config.head_dim**-0.5)

@@ -11,9 +11,23 @@ from torch import Tensor
 
 from draftwood.model.weights import Float8, Matrix, Quantised, Storage
 from draftwood.ops.cuda import rows
-from draftwood.ops.cuda.products import DENSE, FLOAT8, INT4, INT8, Around, Norm, Packed, gemv, skinny
+from draftwood.ops.cuda.products import DENSE, FLOAT8, INT4, INT8, Around, Norm, Packed, gemv, skinny, skinny_normed
 
 FAST_ROWS = 64  # above, the vendor's products do as well as ours
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The residual stream between two products, and the norm through which the next one reads it."""
+
+    hidden: Tensor  # [N, width]
+    norm: Norm
+    normed: Tensor | None = None  # [N, width], where whoever wrote the stream had it at hand
+
+    def rows(self, index: Tensor) -> Stream:
+        """Some of its rows."""
+        normed = None if self.normed is None else self.normed.index_select(0, index)
+        return Stream(self.hidden.index_select(0, index), self.norm, normed)
 
 
 @dataclass(frozen=True)
@@ -24,38 +38,42 @@ class CudaLinear:
     bias: Tensor | None = None  # [out]
     strict: bool = False
 
-    def __call__(self, x: Tensor, norm: Norm | None = None, dtype: torch.dtype | None = None) -> Tensor:
-        """The product of x, normed first if so wished, rounded to `dtype`. [N, in] -> [N, out]."""
-        return self._product(x, Around(norm, self.bias, dtype=dtype))
+    def __call__(self, x: Stream, dtype: torch.dtype | None = None) -> Tensor:
+        """The product of a stream, rounded to `dtype`. [N, in] -> [N, out]."""
+        return self._of_stream(x, Around(x.norm, self.bias, dtype=dtype))
 
-    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
-        """residual + (x W + b); may be written over the residual. [N, out], [N, in] -> [N, out]."""
-        return self._product(x, Around(None, self.bias, residual))
-
-    def gated(self, x: Tensor, norm: Norm, activation: str) -> Tensor:
+    def gated(self, x: Stream, activation: str) -> Tensor:
         """act(gate) * up, where W has gate's outputs and then up's. [N, in] -> [N, out / 2]."""
-        return self._product(x, Around(norm, self.bias, None, activation))
+        return self._of_stream(x, Around(x.norm, self.bias, None, activation))
 
-    def _product(self, x: Tensor, around: Around) -> Tensor:
-        if self.strict:
-            return skinny(*_normed(x, self.weight, around))
-        if len(x) == 1:
-            return gemv(x, self.weight, around)
-        if len(x) > FAST_ROWS and self.weight.storage == DENSE.value:
-            return _by_vendor(x, self.weight.codes, around)
-        return skinny(*_normed(x, self.weight, around))
+    def add_to(self, residual: Tensor, x: Tensor, norm: Norm) -> Stream:
+        """residual + (x W + b), to be read through `norm`; may be written over the residual. [N, out], [N, in]."""
+        around = Around(None, self.bias, residual, next_norm=norm)
+        if self.strict or self._few(x):
+            hidden, normed = skinny_normed(x, self.weight, around)
+            return Stream(hidden, norm, normed)
+        return Stream(self._other_ways(x, around), norm)
 
+    def _few(self, x: Tensor) -> bool:
+        """Rows that our product of several rows is best for."""
+        return len(x) != 1 and (len(x) <= FAST_ROWS or self.weight.storage != DENSE.value)
 
-def _normed(x: Tensor, weight: Packed, around: Around) -> tuple[Tensor, Packed, Around]:
-    """The norm as a kernel of its own: norming every tile anew costs more, and its sums would depend on the tile."""
-    if around.norm is None:
-        return x, weight, around
-    return rows.rms_norm(x, around.norm), weight, replace(around, norm=None)
+    def _of_stream(self, x: Stream, around: Around) -> Tensor:
+        if not self.strict and len(x.hidden) == 1:
+            return gemv(x.hidden, self.weight, around)  # which norms while it reads
+        normed = rows.rms_norm(x.hidden, x.norm) if x.normed is None else x.normed
+        around = replace(around, norm=None)
+        return (
+            skinny(normed, self.weight, around)
+            if self.strict or self._few(normed)
+            else self._other_ways(normed, around)
+        )
+
+    def _other_ways(self, x: Tensor, around: Around) -> Tensor:
+        return gemv(x, self.weight, around) if len(x) == 1 else _by_vendor(x, self.weight.codes, around)
 
 
 def _by_vendor(x: Tensor, weight: Tensor, around: Around) -> Tensor:
-    if around.norm is not None:
-        x = rows.rms_norm(x, around.norm)
     if around.dtype not in (None, x.dtype):
         return _widened(torch.mm(x, weight.t(), out_dtype=around.dtype), around)
     if around.residual is not None:

@@ -62,6 +62,7 @@ class Around:
     residual: Tensor | None = None  # [N, out]
     activation: str | None = None  # the matrix is gate rows, then as many up rows
     dtype: torch.dtype | None = None  # of the result; None: of x
+    next_norm: Norm | None = None  # of whoever reads the result: given beside it where that costs nothing
 
 
 @dataclass(frozen=True)
@@ -308,10 +309,10 @@ def _skinny(
 
 @triton.jit(do_not_specialize=["n"])
 def _joined(
-    parts, scale, bias, residual, out, n, outputs,
+    parts, scale, bias, residual, out, gain, normed, n, outputs, eps,
     BLOCK: tl.constexpr, SPLIT_K: tl.constexpr, STORAGE: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """Add the parts of a split product, first to last, and finish it."""
+    """Add the parts of a split product, first to last, and finish it; with `gain`, a whole row, and norm it too."""
     wait_for_predecessors()
     GATED: tl.constexpr = ACTIVATION >= 0
     row = tl.program_id(0).to(tl.int64)
@@ -327,7 +328,13 @@ def _joined(
             up += tl.load(at + outputs, mask=inside, other=0.0)
     at = row * outputs + column
     result = _finished(total, up, scale, bias, residual, column, at, inside, outputs, STORAGE, ACTIVATION)
-    tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
+    result = result.to(out.dtype.element_ty)
+    tl.store(out + at, result, mask=inside)
+    if gain is not None:
+        value = tl.where(inside, result.to(tl.float32), 0.0)
+        length = tl.rsqrt(tl.sum(value * value, 0) / outputs + eps)
+        value = value * length * tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(normed + at, value.to(normed.dtype.element_ty), mask=inside)
 
 
 def gemv(x: Tensor, weight: Packed, around: Around, cut: Tiles | None = None) -> Tensor:
@@ -347,12 +354,17 @@ def gemv(x: Tensor, weight: Packed, around: Around, cut: Tiles | None = None) ->
 
 def skinny(x: Tensor, weight: Packed, around: Around, cut: Tiles | None = None) -> Tensor:
     """Any number of rows, normed already. [N, in] -> [N, out]."""
+    return skinny_normed(x, weight, around, cut)[0]
+
+
+def skinny_normed(x: Tensor, weight: Packed, around: Around, cut: Tiles | None = None) -> tuple[Tensor, Tensor | None]:
+    """The same, and the result normed for the next product, if it is at hand: a split one ends with whole rows."""
     outputs, (n, inputs) = _outputs(weight, around), x.shape
     gated = around.activation is not None
     cut = cut or tiles(outputs, inputs, weight.storage, gated)
     out = torch.empty(n, outputs, dtype=around.dtype or x.dtype, device=x.device)
     if n == 0:
-        return out
+        return out, None
     rows = min(max(16, triton.next_power_of_2(n)), LARGEST_TILE)
     cut = _fitting(cut, rows, gated)
     width = outputs * 2 if gated else outputs
@@ -364,13 +376,17 @@ def skinny(x: Tensor, weight: Packed, around: Around, cut: Tiles | None = None) 
         rows, cut.block_out, cut.block_k, cut.split_k, weight.storage,
         ACTIVATIONS[around.activation], num_warps=cut.warps, num_stages=cut.stages, **OVERLAPPING,
     )  # fmt: skip
-    if split:
-        block = min(1024, triton.next_power_of_2(outputs))
-        _joined[(n, triton.cdiv(outputs, block))](
-            target, weight.scale, around.bias, around.residual, out, n, outputs,
-            block, cut.split_k, weight.storage, ACTIVATIONS[around.activation], **OVERLAPPING,
-        )  # fmt: skip
-    return out
+    if not split:
+        return out, None
+    norm = around.next_norm
+    normed = None if norm is None else torch.empty_like(out)
+    block = triton.next_power_of_2(outputs) if norm else min(1024, triton.next_power_of_2(outputs))
+    _joined[(n, triton.cdiv(outputs, block))](
+        target, weight.scale, around.bias, around.residual, out, norm and norm.weight, normed, n, outputs,
+        norm.eps if norm else 0.0, block, cut.split_k, weight.storage, ACTIVATIONS[around.activation],
+        num_warps=8 if norm else 4, **OVERLAPPING,
+    )  # fmt: skip
+    return out, normed
 
 
 def _outputs(weight: Packed, around: Around) -> int:
