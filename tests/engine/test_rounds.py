@@ -201,3 +201,18 @@ def test_a_round_that_is_ready_is_taken_until_another_is_wanted_often() -> None:
     sizes = [rounds.size_for(4, 5, kind) for _ in range(PATIENCE + 2)]
     assert sizes[:2] == [(8, 5), (8, 5)]
     assert sizes[-1] == (4, 5)
+
+
+def test_a_law_that_cannot_be_captured_goes_step_by_step(caplog: pytest.LogCaptureFixture) -> None:
+    harness = RoundHarness(DRAFTERS["ngram"](), "match")
+    rounds, tried = harness.engine.pipeline.rounds, []
+
+    def refuse(run: Callable[[], None]) -> Callable[[], None]:
+        tried.append(run)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    rounds._captured = refuse  # type: ignore[method-assign]
+    wanted = [Ask(ask.prompt[-1:], ask.params) for ask in asks(1.0)]
+    assert generated(harness.run(wanted)) == plain(wanted)
+    assert len(tried) == 1, "once is enough to know"
+    assert "not permitted" in caplog.text

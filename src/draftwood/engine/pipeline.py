@@ -32,6 +32,7 @@ class _InFlight:
     nodes: int
     launched: Launched
     since: float
+    fresh: bool  # it had to be prepared first, which says nothing about how long it takes
 
 
 class Pipeline:
@@ -51,12 +52,14 @@ class Pipeline:
         events = self._hear(controller) if self.rounds.drafter.waits else []
         prompts, ready = self.scheduler.schedule_apart(controller.budget(self.scheduler.load), self._ahead)
         kind = Kind.of([item.seq.params for item in ready.items])
-        if ready.items and (kind is None or not self.rounds.can_run(kind)):
-            self._unheard = events
-            return None
+        launched = None
         self._reseat()
-        launched = self._launch(ready, kind) if ready.items and kind is not None else None
-        if prompts.items or (launched is not None and launched.launched.fresh):
+        if ready.items:
+            launched = None if kind is None else self._launch(ready, kind)
+            if launched is None:
+                self._unheard = events
+                return None
+        if prompts.items or (launched is not None and launched.fresh):
             self._disturbed = True  # the round in flight will be heard of late
         self._read_prompts(prompts)
         events += self._hear(controller)
@@ -88,18 +91,27 @@ class Pipeline:
         for seq_id in self.rounds.seats.seated - running:
             self.release(seq_id)
 
-    def _launch(self, ready: Plan, kind: Kind) -> _InFlight:
+    def _launch(self, ready: Plan, kind: Kind) -> _InFlight | None:
+        """A round for everybody who is ready; None if it needs the host."""
+        room = min(item.max_nodes for item in ready.items)
+        if not self.rounds.can_run(kind):
+            return None
+        size, nodes = self.rounds.size_for(len(ready.items), room, kind)
+        fresh = not self.rounds.is_ready(size, nodes, kind)
+        if not self.rounds.prepare(size, nodes, kind):
+            return None
+        self._seat(ready)
+        self._keep_drafter_reading(ready, nodes)
+        launched = self.rounds.launch(ready, size, nodes, kind)
+        lives = tuple(item.seq.preemptions for item in ready.items)
+        return _InFlight(ready, lives, nodes, launched, time.perf_counter(), fresh)
+
+    def _seat(self, ready: Plan) -> None:
         seats, tables = self.rounds.seats, self.scheduler.tables
         for item in ready.items:
             if item.seq.id not in seats:
                 seats.sit(item.seq.id, item.seq.tokens, item.seq.params, item.seq.seed)
         seats.grant({item.seq.id: tables.pages(item.seq.id) for item in ready.items})
-        room = min(item.max_nodes for item in ready.items)
-        size, nodes = self.rounds.size_for(len(ready.items), room, kind)
-        self._keep_drafter_reading(ready, nodes)
-        launched = self.rounds.launch(ready, size, nodes, kind)
-        lives = tuple(item.seq.preemptions for item in ready.items)
-        return _InFlight(ready, lives, nodes, launched, time.perf_counter())
 
     def _keep_drafter_reading(self, ready: Plan, nodes: int) -> None:
         """A drafter that sits out falls behind, and reads what it missed before it guesses again."""
@@ -144,7 +156,7 @@ class Pipeline:
         """How long the round took, unless something else took place meanwhile."""
         now = time.perf_counter()
         seconds = now - max(flight.since, self._heard)
-        disturbed, self._heard, self._disturbed = self._disturbed or flight.launched.fresh, now, False
+        disturbed, self._heard, self._disturbed = self._disturbed or flight.fresh, now, False
         return None if disturbed else seconds
 
     def _hear(self, controller: Controller) -> list[Event]:

@@ -6,6 +6,7 @@ capturing only takes the host out of the way. Graphs are made when first needed,
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,7 +67,6 @@ class Launched:
     host: Tensor  # [B, 3 + D]
     arrived: torch.cuda.Event | None
     size: int  # sequences; the rest of the batch is padding
-    fresh: bool  # it had to be prepared first, which says nothing about how long it takes
 
     def wait(self) -> HostVerdict:
         """The outcome, once it is there."""
@@ -92,6 +92,7 @@ class Rounds:
     seats: Seats
     captures: bool  # False: call by call, to look inside, or where there are no graphs
     _known: dict[tuple[int, int, Kind], Round] = field(default_factory=dict)
+    _refused: set[Kind] = field(default_factory=set)
     _roots: dict[int, TokenTree] = field(default_factory=dict)
     _wishes: dict[tuple[int, int, Kind], int] = field(default_factory=dict)
     _readings: dict[int, Reading] = field(default_factory=dict)
@@ -99,7 +100,25 @@ class Rounds:
 
     def can_run(self, kind: Kind) -> bool:
         """Whether rounds of this kind need nothing from the host."""
-        return self.drafter.suits(kind, self.law_of(kind.law))
+        return kind not in self._refused and self.drafter.suits(kind, self.law_of(kind.law))
+
+    def prepare(self, size: int, nodes: int, kind: Kind) -> bool:
+        """Have such a round ready; False, now and ever after, if its law turns out to look at values on the host."""
+        try:
+            self._round(size, nodes, kind)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            if not self.captures:
+                raise
+            reason = str(error).splitlines()[0]
+            logging.getLogger(__name__).warning("No rounds for %s, it goes step by step: %s", kind, reason)
+            self._refused.add(kind)
+        return kind not in self._refused
+
+    def is_ready(self, size: int, nodes: int, kind: Kind) -> bool:
+        """Whether such a round has been prepared."""
+        return (size, nodes, kind) in self._known
 
     def size_for(self, count: int, room: int, kind: Kind) -> tuple[int, int]:
         """The batch and the draft nodes to run `count` sequences with, when there is room for so many nodes each.
@@ -121,19 +140,18 @@ class Rounds:
     def launch(self, plan: Plan, size: int, nodes: int, kind: Kind) -> Launched:
         """Start a round of a `size` that holds the plan's sequences; nobody waits for it."""
         seq_ids = [item.seq.id for item in plan.items]
-        fresh = (size, nodes, kind) not in self._known
         todo = self._round(size, nodes, kind)
         if nodes and self.drafter.waits:
             self.drafter.prepare(plan.view(torch.device("cpu")), size, nodes)
         todo.rows.copy_(self.seats.rows(seq_ids, size))
         todo.run()
         if todo.outcome.device.type == "cpu":
-            return Launched(todo.outcome.clone(), None, len(seq_ids), fresh)
+            return Launched(todo.outcome.clone(), None, len(seq_ids))
         host = torch.empty(todo.outcome.shape, dtype=todo.outcome.dtype, pin_memory=True)
         host.copy_(todo.outcome, non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        return Launched(host, arrived, len(seq_ids), fresh)
+        return Launched(host, arrived, len(seq_ids))
 
     def read(self, spans: Sequence[Span]) -> None:
         """Run pieces of prompts through target and drafter."""
