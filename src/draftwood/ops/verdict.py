@@ -7,6 +7,7 @@ laboratory and the proofs read them, and wherever there is no kernel they are wh
 from __future__ import annotations
 
 import ctypes
+from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -17,6 +18,18 @@ from draftwood.ops.residual import WIDEST_ON_CUDA, native_for, on_cuda
 from draftwood.tree import TokenTree, Verdict
 
 WIDEST_IN_C = 64  # draws behind a node
+
+
+class Rule(IntEnum):
+    """What is accepted; as in verdict.h."""
+
+    REJECTION = 0
+    KSEQ = 1
+    LENIENT = 2  # from here on nothing is lossless: settings as `verifiers/lossy.py` names them
+    LOWERED_BARS = 3
+    MIXTURE = 4
+    TYPICAL = 5  # from here on all of a path is judged, not the draws behind a node
+    RELAXED = 6
 
 
 def walk(tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor, tried: int | None) -> Verdict | None:
@@ -74,7 +87,7 @@ def kseq_walk(tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor) -> Ver
 
         return launch(tree, p, seeds, lengths)
     library = _for_c(tree, p)
-    return None if library is None else _call(library.dw_verdict_walk, tree, p, seeds, lengths, kseq=True)
+    return None if library is None else _call(library.dw_verdict_walk, tree, p, seeds, lengths, rule=Rule.KSEQ)
 
 
 def kseq_layers(tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor) -> Verdict | None:
@@ -86,7 +99,7 @@ def kseq_layers(tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor) -> V
 
         return launch(tree, p, seeds, lengths, kseq=True)
     library = _for_c(tree, p)
-    return None if library is None else _call(library.dw_verdict_layers, tree, p, seeds, lengths, kseq=True)
+    return None if library is None else _call(library.dw_verdict_layers, tree, p, seeds, lengths, rule=Rule.KSEQ)
 
 
 def _one_path(tree: TokenTree) -> bool:
@@ -106,6 +119,21 @@ def match(tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor) -> Verdict
     return None if library is None else _call(library.dw_verdict_match, tree, p, seeds, lengths)
 
 
+def loosened(
+    tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor, rule: Rule, *settings: float
+) -> Verdict | None:
+    """By a rule that is not lossless: a walk down, or the longest path of tokens that are good enough."""
+    if _for_cuda(tree, p):
+        from draftwood.ops.cuda.lossy import VERDICTS
+
+        return VERDICTS[rule](tree, p, seeds, lengths, *settings)
+    library = _for_c(tree, p)
+    if library is None:
+        return None
+    kernel = library.dw_verdict_longest if rule >= Rule.TYPICAL else library.dw_verdict_walk
+    return _call(kernel, tree, p, seeds, lengths, rule=rule, settings=settings)
+
+
 def _for_cuda(tree: TokenTree, p: Tensor) -> bool:
     return on_cuda(p, tree.q) and tree.tries.shape[1] <= WIDEST_ON_CUDA
 
@@ -115,19 +143,21 @@ def _for_c(tree: TokenTree, p: Tensor) -> Kernels | None:
 
 
 def _call(  # type: ignore[no-untyped-def]
-    kernel, tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor, *, tried=None, kseq=False, distinct=False
-) -> Verdict:
+    kernel, tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor,
+    *, tried=None, rule=Rule.REJECTION, distinct=False, settings=(),
+) -> Verdict:  # fmt: skip
     trees, nodes, width, depth = tree.num_trees, tree.num_nodes, tree.tries.shape[1], tree.max_depth
     path = torch.empty(trees, depth + 1, dtype=torch.int64)
     length, bonus = torch.empty(2, trees, dtype=torch.int64)
+    drift = torch.empty(trees, dtype=torch.float64) if rule >= Rule.LENIENT else None
     parts = (tree.tokens, tree.parents, tree.offsets, tree.tries, tree.q_row, tree.draw, seeds, lengths)
     kept = [p.contiguous(), None if tree.q is None else tree.q.contiguous(), *(x.contiguous() for x in parts)]
     rows, links = (
         [0 if x is None else x.data_ptr() for x in kept[:2]],
         [x.data_ptr() for x in kept[2:] if x is not None],
     )
-    results = (path.data_ptr(), length.data_ptr(), bonus.data_ptr())
+    results = (*(x.data_ptr() for x in (path, length, bonus)), 0 if drift is None else drift.data_ptr())
     sizes = (p.shape[1], nodes, trees, width, depth)
-    call = VerdictCall(*rows, *sizes, *links, tried or width, kseq, distinct, *results)
+    call = VerdictCall(*rows, *sizes, *links, tried or width, rule, distinct, settings, *results)
     kernel(ctypes.addressof(call))
-    return Verdict(path, length, bonus)
+    return Verdict(path, length, bonus, drift)

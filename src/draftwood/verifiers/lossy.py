@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from draftwood.tree import TokenTree
+from draftwood.ops.verdict import Rule, loosened
+from draftwood.protocols import BatchView
+from draftwood.tree import TokenTree, Verdict
 from draftwood.verifiers.law import NodeLaw, Odds, Scope
 from draftwood.verifiers.rules import Rejection, Weighed
 from draftwood.verifiers.walk import TopDown, first_of_its_token, without_children
@@ -66,6 +68,10 @@ class Typical(DeepestGoodEnough):
         bar = (self.alpha * torch.exp(-entropy)).clamp(max=self.threshold)
         return _wanted(tree, p) > bar[tree.parents.clamp(min=0)]
 
+    def at_once(self, tree: TokenTree, p: Tensor, view: BatchView) -> Verdict | None:
+        """There are kernels for it."""
+        return loosened(tree, p, view.seeds, view.lengths, Rule.TYPICAL, self.threshold, self.alpha)
+
 
 class Relaxed(DeepestGoodEnough):
     """Relaxed acceptance: among the `k` likeliest and at most `margin` below the best in log-probability."""
@@ -84,6 +90,10 @@ class Relaxed(DeepestGoodEnough):
         wanted = _wanted(tree, p)
         return (wanted > 0) & (wanted >= best[:, -1]) & (best[:, 0].log() - wanted.log() <= self.margin)
 
+    def at_once(self, tree: TokenTree, p: Tensor, view: BatchView) -> Verdict | None:
+        """There are kernels for it."""
+        return loosened(tree, p, view.seeds, view.lengths, Rule.RELAXED, self.k, self.margin)
+
 
 class Threshold(LossyLaw):
     """Plain target sampling with lowered bars: a child of probability `single` is accepted, others too if total < 1.
@@ -96,11 +106,16 @@ class Threshold(LossyLaw):
     def __init__(self, single: float = 0.9, total: float = 1.0) -> None:
         _check("single", single, 0, 1)
         _check("total", total, 1e-6, 1)
+        self.single, self.total = single, total
         self._walk = TopDown(self.name, _LoweredBars(single, total))
 
     def lossy_odds(self, tree: TokenTree, p: Tensor) -> Odds:
         """Top down."""
         return self._walk.odds(tree, p)
+
+    def at_once(self, tree: TokenTree, p: Tensor, view: BatchView) -> Verdict | None:
+        """There are kernels for it."""
+        return loosened(tree, p, view.seeds, view.lengths, Rule.LOWERED_BARS, self.single, self.total)
 
 
 class _LoweredBars:
@@ -129,11 +144,16 @@ class Lenient(LossyLaw):
 
     def __init__(self, lenience: float = 0.7) -> None:
         _check("lenience", lenience, 1e-6, 1)
+        self.lenience = lenience
         self._walk = TopDown(self.name, _LowerBar(lenience=lenience))
 
     def lossy_odds(self, tree: TokenTree, p: Tensor) -> Odds:
         """Top down."""
         return self._walk.odds(tree, p)
+
+    def at_once(self, tree: TokenTree, p: Tensor, view: BatchView) -> Verdict | None:
+        """There are kernels for it."""
+        return loosened(tree, p, view.seeds, view.lengths, Rule.LENIENT, self.lenience)
 
 
 @dataclass(frozen=True)
@@ -168,6 +188,10 @@ class Mixture(NodeLaw):
             drift[nodes] += drift[tree.parents[nodes]]
         odds = self._walk.odds(tree, mixed)
         return Odds(odds.stop, odds.left, drift)
+
+    def at_once(self, tree: TokenTree, p: Tensor, view: BatchView) -> Verdict | None:
+        """There are kernels for it."""
+        return loosened(tree, p, view.seeds, view.lengths, Rule.MIXTURE, self.weight)
 
 
 def _wanted(tree: TokenTree, p: Tensor) -> Tensor:

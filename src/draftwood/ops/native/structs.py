@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_double, c_float, c_int64, c_void_p
 
 PANEL = 32  # outputs whose weights lie side by side
 
@@ -64,15 +64,15 @@ class Scratch(Structure):
 
 
 class VerdictCall(Structure):
-    """What a whole verdict needs; `Call` of verdict.c."""
+    """What a whole verdict needs; `Call` of verdict.h."""
 
     _fields_ = [
         ("p", c_void_p), ("q", c_void_p),
         ("vocabulary", c_int64), ("nodes", c_int64), ("trees", c_int64), ("width", c_int64), ("steps", c_int64),
         ("tokens", c_void_p), ("parents", c_void_p), ("offsets", c_void_p), ("tries", c_void_p), ("q_row", c_void_p),
         ("draw", c_void_p), ("seeds", c_void_p), ("lengths", c_void_p),
-        ("tried", c_int64), ("kseq", c_int64), ("distinct", c_int64),
-        ("path", c_void_p), ("length", c_void_p), ("bonus", c_void_p),
+        ("tried", c_int64), ("rule", c_int64), ("distinct", c_int64), ("settings", c_double * 2),
+        ("path", c_void_p), ("length", c_void_p), ("bonus", c_void_p), ("drift", c_void_p),
     ]  # fmt: skip
 
 
@@ -95,6 +95,7 @@ SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "dw_verdict_pooled": (None, [c_void_p]),
     "dw_verdict_greatest": (None, [c_void_p]),
     "dw_verdict_match": (None, [c_void_p]),
+    "dw_verdict_longest": (None, [c_void_p]),
     "dw_pack_codes": (None, [c_int64, *[c_void_p] * 3, c_int64, c_int64, *[c_void_p] * 3, c_int64]),
 }
 

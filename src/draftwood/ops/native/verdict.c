@@ -38,12 +38,13 @@ static void look_behind(const Call *c, int64_t n, Behind *d) {
     d->draws = (Draws){c->width, d->rows, d->tokens, d->own, d->exists, c->distinct ? d->without : NULL};
 }
 
-static Offer offer_at(const Call *c, int64_t n, double weight) {
-    return (Offer){c->p + n * c->vocabulary, c->q, c->vocabulary, weight};
+static Offer offer_at(const Call *c, const Work *k, int64_t n) {
+    const float *p = c->rule == MIXTURE ? dw_mixed_row(c, k, n) : c->p + n * c->vocabulary;
+    return (Offer){p, c->q, c->vocabulary, k->weight[n]};
 }
 
 static void weigh_kseq(const Call *c, const Work *k, int64_t n, const Behind *d) {
-    const Offer offer = offer_at(c, n, k->weight[n]);
+    const Offer offer = offer_at(c, k, n);
     int64_t count = 0;
     for (int64_t j = 0; j < c->width; j++) count += d->exists[j];
     double bar = 1, beta = 0, missed = 1;
@@ -65,11 +66,20 @@ static void weigh(const Call *c, const Work *k, int64_t n) {
         k->mass[n] = k->weight[n];
         return;
     }
+    if (c->rule == LOWERED_BARS) {
+        dw_weigh_lowered_bars(c, k, n);
+        return;
+    }
     look_behind(c, n, &d);
-    const Offer offer = offer_at(c, n, k->weight[n]);
+    if (c->rule == KSEQ) {
+        weigh_kseq(c, k, n, &d);
+        return;
+    }
+    const Offer offer = offer_at(c, k, n);
     const int64_t at = n * c->width;
-    if (c->kseq) weigh_kseq(c, k, n, &d);
-    else k->mass[n] = dw_reject_one(&offer, &d.draws, c->tried, k->chance + at, k->scales + at, k->values + at);
+    k->mass[n] = dw_reject_one(&offer, &d.draws, c->tried, k->chance + at, k->scales + at, k->values + at);
+    for (int64_t j = at; j < at + c->width && c->rule == LENIENT; j++)
+        k->chance[j] = fmin(k->chance[j] / c->settings[0], 1);
 }
 
 static void weigh_all(const Call *c, const Work *k) {
@@ -95,8 +105,8 @@ static void weigh_level(const Call *c, const Work *k, const int64_t *nodes, int6
 static void write_left(const Call *c, const Work *k, int64_t n, int children, float *left) {
     Behind d;
     look_behind(c, n, &d);
-    const Offer offer = offer_at(c, n, k->weight[n]);
-    if (c->kseq && d.exists[0]) {
+    const Offer offer = offer_at(c, k, n);
+    if (c->rule == KSEQ && d.exists[0]) {
         const float w = (float)offer.weight, bar = (float)k->bar[n], scale = (float)k->scale[n];
         const float *law = c->q + d.rows[0] * c->vocabulary;
         for (int64_t x = 0; x < c->vocabulary; x++) {
@@ -119,6 +129,7 @@ static void finish(const Call *c, const Work *k, int children) {
         const double u = uniform(key_of(c, b, RESIDUAL));
         float *left = dw_scratch(c->vocabulary);
         write_path(c, k, b, node);
+        dw_write_drift(c, k, b);
         write_left(c, k, node, children, left);
         int64_t token = dw_pick_row(left, c->vocabulary, u);
         /* Nothing is left: ending there has no chance, up to rounding, and no mass is invented. */
@@ -128,12 +139,6 @@ static void finish(const Call *c, const Work *k, int children) {
 }
 
 /* --- Top down (verifiers/walk.py) */
-
-static int first_of_its_token(const Call *c, int64_t n, int64_t j) {
-    for (int64_t i = 0; i < j; i++)
-        if (c->tokens[child_of(c, n, i)] == c->tokens[child_of(c, n, j)]) return 0;
-    return 1;
-}
 
 /* Hand what comes to node n on to its children; what is not handed on ends there. `spare`: what comes. */
 static void pass_on(const Call *c, const Work *k, int64_t n) {
@@ -280,7 +285,7 @@ static void pool_layer(const Call *c, const Work *k, int64_t b, int64_t depth) {
         if (k->depth[n] != depth || child_of(c, n, 0) < 0) continue;
         Behind d;
         look_behind(c, n, &d);
-        const Offer offer = offer_at(c, n, k->weight[n]);
+        const Offer offer = offer_at(c, k, n);
         double *values = k->values + n * c->width;
         Trial trial = dw_begin_trial(&offer, &d.draws, c->width, values);
         for (int64_t j = 0; j < c->width && d.exists[j]; j++) {
