@@ -2,7 +2,7 @@
 
 python benchmarks/gpu.py [--standin DIR] [--small DIR] [--only speed,tree,…] [--batches 1,32] [--quick] [--peers]
 
-Both models are built from --model where their folders are not there yet. Eight chats (../shared/prompts/chat8.txt) in
+Both models are built from --model where their folders are not there yet. Eight chats (gpu_prompts.py) in
 turn, 256 new tokens, end of text ignored; no two prompts share a page, so the prefix cache finds nothing. Tokens a
 second are from submission to the last token, prompts included; the share of the memory's speed is that of the
 target's weights and keys in a step. Each section prints as it goes, and a failing one does not stop the others.

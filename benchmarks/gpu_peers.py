@@ -30,7 +30,7 @@ from gpu_measure import QUICK, Row, Sizes
 from gpu_prompts import CHAT8, chats
 
 TIMEOUT = 400  # seconds a contender may take
-DRAFTED = 5  # tokens, as in ../shared/peers.md
+DRAFTED = 5  # tokens, as in the figures for vLLM
 BATCHES: dict[str, tuple[int, ...]] = {
     "transformers:plain": (1, 8, 32),
     "transformers:assisted": (1,),  # it takes one sequence at a time

@@ -44,8 +44,8 @@ class ResidentNone:
         return 0
 
     def suits(self, kind: Kind, verifier: Verifier) -> bool:
-        """There is nothing to verify."""
-        return True
+        """There is nothing to verify; what a lossy law has to say about that, it says step by step."""
+        return verifier.lossless
 
     def propose(self, view: SeatedView, nodes: int, rng: Randomness) -> TokenTree:
         """Nothing but the last committed token."""
