@@ -56,7 +56,7 @@ class ResidentDrafter(Protocol):
         ...
 
     def read(self, batch: ForwardBatch) -> None:
-        """The target has run these rows, or will never run them again."""
+        """The target has run these rows, or will never run them again; no logits are wanted of them."""
         ...
 
     def keep(self, view: SeatedView, tree: TokenTree, index: Tensor, length: Tensor) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -144,7 +145,7 @@ class _Shape:
                 bits = words[every, own].flatten(0, 1)
                 places = replace(places, ancestors=bits, max_depth=len(grown), max_nodes=int(own.max()))
             levels.append(_Level(own, depth, places))
-        return cls(replace_q(tree), grower.widths, levels)
+        return cls(tree, grower.widths, levels)
 
 
 def _draws(grower: Levels, width: int) -> list[Draw]:
@@ -160,14 +161,9 @@ def _add(builder: TreeBuilder, parents: Tensor, draw: Draw) -> Tensor:
     return builder.add_drawn(parents, tokens, alive, draw, torch.zeros(*parents.shape, 1, device=parents.device))
 
 
-def replace_q(tree: TokenTree) -> TokenTree:
-    """The same tree without its made-up laws."""
-    return tree.refilled(tree.tokens)
-
-
 def known(tree: TokenTree) -> TokenTree:
-    """The same tree, once everything about its structure has been looked at: a graph cannot look."""
-    return tree.refilled(tree.tokens, tree.q)
+    """The same tree without laws, once everything about its structure has been looked at: a graph cannot look."""
+    return tree.refilled(tree.tokens)
 
 
 @dataclass
@@ -189,9 +185,9 @@ class ResidentModel:
         """The grower's."""
         return self.grower.law
 
-    @property
+    @cached_property
     def sizes(self) -> Sequence[int]:
-        """As many whole levels as fit."""
+        """As many whole levels as fit; asked for in every round."""
         fitting = (self.grower.within(nodes) for nodes in round_sizes(self.grower.max_nodes)[1:])
         return sorted({0, *(levels.max_nodes for levels in fitting if levels is not None)})
 
@@ -255,8 +251,7 @@ class ResidentModel:
 
     def read(self, batch: ForwardBatch) -> None:
         """The same rows through the small model, for its cache alone."""
-        nowhere = torch.empty(0, dtype=torch.int64, device=batch.tokens.device)
-        self.runner.forward(replace(batch, logit_rows=nowhere))
+        self.runner.forward(batch)
 
     def keep(self, view: SeatedView, tree: TokenTree, index: Tensor, length: Tensor) -> None:
         """Move what was accepted, as the target does."""

@@ -90,6 +90,14 @@ def write_path(parents, node, path, length, steps):
 
 
 @triton.jit
+def pick_end(parents, stop, begin, size, seeds, lengths, end, path, length, steps, b, LANES: tl.constexpr):
+    """Draw the node tree b's path ends at, in proportion to `stop`, and write it and the way to it down."""
+    chosen = pick_node(stop, begin, size, uniform(round_key(seeds, lengths, b, ACCEPT)), LANES)
+    tl.store(end + b, chosen)
+    write_path(parents, chosen, path + b * (steps + 1), length + b, steps)
+
+
+@triton.jit
 def _outcome(tokens, tries, chance, values, mass, node, wanted, inside, W: tl.constexpr):
     """At `node`: the chance to go on to its child `wanted`, and to end there, when it is offered the whole of p."""
     missed = tl.full(node.shape, 1.0, tl.float64)
@@ -154,9 +162,7 @@ def end_of_walk(
         tl.store(stop + node, ends * _along_path(parents, passes, node, inside, steps), mask=inside)
         at += LANES
     tl.debug_barrier()
-    chosen = pick_node(stop, begin, size, uniform(round_key(seeds, lengths, b, ACCEPT)), LANES)
-    tl.store(end + b, chosen)
-    write_path(parents, chosen, path + b * (steps + 1), length + b, steps)
+    pick_end(parents, stop, begin, size, seeds, lengths, end, path, length, steps, b, LANES)
 
 
 @triton.jit
@@ -219,9 +225,7 @@ def end_of_search(
         tl.store(stop + node, comes_back * _taken(parents, weight, mass, node, inside), mask=inside)
         at += LANES
     tl.debug_barrier()
-    chosen = pick_node(stop, begin, size, uniform(round_key(seeds, lengths, b, ACCEPT)), LANES)
-    tl.store(end + b, chosen)
-    write_path(parents, chosen, path + b * (steps + 1), length + b, steps)
+    pick_end(parents, stop, begin, size, seeds, lengths, end, path, length, steps, b, LANES)
 
 
 @triton.jit
@@ -329,6 +333,4 @@ def end_of_layers(
         passed = passed * tl.maximum(1.0 - everybody, 0.0)
         layer -= 1
     tl.debug_barrier()
-    chosen = pick_node(stop, begin, size, uniform(round_key(seeds, lengths, b, ACCEPT)), LANES)
-    tl.store(end + b, chosen)
-    write_path(parents, chosen, path + b * (steps + 1), length + b, steps)
+    pick_end(parents, stop, begin, size, seeds, lengths, end, path, length, steps, b, LANES)

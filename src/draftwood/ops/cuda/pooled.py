@@ -12,8 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from draftwood.ops.cuda.ends import ACCEPT, pick_node, round_key, write_path
-from draftwood.ops.cuda.random import uniform
+from draftwood.ops.cuda.ends import pick_end
 
 
 @triton.jit
@@ -157,6 +156,4 @@ def end_of_pooled(
         passed = passed * tl.maximum(1.0 - everybody, 0.0)
         layer -= 1
     tl.debug_barrier()
-    chosen = pick_node(stop, begin, size, uniform(round_key(seeds, lengths, b, ACCEPT)), LANES)
-    tl.store(end + b, chosen)
-    write_path(parents, chosen, path + b * (steps + 1), length + b, steps)
+    pick_end(parents, stop, begin, size, seeds, lengths, end, path, length, steps, b, LANES)
