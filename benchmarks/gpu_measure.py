@@ -25,6 +25,7 @@ from gpu_prompts import CHAT8, chats
 
 BANDWIDTH = 4.32e12  # bytes a second that one H200 reads, measured by summing 2 GiB
 KEPT = 2  # engines in memory at a time
+WARM_UPS = 4  # at most
 KEY = 16  # tokens within which all prompts of a run differ
 
 Row = tuple[str, float | None, str, float | None, str]
@@ -156,7 +157,7 @@ class Lab:
     def measure(self, setup: Setup, batch: int, temperature: float, *, learn: bool = False) -> Figures:
         """One contender; with `learn`, its answers are kept for drafters that shall know them."""
         llm, sizes = self.open(setup), self.sizes
-        ask(llm, self.prompts(llm, batch, temperature, sizes.rounds), sizes.warm_up, temperature)
+        warm_up(llm, self.prompts(llm, batch, temperature, sizes.rounds), sizes.warm_up, temperature)
         found = []
         for turn in range(sizes.rounds):
             prompts = self.prompts(llm, batch, temperature, turn)
@@ -207,6 +208,16 @@ def ask(llm: LLM, prompts: Sequence[Sequence[int]], tokens: int, temperature: fl
     if failed:
         raise RuntimeError(failed[0])
     return seconds, results
+
+
+def warm_up(llm: LLM, prompts: Sequence[Sequence[int]], tokens: int, temperature: float) -> None:
+    """Ask until nothing had to be captured for it."""
+    pipeline = llm.engine.pipeline
+    for _ in range(WARM_UPS):
+        ready = pipeline.rounds.num_ready if pipeline else 0
+        ask(llm, prompts, tokens, temperature)
+        if pipeline is None or pipeline.rounds.num_ready == ready:
+            return
 
 
 def step_seconds(results: Sequence[Result]) -> float:

@@ -63,9 +63,11 @@ class MeasuredBudget:
 
     def survival(self) -> list[float]:
         """The chance that the first, the first two, … nodes of a chain are all accepted."""
-        chances, alive = [], 1.0
+        chances, alive, chance = [], 1.0, self.PRIOR
         for hits, trials in zip(self._hits[1:], self._trials[1:], strict=True):
-            alive *= (hits + self.PRIOR * self.PRIOR_WEIGHT) / (trials + self.PRIOR_WEIGHT)
+            # What is not known of a depth yet is taken to be as above it, or nobody would ever look deeper.
+            chance = (hits + chance * self.PRIOR_WEIGHT) / (trials + self.PRIOR_WEIGHT)
+            alive *= chance
             chances.append(alive)
         return chances
 

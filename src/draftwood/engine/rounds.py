@@ -97,6 +97,12 @@ class Rounds:
     _wishes: dict[tuple[int, int, Kind], int] = field(default_factory=dict)
     _readings: dict[int, Reading] = field(default_factory=dict)
     _pool: Any = None
+    _side: Any = None
+
+    @property
+    def num_ready(self) -> int:
+        """Rounds that have been prepared so far."""
+        return len(self._known)
 
     def can_run(self, kind: Kind) -> bool:
         """Whether rounds of this kind need nothing from the host."""
@@ -182,8 +188,7 @@ class Rounds:
             page_size = self.target.cache.page_size
             self._run_text(stage_behind(start, pages, tokens, places, page_size, highest, nowhere))
 
-        run()  # on nobody's pages
-        return Reading(packed, self._captured(run) if self.captures else run)
+        return Reading(packed, self._ready(run))  # on nobody's pages
 
     def _run_text(self, batch: ForwardBatch) -> None:
         self.target.forward(batch)
@@ -222,8 +227,7 @@ class Rounds:
         def run() -> None:
             self._step(rows, nodes, kind, outcome)
 
-        run()  # on nobody's seat: compiles what has to be compiled
-        return Round(rows, self._captured(run) if self.captures else run, outcome)
+        return Round(rows, self._ready(run), outcome)  # on nobody's seat
 
     def _step(self, rows: Tensor, nodes: int, kind: Kind, outcome: Tensor) -> None:
         """The decode step, from seats to seats."""
@@ -258,18 +262,24 @@ class Rounds:
             self._roots[size] = TokenTree.roots(torch.zeros_like(view.rows))
         return self._roots[size].refilled(view.roots)
 
+    def _ready(self, run: Callable[[], None]) -> Callable[[], None]:
+        """The same once everything is compiled; where there are graphs, as one."""
+        if self.captures:
+            return self._captured(run)
+        run()
+        return run
+
     def _captured(self, run: Callable[[], None]) -> Callable[[], None]:
         """The same as one CUDA graph. Graphs run one after the other and leave nothing behind but their outcome, so all
         of them share their memory.
         """
         if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
+            self._pool, self._side = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
             run()  # libraries set themselves up in the first call on a stream
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream().wait_stream(self._side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._side):
             run()
         return _Replay(graph, run)

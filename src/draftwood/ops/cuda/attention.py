@@ -10,7 +10,7 @@ later as a committed token; in a tile of any height; with one program for all it
     blocks        |   |   |   |   |  |   |   |   |   :  |
                   └── scan_linear: rows in tiles ──┘ └ finish_rows: row by row, with its own keys
 
-Products are at most 32 lines high unless `largest_tile` says otherwise. Up to there Triton uses the warp's matrix
+Products are at most 32 lines high if their bits have to be the same. Up to there Triton uses the warp's matrix
 instruction for every height; from 64 on the warp group's, whose bits nobody promises to be the same.
 """
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
@@ -31,6 +31,7 @@ from draftwood.tree import BITS
 
 FILLS_CHIP = 264  # programs, two for each multiprocessor of an H200
 TALLEST_EXACT = 32  # lines of a tile whose bits are those of lower ones
+FEW_ROWS, TALL, TALLEST = 64, 64, 128  # lines where bits are free, for few rows and for many; measured on an H200
 UNLIMITED = 1 << 30  # a window no sequence reaches
 
 
@@ -107,7 +108,7 @@ class TreeAttention:
         max_depth: int | None = None,
         max_nodes: int | None = None,
         exact: bool = True,
-        largest_tile: int = TALLEST_EXACT,
+        largest_tile: int | None = None,
         num_splits: int | None = None,
     ) -> TreeAttention:
         """Plan for a batch of which the host knows: no sequence has more than `max_rows` rows, whether all are
@@ -115,10 +116,11 @@ class TreeAttention:
         Knowing less is only slower. Not `exact`, nodes are masked where they lie: faster, but a node's bits then are
         not those of the token it becomes.
 
-        `num_splits` programs share the chunks of a tile; None: as many as fill the chip.
+        `num_splits` programs share the chunks of a tile of `largest_tile` lines; None: as is fastest.
         """
         depth = batch.ancestors.shape[1] * BITS if max_depth is None else max_depth
         rows = batch.tokens.shape[0] if max_rows is None else max_rows
+        largest_tile = largest_tile or (TALLEST_EXACT if exact else TALL if rows <= FEW_ROWS else TALLEST)
         # With a window, how far back a node lies is a matter of its path.
         if linear or (not exact and shape.window is None):
             nodes = batch.ancestors.shape[1] * BITS if max_nodes is None else max_nodes

@@ -38,3 +38,10 @@ def wait_and_make_way():
     if _POSSIBLE:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def make_way():
+    """The next kernel may be prepared beside this one, which has only its results left to write."""
+    if _POSSIBLE:
+        tl.extra.cuda.gdc_launch_dependents()

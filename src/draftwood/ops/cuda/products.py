@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftwood.ops.cuda.overlap import OVERLAPPING, wait_and_make_way, wait_for_predecessors
+from draftwood.ops.cuda.overlap import OVERLAPPING, make_way, wait_and_make_way, wait_for_predecessors
 
 GROUP = tl.constexpr(32)  # inputs that share a scale, as in model/weights.py
 DENSE, INT8, INT4, FLOAT8 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)  # model/weights.Storage
@@ -293,6 +293,7 @@ def _skinny(
                 BLOCK_OUT, BLOCK_K, STORAGE, EVEN,
             )  # fmt: skip
             total_up = tl.dot(tile, value, total_up, input_precision="ieee")
+    make_way()
     column = (first + tl.arange(0, BLOCK_OUT))[:, None]
     inside = (column < outputs) & (row < n)[None, :]
     if SPLIT_K > 1:
