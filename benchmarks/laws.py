@@ -127,10 +127,11 @@ def captured(run: Callable[[], object]) -> Callable[[], object] | None:
 
 def smollm2_step(rows: int) -> Callable[[], object]:
     """A forward of SmolLM2 with a tree of `rows` nodes after a short prompt."""
-    from draftwood.cache.kv import NodeRows, Span
+    from draftwood.cache.kv import NodeRows
     from draftwood.model import store
     from draftwood.model.checkpoint import open_checkpoint
     from draftwood.model.runner import ModelRunner
+    from draftwood.protocols import Span
 
     store.fetch("smollm2", lambda _: None)
     runner = ModelRunner.load(open_checkpoint("smollm2"), torch.float32, torch.device("cpu"), 16, 64)

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from common import ROOT, provenance
-from draftwood.cache.kv import Span
 from draftwood.engine.worker import ComputeThread
 from draftwood.model.checkpoint import Checkpoint, open_checkpoint
 from draftwood.model.runner import ModelRunner
 from draftwood.model.weights import FORMATS
+from draftwood.protocols import Span
 
 WINDOW = 512
 CPU = torch.device("cpu")

@@ -16,9 +16,10 @@ LAYERS = [  # each may import what stands above it
     ("request", "tree", "treebuilder", "telemetry", "costs", "machine"),
     ("protocols",),
     ("rng", "sampling", "cache", "ops", "model", "config"),
+    ("nets",),
     ("growers", "drafters", "verifiers"),
     ("engine", "assembly", "calibration", "rehearsal"),
-    ("lab",),
+    ("lab", "train"),
     ("cli", "__main__", "__init__"),
 ]
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}

@@ -13,9 +13,12 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from draftwood.drafters.block import BlockDrafter
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
+from draftwood.drafters.pointwise import HeadStackDrafter
+from draftwood.drafters.recurrent import RecurrentDrafter
 from draftwood.drafters.scripted import ScriptedDrafter
 from draftwood.engine.controller import FixedBudget
 from draftwood.engine.engine import Engine
@@ -26,6 +29,11 @@ from draftwood.model.checkpoint import expected_shape
 from draftwood.model.config import ModelConfig
 from draftwood.model.runner import ModelRunner
 from draftwood.model.weights import FORMATS
+from draftwood.nets.block import BlockNet, BlockSpec, HiddenCorrection, Markov
+from draftwood.nets.parts import DraftHead
+from draftwood.nets.pointwise import HeadStack
+from draftwood.nets.recurrent import Eagle1, Eagle3, Eagle3Spec, MultiToken
+from draftwood.nets.words import TargetWords
 from draftwood.protocols import Drafter, Grower, Randomness, Verifier
 from draftwood.request import Event, FinishReason, SamplingParams
 from draftwood.rng import KeyedRng
@@ -287,3 +295,64 @@ def scripted(script: Callable[[Sequence[int]], Sequence[Sequence[int]]], nodes: 
 
 def with_arrivals(asks: Sequence[Ask], every: int) -> list[Ask]:
     return [replace(ask, arrives=i * every) for i, ask in enumerate(asks)]
+
+
+NETS = {
+    "eagle3": lambda config, words: Eagle3(_stack(config, 1), Eagle3Spec((0, 1), config.hidden_size), _head(words)),
+    "eagle31": lambda config, words: Eagle3(
+        _stack(config, 2), Eagle3Spec((1,), config.hidden_size, True, True, True), _head(words, (0, 3, 4, 7, 11))
+    ),
+    "eagle1": lambda config, words: Eagle1(_stack(config, 1), 1, _head(words), bias=True),
+    "mtp": lambda config, words: MultiToken(_stack(config, 1), 1, _head(words)),
+    "dflash": lambda config, words: BlockNet(
+        _stack(config, 2), BlockSpec((0, 1), config.hidden_size, 4, 5, False), _head(words)
+    ),
+    "dspark": lambda config, words: BlockNet(
+        _stack(config, 1),
+        BlockSpec((1,), config.hidden_size, 4, None),
+        _head(words, (0, 1, 2, 5, 6, 9)),
+        Markov(config.vocab_size, 6, 3),
+    ),
+    "treeflash": lambda config, words: BlockNet(
+        _stack(config, 1),
+        BlockSpec((0,), config.hidden_size, 3, 5),
+        _head(words),
+        HiddenCorrection(config, _head(words), 16),
+    ),
+    "medusa": lambda config, words: HeadStack(config.hidden_size, 1, 2, [_head(words)] * 3, grounded=False),
+    "hydra": lambda config, words: HeadStack(config.hidden_size, 1, 1, [_head(words)] * 3, grounded=True),
+}
+
+
+def _stack(config: ModelConfig, layers: int) -> ModelConfig:
+    return replace(config, num_layers=layers, windows=(None,) * layers)
+
+
+def _head(words: TargetWords, tokens: tuple[int, ...] | None = None) -> DraftHead:
+    chosen = None if tokens is None else torch.tensor(tokens)
+    return DraftHead(words.head(chosen), chosen, words.config.vocab_size, own=False)
+
+
+def random_net(kind: str, words: TargetWords, seed: int = 3) -> torch.nn.Module:
+    """A network of some kind with random weights, sharp enough to disagree with itself if anything is misplaced."""
+    net = NETS[kind](words.config, words).to(words.dtype)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            scale = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.2
+            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * scale
+            parameter.copy_(noise if parameter.dim() > 1 else 1 + noise)
+    return net.requires_grad_(False)
+
+
+def with_net(kind: str, grower: Grower) -> DraftMaker:
+    """A drafter that reads the tiny target's features."""
+
+    def make(dtype: torch.dtype) -> Drafter:
+        words = TargetWords(TinyCheckpoint(tiny_config()), CPU, dtype)
+        net = random_net(kind, words)
+        if isinstance(net, HeadStack):
+            return HeadStackDrafter(net, words, grower)
+        return BlockDrafter(net, words, grower) if isinstance(net, BlockNet) else RecurrentDrafter(net, words, grower)
+
+    return make

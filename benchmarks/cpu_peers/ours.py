@@ -10,10 +10,10 @@ import torch
 import draftwood
 from cpu_peers import LOOKUP, RIGHT
 from draftwood import LLM, EngineConfig, SamplingParams
-from draftwood.cache.kv import Span
 from draftwood.drafters.scripted import ScriptedDrafter
 from draftwood.engine.controller import FixedBudget
 from draftwood.engine.worker import ComputeThread
+from draftwood.protocols import Span
 
 RIGHT_CHAIN = 3
 STEP_SEQUENCE = -1  # no request's number

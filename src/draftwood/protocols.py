@@ -111,7 +111,17 @@ class BatchView:
         )
 
 
-Features = Mapping[int, Tensor]  # layer -> [M, hidden] the residual stream after it, at every tree node
+Features = Mapping[int, Tensor]  # layer -> [rows, hidden] the residual stream after it
+
+
+@dataclass(frozen=True)
+class Span:
+    """Committed tokens [start, end) of one sequence that a forward has to run."""
+
+    seq_id: int
+    tokens: Sequence[int]
+    start: int
+    end: int
 
 
 class Randomness(Protocol):
@@ -148,8 +158,12 @@ class Drafter(Protocol):
         """A tree for each sequence of the view, within `budget` and the view's room."""
         ...
 
+    def read(self, spans: Sequence[Span], features: Features) -> None:
+        """What the target made of committed tokens, span by span. Only called for those who need something."""
+        ...
+
     def observe(self, view: BatchView, tree: TokenTree, verdict: Verdict, features: Features) -> None:
-        """What became of the proposal."""
+        """What became of the proposal; with what the target made of its nodes, in the tree's order."""
         ...
 
     def release(self, seq_id: int) -> None:

@@ -43,6 +43,7 @@ from tiny import (
     tiny_runner,
     with_arrivals,
     with_model,
+    with_net,
 )
 
 V = 13
@@ -78,6 +79,17 @@ DRAFTERS: dict[str, DraftMaker] = {
     "model-coupled": with_model(Levels((1, 1, 1), Coupled())),
     "model-coupled-tree": with_model(Levels((2, 2), Coupled())),
     "model-starved": with_model(chain(3), num_pages=20),
+    "eagle3-chain": with_net("eagle3", chain(4)),
+    "eagle3-tree": with_net("eagle3", Levels((3, 2, 1), Best())),
+    "eagle31-beam": with_net("eagle31", Beam(nodes=9, width=3, depth=3)),
+    "eagle1-best-first": with_net("eagle1", BestFirst(nodes=9, width=3, forwards=3)),
+    "mtp-sampled": with_net("mtp", Levels((1, 1, 1), Independent())),
+    "dflash-chain": with_net("dflash", chain(5)),
+    "dspark-tree": with_net("dspark", Levels((3, 2, 1), Best())),
+    "dspark-without-replacement": with_net("dspark", Levels((2, 2), WithoutReplacement())),
+    "treeflash-best-first": with_net("treeflash", BestFirst(nodes=9, width=3, forwards=3)),
+    "medusa-shape": with_net("medusa", StaticShape(((0,), (1,), (3,), (0, 0), (0, 2), (1, 0), (0, 0, 0)))),
+    "hydra-tree": with_net("hydra", Levels((3, 2, 1), Best())),
     "model-other-family": with_model(Levels((2, 2), Best()), family="qwen3", layers=1),
 }
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from draftwood import LLM, EngineConfig, SamplingParams
-from draftwood.cache.kv import Span
 from draftwood.engine.worker import ComputeThread
 from draftwood.model.checkpoint import open_checkpoint
 from draftwood.model.runner import ModelRunner
+from draftwood.protocols import Span
 from reference_model import load_into_transformers
 
 pytestmark = pytest.mark.slow

@@ -8,13 +8,14 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from draftwood.cache.kv import NodeRows, Span
+from draftwood.cache.kv import NodeRows
 from draftwood.errors import InvalidRequest
 from draftwood.model.config import ModelConfig
 from draftwood.model.cuda import CudaTransformer
 from draftwood.model.runner import Model, ModelRunner
 from draftwood.model.transformer import Transformer
 from draftwood.model.weights import FLOAT8, FORMATS, ON_ACCELERATORS, as_numbers, quantise_float8
+from draftwood.protocols import Span
 from draftwood.tree import TokenTree
 from reference_model import written_out_logits
 from tiny import TinyCheckpoint, hf_config

@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftwood.cache.kv import NodeRows, Span
+from draftwood.cache.kv import NodeRows
 from draftwood.errors import InvalidRequest
 from draftwood.model.native import NativeTransformer
 from draftwood.model.runner import ModelRunner, load_model, require_strict
 from draftwood.model.transformer import Transformer
 from draftwood.model.weights import FORMATS, WeightFormat
 from draftwood.ops.native import kernels, library
+from draftwood.protocols import Span
 from draftwood.tree import TokenTree
 from tiny import CPU, TinyCheckpoint, tiny_config
 

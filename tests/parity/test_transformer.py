@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftwood.cache.kv import NodeRows, Span
+from draftwood.cache.kv import NodeRows
 from draftwood.model.batch import AttentionShape, Pages
 from draftwood.model.config import ModelConfig
 from draftwood.model.runner import ModelRunner
 from draftwood.ops.cpu import SegmentedAttention
 from draftwood.ops.reference import DenseAttention
+from draftwood.protocols import Span
 from draftwood.tree import TokenTree
 from reference_model import load_into_transformers, written_out_logits
 from tiny import CPU, TinyCheckpoint, hf_config

@@ -26,17 +26,8 @@ from draftwood.machine import zeroed_memory
 from draftwood.model.batch import ForwardBatch, Pages
 from draftwood.model.config import ModelConfig
 from draftwood.ops.staging import staged
+from draftwood.protocols import Span
 from draftwood.tree import TokenTree, Verdict
-
-
-@dataclass(frozen=True)
-class Span:
-    """Committed tokens [start, end) of one sequence that a forward has to run."""
-
-    seq_id: int
-    tokens: Sequence[int]
-    start: int
-    end: int
 
 
 @dataclass(frozen=True)
@@ -149,6 +140,7 @@ class KVCache:
             num_keys=pending.num_keys.scatter_reduce(0, nodes.span, index + 1, "amax"),
             block_table=pending.block_table,
             logit_rows=placed[pending.logit_rows],
+            text_rows=placed[: pending.tokens.shape[0]],
         )
 
     def commit(self, batch: ForwardBatch, tree: TokenTree, verdict: Verdict, span: Tensor) -> None:

@@ -29,7 +29,7 @@ from draftwood.cli.session import (
     setting,
 )
 from draftwood.drafters.none import NoDrafter
-from draftwood.protocols import BatchView, Budget, Controller, Drafter, Features, Load, Randomness, StepReport
+from draftwood.protocols import BatchView, Budget, Controller, Drafter, Features, Load, Randomness, Span, StepReport
 from draftwood.request import SamplingParams
 from draftwood.tree import TokenTree, Verdict
 
@@ -66,6 +66,16 @@ class Switch:
         """The drafter's own; there `SwitchedBudget` is what turns it off."""
         make = getattr(self._drafter, "resident", None)
         return make(target) if make is not None else None
+
+    def attach(self, target: ModelRunner) -> None:
+        """Pass it on, if it is wanted."""
+        attach = getattr(self._drafter, "attach", None)
+        if attach is not None:
+            attach(target)
+
+    def read(self, spans: Sequence[Span], features: Features) -> None:
+        """For whoever proposes."""
+        self._current.read(spans, features)
 
     def propose(self, view: BatchView, budget: Budget, rng: Randomness) -> TokenTree:
         """The drafter's trees, or bare roots."""

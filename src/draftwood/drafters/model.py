@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from draftwood.cache.kv import NodeRows, Span
+from draftwood.cache.kv import NodeRows
 from draftwood.drafters.resident import ResidentModel
 from draftwood.growers.levels import Levels
 from draftwood.model.runner import ModelRunner
-from draftwood.protocols import BatchView, Budget, Features, Grower, Randomness
+from draftwood.protocols import BatchView, Budget, Features, Grower, Randomness, Span
 from draftwood.tree import DraftLaw, TokenTree, Verdict
 from draftwood.treebuilder import TreeBuilder
 
@@ -151,6 +151,9 @@ class ModelDrafter:
         self._growth = _Growth(self.runner, view, seats, self.max_rows)
         tree, self._columns = self.grower.grow(self._growth, view, budget, rng).build()
         return tree
+
+    def read(self, spans: Sequence[Span], features: Features) -> None:
+        """It needs nothing."""
 
     def observe(self, view: BatchView, tree: TokenTree, verdict: Verdict, features: Features) -> None:
         """Keep what was accepted of what it ran; the rest stays pending."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from draftwood.drafters.resident import ResidentNone
 from draftwood.model.runner import ModelRunner
-from draftwood.protocols import BatchView, Budget, Features, Randomness
+from draftwood.protocols import BatchView, Budget, Features, Randomness, Span
 from draftwood.tree import POINT_CHAIN, TokenTree, Verdict
 
 
@@ -18,6 +20,9 @@ class NoDrafter:
     def propose(self, view: BatchView, budget: Budget, rng: Randomness) -> TokenTree:
         """Nothing but the last committed token."""
         return TokenTree.roots(view.roots)
+
+    def read(self, spans: Sequence[Span], features: Features) -> None:
+        """It needs nothing."""
 
     def observe(self, view: BatchView, tree: TokenTree, verdict: Verdict, features: Features) -> None:
         """Nothing to learn."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from draftwood.cache.resident import ResidentDrafter
 from draftwood.drafters.hosted import ResidentHosted
 from draftwood.model.runner import ModelRunner
-from draftwood.protocols import BatchView, Budget, Features, Randomness
+from draftwood.protocols import BatchView, Budget, Features, Randomness, Span
 from draftwood.tree import POINT_TREE, DraftLaw, TokenTree, Verdict
 
 
@@ -75,6 +75,9 @@ class PointDrafter:
     def resident(self, target: ModelRunner) -> ResidentDrafter | None:
         """Its trees in rounds on the device."""
         return ResidentHosted(self, target.device)
+
+    def read(self, spans: Sequence[Span], features: Features) -> None:
+        """It needs nothing."""
 
     def observe(self, view: BatchView, tree: TokenTree, verdict: Verdict, features: Features) -> None:
         """Nothing to learn: committed tokens come with the next view."""

@@ -16,7 +16,7 @@ Chosen tokens are no draws. Of trees without draws the best nodes of all levels 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from draftwood.costs import StepCosts
-from draftwood.protocols import BatchView, Budget, Drafter, Features, Randomness
+from draftwood.model.runner import ModelRunner
+from draftwood.protocols import BatchView, Budget, Drafter, Features, Randomness, Span
 from draftwood.tree import DraftLaw, TokenTree, Verdict
 
 PRIOR = 0.7  # the chance of a chosen token, as long as nothing is known about it
@@ -70,6 +71,16 @@ class TrimmedDrafter:
         self._cut = _Cut(whole, hopes, keep)
         self._deepest = whole.max_depth
         return whole if bool(keep.all()) else whole.select(keep.to(whole.tokens.device), judged=False)
+
+    def attach(self, target: ModelRunner) -> None:
+        """Pass it on, if it is wanted."""
+        attach = getattr(self.drafter, "attach", None)
+        if attach is not None:
+            attach(target)
+
+    def read(self, spans: Sequence[Span], features: Features) -> None:
+        """Pass it on."""
+        self.drafter.read(spans, features)
 
     def observe(self, view: BatchView, tree: TokenTree, verdict: Verdict, features: Features) -> None:
         """Tell the inner drafter, in its own tree's numbers, and remember what was worth its time."""

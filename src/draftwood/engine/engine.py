@@ -18,7 +18,7 @@ from draftwood.engine.scheduler import Scheduler
 from draftwood.errors import IncompatibleParts
 from draftwood.model.batch import ForwardBatch, ForwardOutput
 from draftwood.model.runner import ModelRunner
-from draftwood.protocols import Budget, Controller, Drafter, Randomness, StepReport, Verifier
+from draftwood.protocols import Budget, Controller, Drafter, Features, Randomness, StepReport, Verifier
 from draftwood.request import Event
 from draftwood.sampling import target_distribution, token_logprobs
 from draftwood.telemetry import Timers
@@ -53,6 +53,9 @@ class Engine:
         self.scheduler = scheduler
         self.rng = rng
         self.timers = Timers()
+        attach = getattr(drafter, "attach", None)
+        if attach is not None:  # it lives beside the target, under the same pages
+            attach(target)
         self.pipeline = None if rounds is None else Pipeline(rounds, scheduler)
         scheduler.on_end = drafter.release if self.pipeline is None else self.pipeline.release
 
@@ -79,11 +82,12 @@ class Engine:
             tree = self.drafter.propose(view, budget, self.rng)
         span = torch.tensor(plan.sampling, device=self.target.device)  # [B] which span each tree hangs behind
         batch, out = self._score(plan, tree, span)
+        self._let_read(plan, batch, out)
         p = target_distribution(out.logits, tree, view)
         verdict = self.verifier.verify(tree, p, view, self.rng)
         self.target.cache.commit(batch, tree, verdict, span)
         with self.timers.measure("draft"):
-            self.drafter.observe(view, tree, verdict, out.features)
+            self.drafter.observe(view, tree, verdict, _rows_of(out.features, batch.logit_rows))
         outcome = verdict.to_host(tree)
         self.controller.observe(_report(plan, outcome, self.timers.seconds["draft"] - drafting))
         return self.scheduler.commit(plan, outcome, token_logprobs(out.logits, tree, verdict, view))
@@ -104,13 +108,25 @@ class Engine:
         with self.timers.measure("target"):
             return batch, self.target.forward(batch, self.drafter.needs)
 
+    def _let_read(self, plan: Plan, batch: ForwardBatch, out: ForwardOutput) -> None:
+        """Show the drafter what it asked to see of committed tokens."""
+        if self.drafter.needs:
+            with self.timers.measure("draft"):
+                self.drafter.read(plan.spans, _rows_of(out.features, batch.text_rows))
+
     def _catch_up(self, plan: Plan) -> list[Event]:
         """A step in which nobody samples: only chunks of prompts, or nothing at all."""
         if plan.items:
             nowhere = torch.empty(0, dtype=torch.int64, device=self.target.device)
+            batch = self.target.cache.stage(plan.spans, None, nowhere)
             with self.timers.measure("target"):
-                self.target.forward(self.target.cache.stage(plan.spans, None, nowhere))
+                out = self.target.forward(batch, self.drafter.needs)
+            self._let_read(plan, batch, out)
         return self.scheduler.commit(plan, HostVerdict([], [], [], []))
+
+
+def _rows_of(features: Features, rows: Tensor | None) -> Features:
+    return features if rows is None else {layer: part[rows] for layer, part in features.items()}
 
 
 def _report(plan: Plan, outcome: HostVerdict, draft_seconds: float) -> StepReport:

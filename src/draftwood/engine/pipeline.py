@@ -13,12 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from draftwood.cache.kv import Span
 from draftwood.cache.seats import Kind
 from draftwood.engine.plan import Plan
 from draftwood.engine.rounds import Launched, Rounds
 from draftwood.engine.scheduler import Scheduler
-from draftwood.protocols import Controller, StepReport
+from draftwood.protocols import Controller, Span, StepReport
 from draftwood.request import Event
 from draftwood.tree import HostVerdict
 

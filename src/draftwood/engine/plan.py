@@ -7,9 +7,8 @@ from functools import cached_property
 
 import torch
 
-from draftwood.cache.kv import Span
 from draftwood.engine.sequence import Sequence
-from draftwood.protocols import BatchView
+from draftwood.protocols import BatchView, Span
 
 
 @dataclass(frozen=True)

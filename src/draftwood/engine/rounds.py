@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftwood.cache.kv import Places, Span, stage_behind, stage_trees
+from draftwood.cache.kv import Places, stage_behind, stage_trees
 from draftwood.cache.resident import ResidentDrafter
 from draftwood.cache.seats import Kind, SeatedView, Seats
 from draftwood.engine.plan import Plan
 from draftwood.model.batch import ForwardBatch
 from draftwood.model.runner import ModelRunner
 from draftwood.ops.choice import likeliest
-from draftwood.protocols import Randomness, Verifier
+from draftwood.protocols import Randomness, Span, Verifier
 from draftwood.sampling import target_distribution
 from draftwood.tree import HostVerdict, TokenTree, Verdict
 from draftwood.verifiers.path import keep_chosen

@@ -11,11 +11,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from draftwood.cache.kv import NodeRows, Span
+from draftwood.cache.kv import NodeRows
 from draftwood.drafters.model import ModelDrafter
 from draftwood.errors import InvalidRequest
 from draftwood.model.runner import ModelRunner
-from draftwood.protocols import BatchView, Budget, Grower
+from draftwood.protocols import BatchView, Budget, Grower, Span
 from draftwood.request import SamplingParams
 from draftwood.rng import KeyedRng
 from draftwood.sampling import target_distribution

@@ -102,7 +102,7 @@ class CudaTransformer:
             stream = layer.output.add_to(stream.hidden, mixed, layer.mlp_norm)
             stream = layer.down.add_to(stream.hidden, layer.gate_up.gated(stream, config.activation), norms[i])
             if i in needs:
-                features[i] = stream.hidden.index_select(0, batch.logit_rows)
+                features[i] = stream.hidden.clone()  # the next layer may write over it
         return ForwardOutput(self._head(stream.rows(batch.logit_rows), torch.float32), features)
 
     def _plan(self, batch: ForwardBatch, cache: Pages, window: int | None) -> TreeAttention:

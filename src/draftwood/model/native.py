@@ -179,7 +179,7 @@ class NativeTransformer:
         num_nodes = num_keys - int(batch.tree_base.min())
         wanted = torch.tensor(sorted(needs), dtype=torch.int64)
         logits = torch.empty(len(batch.logit_rows), self.config.vocab_size)
-        features = torch.empty(len(needs), len(batch.logit_rows), self.config.hidden_size)
+        features = torch.empty(len(needs), len(batch.tokens), self.config.hidden_size)
         arrays = [getattr(batch, name).contiguous() for name in _ARRAYS]
         struct = structs.Batch(
             len(batch.tokens), len(batch.tree_base), batch.ancestors.shape[1], batch.block_table.shape[1],

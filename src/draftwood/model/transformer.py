@@ -83,7 +83,7 @@ class Transformer:
             hidden = layer.output.add_to(hidden, mixed)
             hidden = self._feed_forward(layer, hidden)
             if i in needs:
-                features[i] = hidden[batch.logit_rows]
+                features[i] = hidden
         return ForwardOutput(self.head(self.final_norm(hidden[batch.logit_rows])), features)
 
     def _project(self, layer: Layer, hidden: Tensor, rotation: Tensor) -> tuple[Tensor, ...]:

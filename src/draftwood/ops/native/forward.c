@@ -110,8 +110,8 @@ static void run_layer(const Model *m, const Batch *b, const Scratch *s, int64_t 
 static void copy_features(const Model *m, const Batch *b, const Scratch *s, int64_t index, const Team *team) {
     for (int64_t i = 0; i < b->num_wanted; i++) {
         if (b->wanted[i] != index) continue;
-        SHARE(team, row, b->num_logits)
-            memcpy(b->features + (i * b->num_logits + row) * m->hidden, s->hidden + b->logit_rows[row] * padded(m->hidden),
+        SHARE(team, row, b->num_rows)
+            memcpy(b->features + (i * b->num_rows + row) * m->hidden, s->hidden + row * padded(m->hidden),
                    m->hidden * sizeof(float));
     }
 }

@@ -51,7 +51,7 @@ typedef struct {
     float *logits;              /* [num_logits, vocabulary] */
     const int64_t *wanted;      /* layers whose output is wanted, ascending */
     int64_t num_wanted;
-    float *features;            /* [num_wanted, num_logits, hidden] */
+    float *features;            /* [num_wanted, num_rows, hidden] */
 } Batch;
 
 typedef struct {

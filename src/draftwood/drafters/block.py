@@ -1,0 +1,119 @@
+"""Networks that guess a whole block in one pass (DFlash, DSpark, TreeFlash), with any grower.
+
+The network runs once a round. A tree over its slots costs nothing more than correcting each slot for the token before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from draftwood.cache.kv import NodeRows
+from draftwood.drafters.features import FeatureDrafter, PagedAttend, pages_under, write
+from draftwood.model.batch import Pages
+from draftwood.model.runner import ModelRunner
+from draftwood.nets.block import BlockNet
+from draftwood.nets.words import TargetWords
+from draftwood.protocols import BatchView, FrontierModel, Grower, Span
+from draftwood.treebuilder import TreeBuilder
+
+
+class BlockDrafter(FeatureDrafter):
+    """A `BlockNet`, and a grower."""
+
+    net: BlockNet
+    pages: Pages
+
+    def __init__(self, net: BlockNet, words: TargetWords, grower: Grower) -> None:
+        super().__init__(net, words, grower)
+        self.deepest = net.spec.guesses
+
+    def attach(self, target: ModelRunner) -> None:
+        """Make room under its pages."""
+        super().attach(target)
+        self.pages = pages_under(target, self.net.config)
+
+    def digest(self, features: Tensor) -> Tensor:
+        """What the layers make keys and values of."""
+        return self.net.context(features)
+
+    def has_room(self, seq_id: int, length: int) -> bool:
+        """A block is written behind the text, however small the tree will be."""
+        return self.target.cache.tables.reserve(seq_id, length - 1 + self.net.spec.block_size)
+
+    def settle(self, spans: Sequence[Span]) -> None:
+        """Every layer sees each of the target's positions through its own keys and values, written once."""
+        due = [(span, self._pending[span.seq_id]) for span in spans]
+        self.write_context([Span(span.seq_id, span.tokens, p.start, p.end - 1) for span, p in due if p.count > 1])
+
+    def write_context(self, spans: Sequence[Span]) -> None:
+        """Keys and values of the pending features [start, end) of each."""
+        if not spans:
+            return
+        with torch.inference_mode():
+            context = torch.cat([self._pending[span.seq_id].take(span.end - span.start) for span in spans])
+            batch = self.target.cache.stage(spans, None)
+            for layer in range(self.net.config.num_layers):
+                write(self.pages, layer, batch.slots, *self.net.keys_values(layer, context, batch.positions))
+
+    def begin(self, view: BatchView, ready: Sequence[int]) -> FrontierModel:
+        """Write what is pending, then run the block."""
+        tokens = [(view.seq_ids[b], view.tokens[b]) for b in ready]
+        pending = self._pending
+        self.write_context([Span(s, t, pending[s].start, len(t) - 1) for s, t in tokens])
+        return _Growth(self, view, ready)
+
+    def run(self, view: BatchView, ready: Sequence[int]) -> Tensor:
+        """Outputs of the blocks behind the sequences `ready`, one row a guess. [len(ready), guesses, hidden]."""
+        spec, device = self.net.spec, self.target.device
+        size, count = spec.block_size, len(ready)
+        tokens = torch.full((count, size), spec.mask_token or 0, device=device)
+        tokens[:, 0] = view.roots[list(ready)]
+        number = torch.arange(1, size + 1, device=device).expand(count, -1).reshape(-1)
+        every = torch.full((count * size, 1), (1 << size) - 1, device=device)
+        owner = torch.arange(count, device=device).repeat_interleave(size)
+        spans = [Span(view.seq_ids[b], (), n, n) for b in ready for n in [len(view.tokens[b]) - 1]]
+        nodes = NodeRows(owner, number, tokens.reshape(-1), number, every)
+        batch = self.target.cache.stage(spans, nodes, torch.arange(count * size, device=device))
+        embedded = self.words.embed(tokens)
+        if self.net.mask_embedding is not None:
+            embedded[:, 1:] = self.net.mask_embedding
+        attend = PagedAttend(batch, self.pages, self.net.config)
+        output = self.net.run(embedded.flatten(0, 1), batch.positions, attend)
+        return output.view(count, size, -1)[:, size - spec.guesses :]
+
+
+@dataclass
+class _Growth:
+    """One block's slots, as a tree asks for them."""
+
+    drafter: BlockDrafter
+    view: BatchView
+    ready: Sequence[int]
+    outputs: Tensor = field(init=False)  # [B, guesses, hidden]
+    base: Tensor = field(init=False)  # [B, guesses, R] logits of every slot before correction
+
+    def begin(self, view: BatchView) -> Tensor:
+        """Logits at the roots. [B, V]."""
+        outputs = self.drafter.run(view, self.ready)
+        base = self.drafter.net.head(outputs)
+        self.outputs = outputs.new_zeros(len(view.seq_ids), *outputs.shape[1:])
+        self.base = base.new_zeros(len(view.seq_ids), *base.shape[1:])
+        self.outputs[list(self.ready)], self.base[list(self.ready)] = outputs, base
+        return self._logits(view.roots[:, None], torch.zeros_like(view.roots)[:, None])[:, 0]
+
+    def extend(self, builder: TreeBuilder, columns: Tensor) -> Tensor:
+        """Logits after the nodes in `columns`. [B, k] -> [B, k, V]."""
+        depth = builder.depth.gather(1, columns)
+        return self._logits(builder.tokens.gather(1, columns), depth)
+
+    def _logits(self, before: Tensor, slot: Tensor) -> Tensor:
+        """After tokens `before` [B, k], in slots `slot` [B, k]. [B, k, V]."""
+        net = self.drafter.net
+        slot = slot.clamp(max=self.outputs.shape[1] - 1)[..., None]
+        output = self.outputs.gather(1, slot.expand(-1, -1, self.outputs.shape[-1]))
+        base = self.base.gather(1, slot.expand(-1, -1, self.base.shape[-1]))
+        return net.head.spread(net.corrected(output, base, before, self.drafter.words.embed(before)))

@@ -1,0 +1,133 @@
+"""Networks that guess token by token from the target's features (EAGLE, multi-token prediction), with any grower.
+
+Row i of the network reads token i + 1 and feature i, so to the pages it is a text that lacks its first token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from draftwood.cache.kv import NodeRows
+from draftwood.drafters.features import FeatureDrafter, PagedAttend, Pending, pages_under
+from draftwood.model.batch import ForwardBatch, Pages
+from draftwood.model.runner import ModelRunner
+from draftwood.nets.recurrent import RecurrentNet
+from draftwood.protocols import BatchView, FrontierModel, Span
+from draftwood.treebuilder import TreeBuilder
+
+READ_FROM = 16  # pending features from which on they are read without waiting for the next guess
+
+
+class RecurrentDrafter(FeatureDrafter):
+    """A `RecurrentNet`, and a grower."""
+
+    net: RecurrentNet
+    pages: Pages
+
+    def attach(self, target: ModelRunner) -> None:
+        """Make room under its pages."""
+        super().attach(target)
+        self.pages = pages_under(target, self.net.config)
+
+    def digest(self, features: Tensor) -> Tensor:
+        """Fused, in the network's own width."""
+        if self.net.normed:
+            features = self.words.final_norm(features)
+        return self.net.fuse(features)
+
+    def settle(self, spans: Sequence[Span]) -> None:
+        """Read long texts at once; the last feature waits for its token."""
+        due = []
+        for span in spans:
+            pending = self._pending[span.seq_id]
+            end = min(pending.end, len(span.tokens) - 1)
+            if end - pending.start >= READ_FROM:
+                due.append(Span(span.seq_id, span.tokens, pending.start, end))
+        if due:
+            with torch.inference_mode():
+                self.catch_up(due)
+
+    def catch_up(self, spans: Sequence[Span]) -> Tensor:
+        """Run pending rows [start, end) of each; the output of the last row of each. [S, hidden]."""
+        features = torch.cat([self._pending[span.seq_id].take(span.end - span.start) for span in spans])
+        shifted = [Span(span.seq_id, span.tokens[1:], span.start, span.end) for span in spans]
+        batch = self.target.cache.stage(shifted, None)
+        return self.run(batch, features)[batch.logit_rows]
+
+    def run(self, batch: ForwardBatch, features: Tensor) -> Tensor:
+        """Rows of a forward. [N, hidden] -> [N, hidden]."""
+        embedded = self.words.embed(batch.tokens)
+        return self.net.run(embedded, features, batch.positions, PagedAttend(batch, self.pages, self.net.config))
+
+    def pending(self, seq_id: int) -> Pending:
+        """What it has still to read of a sequence."""
+        return self._pending[seq_id]
+
+    def begin(self, view: BatchView, ready: Sequence[int]) -> FrontierModel:
+        """Read up to the roots when the grower asks."""
+        return _Growth(self, view, ready)
+
+
+@dataclass
+class _Growth:
+    """One round of growing."""
+
+    drafter: RecurrentDrafter
+    view: BatchView
+    ready: Sequence[int]
+    outputs: Tensor = field(init=False)  # [B, C, hidden] of every column so far
+
+    def begin(self, view: BatchView) -> Tensor:
+        """Logits at the roots. [B, V]."""
+        spans = [
+            Span(view.seq_ids[b], view.tokens[b], self.drafter.pending(view.seq_ids[b]).start, len(view.tokens[b]) - 1)
+            for b in self.ready
+        ]
+        last = self.drafter.catch_up(spans)
+        self.outputs = last.new_zeros(len(view.seq_ids), 1, last.shape[-1])
+        self.outputs[list(self.ready), 0] = last
+        return self._logits(self.outputs[:, 0])
+
+    def extend(self, builder: TreeBuilder, columns: Tensor) -> Tensor:
+        """Run the living nodes in `columns`. [B, k] -> [B, k, V]."""
+        grown = self.outputs.new_zeros(*builder.alive.shape, self.outputs.shape[-1])
+        grown[:, : self.outputs.shape[1]] = self.outputs
+        self.outputs = grown
+        seated = torch.zeros(builder.num_trees, dtype=torch.bool, device=columns.device)
+        seated[[b for b in self.ready if self._reserve(b, builder.num_columns)]] = True
+        runs = builder.alive.gather(1, columns) & seated[:, None]
+        if bool(runs.any()):
+            owner, place = runs.nonzero(as_tuple=True)
+            self.outputs[owner, columns[owner, place]] = self._run(builder, columns, owner, place)
+        width = self.outputs.shape[-1]
+        return self._logits(self.outputs.gather(1, columns[..., None].expand(-1, -1, width)))
+
+    def _reserve(self, b: int, num_columns: int) -> bool:
+        tables = self.drafter.target.cache.tables
+        return tables.reserve(self.view.seq_ids[b], len(self.view.tokens[b]) + num_columns - 1)
+
+    def _run(self, builder: TreeBuilder, columns: Tensor, owner: Tensor, place: Tensor) -> Tensor:
+        column = columns[owner, place]
+        span_of = torch.full((builder.num_trees,), -1, device=columns.device)
+        span_of[list(self.ready)] = torch.arange(len(self.ready), device=columns.device)
+        nodes = NodeRows(
+            span=span_of[owner],
+            index=column,
+            tokens=builder.tokens[owner, column],
+            depth=builder.depth[owner, column],
+            ancestors=builder.ancestors(columns)[owner, place],
+        )
+        ended = [Span(self.view.seq_ids[b], (), n, n) for b in self.ready for n in [len(self.view.tokens[b]) - 1]]
+        batch = self.drafter.target.cache.stage(ended, nodes, torch.arange(len(owner), device=columns.device))
+        # Rows come in another order than nodes: sequence by sequence.
+        features = self.outputs.new_empty(len(owner), self.outputs.shape[-1])
+        features[batch.logit_rows] = self.outputs[owner, builder.parents[owner, column]]
+        return self.drafter.run(batch, features)[batch.logit_rows]
+
+    def _logits(self, outputs: Tensor) -> Tensor:
+        net = self.drafter.net
+        return net.head.spread(net.logits(outputs))
