@@ -5,9 +5,11 @@ A name may carry settings behind a colon, separated by commas; `draftwood parts`
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from draftwood.config import EngineConfig
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
+from draftwood.drafters.trained import drafter_of
 from draftwood.engine.memory import (
     automatic_cache_tokens,
     check,
@@ -43,12 +46,21 @@ from draftwood.model.checkpoint import Checkpoint, open_checkpoint
 from draftwood.model.config import ModelConfig
 from draftwood.model.native import Progress
 from draftwood.model.runner import ModelRunner, require_strict
+from draftwood.nets.block import BlockNet
+from draftwood.nets.layouts import Layout, build_net, open_drafter, recognise, self_test
+from draftwood.nets.pointwise import HeadStack
+from draftwood.nets.recurrent import Eagle3
+from draftwood.nets.words import TargetWords
 from draftwood.protocols import Drafter, Grower, Verifier
 from draftwood.rng import KeyedRng
 from draftwood.tree import DraftLaw
 from draftwood.verifiers import LAWS, ByRequest, default_law
 
 DEFAULT_TREE = "chain"
+TRAINED = Path(__file__).parent / "trained"  # drafters that come with the package, for the embedded model
+SHIPPED = tuple(sorted(folder.name for folder in TRAINED.glob("*") if (folder / "config.json").is_file()))
+TREE_OF: Mapping[type, str] = {Eagle3: "chain:depth=5", BlockNet: "chain:depth=6", HeadStack: "static:widths=3x2x1"}
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 AUTO = "auto"
 
 
@@ -165,21 +177,39 @@ def choose_law(spec: str | Verifier, drafts: DraftLaw) -> ByRequest:
 
 def suited_tree(drafter: str, law: str | Verifier) -> str | None:
     """The tree a law asks for where the user names none."""
-    return "coupled" if law == "coupled" and drafter.startswith("model:") else None
+    return "coupled" if law == "coupled" and split_spec(drafter)[0] not in LOOKUPS else None
 
 
-def build_drafter(spec: str, tree: str | None, target: Checkpoint, config: EngineConfig) -> Drafter:
-    """A drafter by name; `model:NAME` loads a second model, and only that one takes a tree shape."""
+def build_drafter(
+    spec: str, tree: str | None, target: Checkpoint, config: EngineConfig, *, allow_pickle: bool = False
+) -> Drafter:
+    """A drafter by name; `model:NAME` loads a second model, and a folder whatever was trained and lies there."""
     if spec.startswith("model:"):
         return load_model_drafter(open_checkpoint(spec.removeprefix("model:")), tree, target, config)
     name, settings = split_spec(spec)
-    entry = _entry("drafter", LOOKUPS, name, (MODEL_DRAFTER,))
+    trained = TRAINED / spec if spec in SHIPPED else Path(spec).expanduser()
+    if name not in LOOKUPS and (trained.is_dir() or HUB_ID.fullmatch(spec)):
+        return load_trained(trained if trained.is_dir() else spec, tree, target, config, allow_pickle=allow_pickle)
+    entry = _entry("drafter", LOOKUPS, name, (*SHIPPED, MODEL_DRAFTER, "a folder"))
     if tree is not None:
         raise InvalidRequest(
             f"The drafter '{name}' makes its own trees; --tree goes with {MODEL_DRAFTER}. "
             f"Its settings are: {', '.join(entry.defaults) or 'none'}."
         )
     return entry.build("drafter", name, settings)
+
+
+def load_trained(
+    path: str | Path, tree: str | None, target: Checkpoint, config: EngineConfig, *, allow_pickle: bool
+) -> Drafter:
+    """Whatever network somebody trained for the target, recognised from its files."""
+    files = open_drafter(path, allow_pickle=allow_pickle)
+    if recognise(files) == Layout.LANGUAGE_MODEL:
+        return load_model_drafter(open_checkpoint(path), tree, target, config)
+    words = TargetWords(target, config.torch_device(), config.torch_dtype())
+    net = build_net(files, target.config, words)
+    self_test(net, words)
+    return drafter_of(net, words, build_grower(tree or TREE_OF.get(type(net), DEFAULT_TREE)))
 
 
 def load_model_drafter(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from draftwood.model.config import ModelConfig
-from draftwood.nets.parts import Attend, DecoderLayer, VocabularyHead
+from draftwood.nets.parts import Attend, DecoderLayer, NormedHead, VocabularyHead
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class BlockSpec:
     block_size: int  # rows of a block, the last committed token's among them
     mask_token: int | None  # the target's token that stands for what is to be guessed; None: `mask_embedding`
     from_anchor: bool = True  # the first row guesses too (DSpark); otherwise it is only read (DFlash)
+    norm_in_head: bool = False  # TreeFlash: outputs stay un-normed, since its corrector adds to them before the norm
 
     @property
     def guesses(self) -> int:
@@ -59,22 +60,30 @@ class Markov(nn.Module):
 
 
 class HiddenCorrection(nn.Module):
-    """TreeFlash: the token before changes the slot's output, and the head reads that again."""
+    """TreeFlash: the token before changes the slot's output, and the head reads that again.
 
-    def __init__(self, config: ModelConfig, head: VocabularyHead, inner: int) -> None:
+    Published TreeFlash has no norm of its own for the output, but the backbone's last one (`backbone_norm`), and biases
+    where it goes in.
+    """
+
+    def __init__(
+        self, config: ModelConfig, head: VocabularyHead, inner: int, *, backbone_norm: nn.Module | None = None
+    ) -> None:
         super().__init__()
-        hidden, eps = config.hidden_size, config.norm_eps
-        self.embed_norm = nn.RMSNorm(hidden, eps)
-        self.hidden_norm = nn.RMSNorm(hidden, eps)
-        self.gate_proj = nn.Linear(2 * hidden, inner, bias=False)
-        self.up_proj = nn.Linear(2 * hidden, inner, bias=False)
+        hidden, published = config.hidden_size, backbone_norm is not None
+        self.embed_norm = nn.RMSNorm(hidden, 1e-6 if published else config.norm_eps)
+        own = nn.RMSNorm(hidden, config.norm_eps)
+        self.hidden_norm = None if published else own
+        self.gate_proj = nn.Linear(2 * hidden, inner, bias=published)
+        self.up_proj = nn.Linear(2 * hidden, inner, bias=published)
         self.down_proj = nn.Linear(inner, hidden, bias=False)
         nn.init.zeros_(self.down_proj.weight)
         self._head = [head]  # the backbone's, not a part of this one
+        self._norm = [own if backbone_norm is None else backbone_norm]  # likewise
 
     def forward(self, hidden: Tensor, base: Tensor, before: Tensor, embedded: Tensor) -> Tensor:
         """[*, R]."""
-        both = torch.cat([self.embed_norm(embedded), self.hidden_norm(hidden)], -1)
+        both = torch.cat([self.embed_norm(embedded), self._norm[0](hidden)], -1)
         inner = torch.nn.functional.silu(self.gate_proj(both)) * self.up_proj(both)
         return self._head[0](hidden + self.down_proj(inner))
 
@@ -121,7 +130,7 @@ class BlockNet(nn.Module):
         self.layers = nn.ModuleList([DecoderLayer(config) for _ in range(config.num_layers)])
         self.norm = nn.RMSNorm(hidden, eps)
         self.mask_embedding = None if spec.mask_token is not None else nn.Parameter(torch.zeros(hidden))
-        self.head = head
+        self.head = NormedHead(self.norm, head) if spec.norm_in_head else head
         self.markov_head = corrector or Independent()
         self.confidence_head = confidence
 
@@ -134,11 +143,11 @@ class BlockNet(nn.Module):
         return self.layers[layer].self_attn.keys_values(context, positions)  # type: ignore[union-attr]
 
     def run(self, embedded: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Outputs of a block's rows, normed. [*, hidden], [*] -> [*, hidden]."""
+        """Outputs of a block's rows, as its head takes them. [*, hidden], [*] -> [*, hidden]."""
         hidden = embedded
         for i, layer in enumerate(self.layers):
             hidden = layer(hidden, positions, i, attend)
-        return self.norm(hidden)
+        return hidden if self.spec.norm_in_head else self.norm(hidden)
 
     def corrected(self, output: Tensor, base: Tensor, before: Tensor, embedded: Tensor) -> Tensor:
         """Logits of slots once the token before each is known. [*, R]."""

@@ -108,12 +108,18 @@ class DraftHead(nn.Module):
     tokens: Tensor | None  # [R] ascending
     rows: Tensor | None
 
-    def __init__(self, weight: Tensor, tokens: Tensor | None, vocabulary: int, *, own: bool) -> None:
-        """`weight` [R, hidden] is a parameter where it is the network's own, and rows of the target's otherwise."""
+    def __init__(
+        self, weight: Tensor, tokens: Tensor | None, vocabulary: int, *, own: bool, bias: Tensor | None = None
+    ) -> None:
+        """`weight` [R, hidden] is a parameter where it is the network's own, and rows of the target's otherwise.
+
+        A `bias` [R] (Hydra) is always its own.
+        """
         super().__init__()
         self.vocabulary = vocabulary
         self.own = own
         self.weight = nn.Parameter(weight) if own else None
+        self.bias = None if bias is None else nn.Parameter(bias)
         self.register_buffer("rows", None if own else weight, persistent=False)
         self.register_buffer("tokens", tokens, persistent=False)
 
@@ -130,7 +136,7 @@ class DraftHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[*, hidden] -> [*, R]."""
-        return F.linear(hidden, self._matrix)
+        return F.linear(hidden, self._matrix, self.bias)
 
     def spread(self, logits: Tensor) -> Tensor:
         """Logits over the whole vocabulary: what cannot be guessed has no chance. [*, R] -> [*, V]."""
@@ -155,7 +161,7 @@ class DraftHead(nn.Module):
 class LowRankHead(nn.Module):
     """A draft head through a bottleneck, over the whole vocabulary (SlimSpec)."""
 
-    tokens = None
+    tokens: Tensor | None = None
 
     def __init__(self, hidden: int, rank: int, vocabulary: int) -> None:
         super().__init__()
@@ -194,11 +200,57 @@ class LowRankHead(nn.Module):
         return tokens
 
 
+class NormedHead(nn.Module):
+    """A head behind a norm, for networks whose outputs must stay un-normed until then."""
+
+    def __init__(self, norm: nn.Module, head: VocabularyHead) -> None:
+        super().__init__()
+        self.norm, self.head = norm, head
+
+    @property
+    def tokens(self) -> Tensor | None:
+        """The inner head's."""
+        return self.head.tokens
+
+    @property
+    def vocabulary(self) -> int:
+        """The inner head's."""
+        return self.head.vocabulary
+
+    @property
+    def size(self) -> int:
+        """R."""
+        return self.head.size
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """[*, hidden] -> [*, R]."""
+        return self.head(self.norm(hidden))
+
+    def spread(self, logits: Tensor) -> Tensor:
+        """[*, R] -> [*, V]."""
+        return self.head.spread(logits)
+
+    def narrow(self, logits: Tensor) -> Tensor:
+        """[*, V] -> [*, R]."""
+        return self.head.narrow(logits)
+
+    def places(self, tokens: Tensor) -> Tensor:
+        """[*] -> [*]."""
+        return self.head.places(tokens)
+
+
 class VocabularyHead(Protocol):
     """What a network may end with."""
 
-    tokens: Tensor | None  # [R] the target's tokens, in order; None: all
-    vocabulary: int
+    @property
+    def tokens(self) -> Tensor | None:
+        """[R] the target's tokens, in order; None: all."""
+        ...
+
+    @property
+    def vocabulary(self) -> int:
+        """V."""
+        ...
 
     @property
     def size(self) -> int:

@@ -1,0 +1,26 @@
+"""A small language model of the target's width and vocabulary, whose words are the target's own (DistillSpec)."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from draftwood.model.config import ModelConfig
+from draftwood.nets.parts import Attend, DecoderLayer
+
+
+class Student(nn.Module):
+    """Decoder layers between the target's embedding and its head; parameters are named as in any Llama checkpoint."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = nn.Module()
+        self.model.layers = nn.ModuleList([DecoderLayer(config) for _ in range(config.num_layers)])
+        self.model.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+
+    def run(self, embedded: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """What the head reads. [*, hidden], [*] -> [*, hidden]."""
+        hidden = embedded
+        for i, layer in enumerate(self.model.layers):  # type: ignore[arg-type]
+            hidden = layer(hidden, positions, i, attend)
+        return self.model.norm(hidden)  # type: ignore[operator]

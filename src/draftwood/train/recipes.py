@@ -1,0 +1,170 @@
+"""Drafters by name: what network a target gets, and how it is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from draftwood.errors import InvalidRequest
+from draftwood.model.config import ModelConfig
+from draftwood.nets.block import BlockNet, BlockSpec, Confidence, HiddenCorrection, Markov
+from draftwood.nets.parts import DraftHead, LowRankHead, VocabularyHead
+from draftwood.nets.pointwise import HeadStack
+from draftwood.nets.recurrent import Eagle1, Eagle3, Eagle3Spec
+from draftwood.nets.student import Student
+from draftwood.nets.words import TargetWords
+from draftwood.train.losses import Mix
+from draftwood.train.methods import BlockMethod, HeadStackMethod, RecurrentMethod, StudentMethod
+from draftwood.train.teacher import Teacher
+
+Made = BlockMethod | HeadStackMethod | RecurrentMethod | StudentMethod
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a recipe may know of the model it drafts for."""
+
+    config: ModelConfig
+    words: TargetWords
+    tokens: Tensor | None  # [R] those it may guess; None: all
+
+    def stack(self, layers: int) -> ModelConfig:
+        """Layers like the target's own."""
+        return replace(self.config, num_layers=layers, windows=(None,) * layers)
+
+    def spread(self, count: int) -> tuple[int, ...]:
+        """So many of its layers, from the second to the third last."""
+        last = max(self.config.num_layers - 3, 1)
+        return tuple(sorted({round(1 + i * (last - 1) / max(count - 1, 1)) for i in range(count)}))
+
+    def head(self, rank: int = 0) -> VocabularyHead:
+        """Rows of its own head; with a rank, a narrow one of the draft's own."""
+        if rank:
+            narrow = LowRankHead(self.config.hidden_size, rank, self.config.vocab_size)
+            narrow.start_from(self.words.head())
+            return narrow
+        return DraftHead(self.words.head(self.tokens), self.tokens, self.config.vocab_size, own=False)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A kind of network with its settings."""
+
+    make: Callable[..., nn.Module]
+    method: Callable[..., Made]
+    settings: Mapping[str, Any]
+    loss: Mapping[str, float]
+    describe: str
+    training: Mapping[str, Any] = field(default_factory=dict)
+
+    def build(self, target: Target, settings: Mapping[str, Any]) -> nn.Module:
+        """The network, untrained."""
+        unknown = [name for name in settings if name not in self.settings]
+        if unknown:
+            raise InvalidRequest(f"There is no setting '{unknown[0]}' here: choose of {', '.join(self.settings)}.")
+        return self.make(target, **{**self.settings, **settings})
+
+
+def _eagle3(target: Target, layers: int, reads: int, rank: int, normed: bool) -> Eagle3:
+    config = target.config
+    chosen = (1, config.num_layers // 2 - 1, config.num_layers - 4) if reads == 3 else target.spread(reads)
+    chosen = tuple(sorted({min(max(layer, 0), config.num_layers - 1) for layer in chosen}))
+    spec = Eagle3Spec(chosen, config.hidden_size, norm_before_residual=True, norm_output=normed, fc_norm=normed)
+    return Eagle3(target.stack(layers), spec, target.head(rank))
+
+
+def _eagle1(target: Target, layers: int) -> Eagle1:
+    return Eagle1(target.stack(layers), target.config.num_layers - 1, target.head(), bias=True)
+
+
+def _block(
+    target: Target, layers: int, reads: int, size: int, rank: int, correction: str, confidence: bool
+) -> BlockNet:
+    config, head = target.config, target.head()
+    spec = BlockSpec(target.spread(reads), config.hidden_size, size, None)
+    table = Markov(config.vocab_size, head.size, rank) if correction == "markov" else None
+    hidden = HiddenCorrection(config, head, rank) if correction == "hidden" else None
+    sure = Confidence(config.hidden_size, table) if confidence else None
+    return BlockNet(target.stack(layers), spec, head, table or hidden, sure)
+
+
+def _heads(target: Target, heads: int, layers: int, grounded: bool) -> HeadStack:
+    shared = target.head()
+    config = target.config
+    return HeadStack(config.hidden_size, config.num_layers - 1, layers, [shared] * heads, grounded)
+
+
+def _student(target: Target, layers: int) -> Student:
+    return Student(target.stack(layers))
+
+
+RECIPES: Mapping[str, Recipe] = {
+    "eagle3": Recipe(
+        _eagle3,
+        RecurrentMethod,
+        {"layers": 1, "reads": 3, "rank": 0, "normed": True},
+        {"kl": 1.0},
+        "one layer on fused features of three of the target's, trained on its own outputs",
+        {"steps": 5},
+    ),
+    "eagle": Recipe(
+        _eagle1, RecurrentMethod, {"layers": 1}, {"kl": 1.0}, "EAGLE-1: predicts the target's last feature"
+    ),
+    "block": Recipe(
+        _block,
+        BlockMethod,
+        {"layers": 2, "reads": 5, "size": 6, "rank": 64, "correction": "markov", "confidence": True},
+        {"ce": 0.1, "tv": 0.9},
+        "a whole block in one pass, each slot corrected for the token before it (DSpark)",
+    ),
+    "medusa": Recipe(
+        _heads,
+        HeadStackMethod,
+        {"heads": 4, "layers": 1, "grounded": False},
+        {"kl": 1.0},
+        "a head a token",
+    ),
+    "hydra": Recipe(
+        _heads,
+        HeadStackMethod,
+        {"heads": 3, "layers": 2, "grounded": True},
+        {"kl": 1.0},
+        "heads that see the path they are on",
+    ),
+    "student": Recipe(
+        _student, StudentMethod, {"layers": 4}, {"kl": 1.0}, "a small language model between the target's own words"
+    ),
+}
+
+
+def build_method(
+    name: str,
+    target: Target,
+    teacher_of: Callable[[tuple[int, ...]], Teacher],
+    settings: Mapping[str, Any],
+    mix: Mix | None = None,
+) -> Made:
+    """A network and how it learns, by name."""
+    if name not in RECIPES:
+        raise InvalidRequest(f"There is no method '{name}': choose one of {', '.join(RECIPES)}.")
+    recipe = RECIPES[name]
+    net = recipe.build(target, settings).to(target.words.device)
+    reads = getattr(net, "reads", ())
+    arguments = [net, teacher_of(reads), target.words, mix or Mix(recipe.loss)]
+    if isinstance(net, Student):
+        arguments.insert(1, target.head())
+    return recipe.method(*arguments, **recipe.training)
+
+
+def num_parameters(net: nn.Module) -> int:
+    """Trained numbers."""
+    return sum(parameter.numel() for parameter in net.parameters())
+
+
+def seed_everything(seed: int) -> None:
+    """Networks begin the same way every time."""
+    torch.manual_seed(seed)

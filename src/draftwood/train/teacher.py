@@ -1,0 +1,67 @@
+"""The target as a teacher: its features and its next-token logits at every place of a batch, by its own forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from draftwood.errors import InvalidRequest
+from draftwood.model.runner import ModelRunner
+from draftwood.protocols import Span
+from draftwood.train.data import TextBatch
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What a drafter may learn of a batch."""
+
+    batch: TextBatch
+    features: Tensor  # [B, T, len(reads) * hidden] of the layers that are read, side by side
+    logits: Tensor  # [B, T, V] of the token after each place
+
+
+class Teacher:
+    """Runs texts through the target's own paged forward, as decoding does, a page table for each text."""
+
+    def __init__(self, runner: ModelRunner, reads: Sequence[int]) -> None:
+        self.runner, self.reads = runner, tuple(reads)
+
+    @torch.no_grad()
+    def teach(self, batch: TextBatch) -> Lesson:
+        """Everything at once; places behind the last text are zeros."""
+        spans, at = self._open(batch)
+        try:
+            rows = torch.arange(len(at), device=self.runner.device)
+            out = self.runner.forward(self.runner.cache.stage(spans, None, rows), frozenset(self.reads))
+        finally:
+            for span in spans:
+                self.runner.cache.tables.close(span.seq_id)
+        shape = batch.tokens.shape
+        logits = out.logits.new_zeros(shape.numel(), out.logits.shape[-1])
+        logits[at] = out.logits
+        width = len(self.reads) * self.runner.model.config.hidden_size
+        features = torch.zeros(shape.numel(), width, device=self.runner.device, dtype=self.runner.model.dtype)
+        if self.reads:
+            features[at] = torch.cat([out.features[layer] for layer in self.reads], -1)
+        # What was made in inference mode may not be saved for gradients; these are fresh tensors.
+        return Lesson(batch.to(self.runner.device), features.view(*shape, -1), logits.view(*shape, -1))
+
+    def _open(self, batch: TextBatch) -> tuple[list[Span], Tensor]:
+        """A span for each text, and where its tokens stand in the batch."""
+        tables, spans, places = self.runner.cache.tables, [], []
+        width = batch.tokens.shape[1]
+        for b in range(len(batch.tokens)):
+            for number in range(int(batch.text[b].max()) + 1):
+                place = (batch.text[b] == number).nonzero()[:, 0]
+                tokens, seq_id = batch.tokens[b, place].tolist(), -1 - len(spans)
+                tables.open(seq_id, [])
+                spans.append(Span(seq_id, tokens, 0, len(tokens)))
+                places.append(place + b * width)
+                if not tables.reserve(seq_id, len(tokens)):
+                    for span in spans:
+                        tables.close(span.seq_id)
+                    raise InvalidRequest("The teacher's cache is too small for a batch: lower the rows.")
+        return spans, torch.cat(places).to(self.runner.device)
