@@ -48,8 +48,10 @@ from draftwood.model.native import Progress
 from draftwood.model.runner import ModelRunner, require_strict
 from draftwood.nets.block import BlockNet
 from draftwood.nets.layouts import Layout, build_net, open_drafter, recognise, self_test
+from draftwood.nets.layouts.student import student_words
 from draftwood.nets.pointwise import HeadStack
 from draftwood.nets.recurrent import Eagle3
+from draftwood.nets.shared import SharedWords
 from draftwood.nets.words import TargetWords
 from draftwood.protocols import Drafter, Grower, Verifier
 from draftwood.rng import KeyedRng
@@ -204,6 +206,8 @@ def load_trained(
 ) -> Drafter:
     """Whatever network somebody trained for the target, recognised from its files."""
     files = open_drafter(path, allow_pickle=allow_pickle)
+    if recognise(files) == Layout.STUDENT:
+        return student_drafter(student_words(files, target), tree, config)
     if recognise(files) == Layout.LANGUAGE_MODEL:
         return load_model_drafter(open_checkpoint(path), tree, target, config)
     words = TargetWords(target, config.torch_device(), config.torch_dtype())
@@ -219,6 +223,11 @@ def load_model_drafter(
     grower = build_grower(tree or DEFAULT_TREE)
     check_same_vocabulary(checkpoint, target)
     return ModelDrafter(load_runner(checkpoint, config), grower, config.max_rows)
+
+
+def student_drafter(student: SharedWords, tree: str | None, config: EngineConfig) -> ModelDrafter:
+    """A model that speaks with the target's own words, as drafter."""
+    return ModelDrafter(load_runner(student, config), build_grower(tree or DEFAULT_TREE), config.max_rows)
 
 
 def load_runner(checkpoint: Checkpoint, config: EngineConfig, progress: Progress = lambda *_: None) -> ModelRunner:
@@ -270,6 +279,9 @@ def settle(config: EngineConfig, target: Checkpoint, drafter: str | Drafter) -> 
 def _draft_config(drafter: str | Drafter) -> ModelConfig | None:
     if isinstance(drafter, str) and drafter.startswith("model:"):
         return open_checkpoint(drafter.removeprefix("model:")).config
+    if isinstance(drafter, str) and (Path(drafter).expanduser() / "config.json").is_file():
+        files = open_drafter(drafter)
+        return ModelConfig.from_hf(files.config) if recognise(files) == Layout.STUDENT else None
     return None
 
 

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from draftwood.cache.kv import NodeRows
 from draftwood.drafters.features import FeatureDrafter, PagedAttend, pages_under, write
-from draftwood.model.batch import Pages
+from draftwood.model.batch import ForwardBatch, Pages
 from draftwood.model.runner import ModelRunner
 from draftwood.nets.block import BlockNet
+from draftwood.nets.native import NativeLayers, native_layers
 from draftwood.nets.words import TargetWords
 from draftwood.protocols import BatchView, FrontierModel, Grower, Span
 from draftwood.treebuilder import TreeBuilder
@@ -26,6 +27,7 @@ class BlockDrafter(FeatureDrafter):
 
     net: BlockNet
     pages: Pages
+    _native: NativeLayers | None
 
     def __init__(self, net: BlockNet, words: TargetWords, grower: Grower) -> None:
         super().__init__(net, words, grower)
@@ -35,6 +37,8 @@ class BlockDrafter(FeatureDrafter):
         """Make room under its pages."""
         super().attach(target)
         self.pages = pages_under(target, self.net.config)
+        net, possible = self.net, not self.net.spec.norm_in_head
+        self._native = native_layers(net, net.config, net.head, self.words.dtype) if possible else None
 
     def digest(self, features: Tensor) -> Tensor:
         """What the layers make keys and values of."""
@@ -66,8 +70,8 @@ class BlockDrafter(FeatureDrafter):
         self.write_context([Span(s, t, pending[s].start, len(t) - 1) for s, t in tokens])
         return _Growth(self, view, ready)
 
-    def run(self, view: BatchView, ready: Sequence[int]) -> Tensor:
-        """Outputs of the blocks behind the sequences `ready`, one row a guess. [len(ready), guesses, hidden]."""
+    def run(self, view: BatchView, ready: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Outputs and logits of the blocks behind the sequences `ready`. [n, guesses, hidden], [n, guesses, R]."""
         spec, device = self.net.spec, self.target.device
         size, count = spec.block_size, len(ready)
         tokens = torch.full((count, size), spec.mask_token or 0, device=device)
@@ -81,9 +85,18 @@ class BlockDrafter(FeatureDrafter):
         embedded = self.words.embed(tokens)
         if self.net.mask_embedding is not None:
             embedded[:, 1:] = self.net.mask_embedding
+        output, logits = self._through(batch, embedded.flatten(0, 1))
+        first = size - spec.guesses
+        return output.view(count, size, -1)[:, first:], logits.view(count, size, -1)[:, first:]
+
+    def _through(self, batch: ForwardBatch, embedded: Tensor) -> tuple[Tensor, Tensor]:
+        """[N, hidden] -> [N, hidden], [N, R]."""
+        if self._native is not None:
+            hidden, logits = self._native.run(batch, self.pages, embedded, None)
+            return self.net.norm(hidden), logits
         attend = PagedAttend(batch, self.pages, self.net.config)
-        output = self.net.run(embedded.flatten(0, 1), batch.positions, attend)
-        return output.view(count, size, -1)[:, size - spec.guesses :]
+        output = self.net.run(embedded, batch.positions, attend)
+        return output, self.net.head(output)
 
 
 @dataclass
@@ -98,8 +111,7 @@ class _Growth:
 
     def begin(self, view: BatchView) -> Tensor:
         """Logits at the roots. [B, V]."""
-        outputs = self.drafter.run(view, self.ready)
-        base = self.drafter.net.head(outputs)
+        outputs, base = self.drafter.run(view, self.ready)
         self.outputs = outputs.new_zeros(len(view.seq_ids), *outputs.shape[1:])
         self.base = base.new_zeros(len(view.seq_ids), *base.shape[1:])
         self.outputs[list(self.ready)], self.base[list(self.ready)] = outputs, base

@@ -15,7 +15,8 @@ from draftwood.cache.kv import NodeRows
 from draftwood.drafters.features import FeatureDrafter, PagedAttend, Pending, pages_under
 from draftwood.model.batch import ForwardBatch, Pages
 from draftwood.model.runner import ModelRunner
-from draftwood.nets.recurrent import RecurrentNet
+from draftwood.nets.native import NativeLayers, native_layers
+from draftwood.nets.recurrent import Eagle3, RecurrentNet
 from draftwood.protocols import BatchView, FrontierModel, Span
 from draftwood.treebuilder import TreeBuilder
 
@@ -27,11 +28,14 @@ class RecurrentDrafter(FeatureDrafter):
 
     net: RecurrentNet
     pages: Pages
+    _native: NativeLayers | None
 
     def attach(self, target: ModelRunner) -> None:
         """Make room under its pages."""
         super().attach(target)
         self.pages = pages_under(target, self.net.config)
+        net = self.net
+        self._native = native_layers(net, net.config, net.head, self.words.dtype) if isinstance(net, Eagle3) else None
 
     def digest(self, features: Tensor) -> Tensor:
         """Fused, in the network's own width."""
@@ -51,17 +55,21 @@ class RecurrentDrafter(FeatureDrafter):
             with torch.inference_mode():
                 self.catch_up(due)
 
-    def catch_up(self, spans: Sequence[Span]) -> Tensor:
-        """Run pending rows [start, end) of each; the output of the last row of each. [S, hidden]."""
+    def catch_up(self, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
+        """Run pending rows [start, end) of each; output and logits of the last row of each. [S, hidden], [S, R]."""
         features = torch.cat([self._pending[span.seq_id].take(span.end - span.start) for span in spans])
         shifted = [Span(span.seq_id, span.tokens[1:], span.start, span.end) for span in spans]
-        batch = self.target.cache.stage(shifted, None)
-        return self.run(batch, features)[batch.logit_rows]
+        return self.run(self.target.cache.stage(shifted, None), features)
 
-    def run(self, batch: ForwardBatch, features: Tensor) -> Tensor:
-        """Rows of a forward. [N, hidden] -> [N, hidden]."""
+    def run(self, batch: ForwardBatch, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of a forward; outputs and logits at its `logit_rows`. [N, hidden] -> [K, hidden], [K, R]."""
         embedded = self.words.embed(batch.tokens)
-        return self.net.run(embedded, features, batch.positions, PagedAttend(batch, self.pages, self.net.config))
+        if self._native is not None and isinstance(self.net, Eagle3):
+            hidden, logits = self._native.run(batch, self.pages, *self.net.inputs(embedded, features))
+            return self.net.handed_on(hidden[batch.logit_rows]), logits
+        attend = PagedAttend(batch, self.pages, self.net.config)
+        output = self.net.run(embedded, features, batch.positions, attend)[batch.logit_rows]
+        return output, self.net.logits(output)
 
     def pending(self, seq_id: int) -> Pending:
         """What it has still to read of a sequence."""
@@ -87,10 +95,12 @@ class _Growth:
             Span(view.seq_ids[b], view.tokens[b], self.drafter.pending(view.seq_ids[b]).start, len(view.tokens[b]) - 1)
             for b in self.ready
         ]
-        last = self.drafter.catch_up(spans)
+        last, found = self.drafter.catch_up(spans)
         self.outputs = last.new_zeros(len(view.seq_ids), 1, last.shape[-1])
         self.outputs[list(self.ready), 0] = last
-        return self._logits(self.outputs[:, 0])
+        logits = found.new_zeros(len(view.seq_ids), found.shape[-1])
+        logits[list(self.ready)] = found
+        return self.drafter.net.head.spread(logits)
 
     def extend(self, builder: TreeBuilder, columns: Tensor) -> Tensor:
         """Run the living nodes in `columns`. [B, k] -> [B, k, V]."""
@@ -100,17 +110,18 @@ class _Growth:
         seated = torch.zeros(builder.num_trees, dtype=torch.bool, device=columns.device)
         seated[[b for b in self.ready if self._reserve(b, builder.num_columns)]] = True
         runs = builder.alive.gather(1, columns) & seated[:, None]
+        head = self.drafter.net.head
+        logits = self.outputs.new_zeros(*columns.shape, head.size)
         if bool(runs.any()):
             owner, place = runs.nonzero(as_tuple=True)
-            self.outputs[owner, columns[owner, place]] = self._run(builder, columns, owner, place)
-        width = self.outputs.shape[-1]
-        return self._logits(self.outputs.gather(1, columns[..., None].expand(-1, -1, width)))
+            self.outputs[owner, columns[owner, place]], logits[owner, place] = self._run(builder, columns, owner, place)
+        return head.spread(logits)
 
     def _reserve(self, b: int, num_columns: int) -> bool:
         tables = self.drafter.target.cache.tables
         return tables.reserve(self.view.seq_ids[b], len(self.view.tokens[b]) + num_columns - 1)
 
-    def _run(self, builder: TreeBuilder, columns: Tensor, owner: Tensor, place: Tensor) -> Tensor:
+    def _run(self, builder: TreeBuilder, columns: Tensor, owner: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
         column = columns[owner, place]
         span_of = torch.full((builder.num_trees,), -1, device=columns.device)
         span_of[list(self.ready)] = torch.arange(len(self.ready), device=columns.device)
@@ -126,8 +137,4 @@ class _Growth:
         # Rows come in another order than nodes: sequence by sequence.
         features = self.outputs.new_empty(len(owner), self.outputs.shape[-1])
         features[batch.logit_rows] = self.outputs[owner, builder.parents[owner, column]]
-        return self.drafter.run(batch, features)[batch.logit_rows]
-
-    def _logits(self, outputs: Tensor) -> Tensor:
-        net = self.drafter.net
-        return net.head.spread(net.logits(outputs))
+        return self.drafter.run(batch, features)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -146,6 +147,14 @@ def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
+@dataclass(frozen=True)
+class GivenRows:
+    """What a forward begins with instead of tokens; contiguous float32."""
+
+    residual: Tensor  # [N, hidden]
+    wide: Tensor | None = None  # [N, inputs of the first layer's attention], normed already
+
+
 class NativeTransformer:
     """Packed weights and the forward over paged keys and values."""
 
@@ -173,7 +182,9 @@ class NativeTransformer:
         """Memory of all weights."""
         return self._arena.num_bytes
 
-    def forward(self, batch: ForwardBatch, cache: Pages, needs: frozenset[int] = frozenset()) -> ForwardOutput:
+    def forward(
+        self, batch: ForwardBatch, cache: Pages, needs: frozenset[int] = frozenset(), given: GivenRows | None = None
+    ) -> ForwardOutput:
         """Run the rows of `batch`, writing their keys and values to `cache`."""
         num_keys = int(batch.num_keys.max())
         num_nodes = num_keys - int(batch.tree_base.min())
@@ -185,7 +196,7 @@ class NativeTransformer:
             len(batch.tokens), len(batch.tree_base), batch.ancestors.shape[1], batch.block_table.shape[1],
             len(batch.logit_rows), *(array.data_ptr() for array in arrays), self._rotations(num_keys).data_ptr(),
             cache.store.data_ptr(), cache.store.shape[3], cache.page_size, logits.data_ptr(), wanted.data_ptr(),
-            len(needs), features.data_ptr(),
+            len(needs), features.data_ptr(), _address(given and given.residual), _address(given and given.wide),
         )  # fmt: skip
         scratch = self._scratch.fit(len(batch.tokens), num_keys, num_nodes)
         self._library.dw_forward(ctypes.byref(self._model), ctypes.byref(struct), ctypes.byref(scratch))
@@ -266,7 +277,7 @@ class _Scratch:
     def _allocate(self) -> list[Tensor]:
         layer = self._model.layers[0]
         hidden = _padded(self._model.hidden)
-        widest = max(hidden, layer.output.inputs, layer.down.inputs)
+        widest = max(hidden, layer.qkv.inputs, layer.output.inputs, layer.down.inputs)
         floats = [hidden, hidden, layer.qkv.outputs, layer.output.inputs, layer.down.inputs]
         return [
             *(torch.zeros(self._rows, width) for width in floats),

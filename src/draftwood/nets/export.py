@@ -24,6 +24,7 @@ from draftwood.nets.layouts import Layout, open_drafter, recognise
 from draftwood.nets.parts import DraftHead, LowRankHead, NormedHead, VocabularyHead
 from draftwood.nets.pointwise import HeadStack
 from draftwood.nets.recurrent import Eagle1, Eagle3, MultiToken
+from draftwood.nets.student import Student
 
 SPECULATORS_VERSION = "0.9.0"
 PRECISIONS = (torch.bfloat16, torch.float16, torch.float32)
@@ -324,10 +325,24 @@ def _stack_config(net: HeadStack) -> dict[str, Any]:
     return {"model_type": "medusa", "architectures": ["MedusaModel"], "medusa_fc_bias": True, **numbers}
 
 
+def _student(net: Student, target_name: str) -> Written:
+    """As a Llama checkpoint, but for the words."""
+    layers = layer_config(net.config)
+    architecture = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}.get(layers["model_type"])
+    config = {
+        **layers,
+        "architectures": [architecture or "LlamaForCausalLM"],
+        "tie_word_embeddings": net.config.tied_head,
+        "draftwood": {"student": True, "target": target_name},
+    }
+    return config, _parameters(net, ())
+
+
 _WRITERS: dict[type[nn.Module], Callable[[Any, str], Written]] = {
     Eagle3: _eagle3,
     Eagle1: _eagle1,
     MultiToken: _mtp,
     BlockNet: _block,
     HeadStack: _heads,
+    Student: _student,
 }

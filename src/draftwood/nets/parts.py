@@ -126,17 +126,18 @@ class DraftHead(nn.Module):
     @property
     def size(self) -> int:
         """R."""
-        return self._matrix.shape[0]
+        return self.matrix.shape[0]
 
     @property
-    def _matrix(self) -> Tensor:
+    def matrix(self) -> Tensor:
+        """[R, hidden]."""
         matrix = self.rows if self.weight is None else self.weight
         assert matrix is not None
         return matrix
 
     def forward(self, hidden: Tensor) -> Tensor:
         """[*, hidden] -> [*, R]."""
-        return F.linear(hidden, self._matrix, self.bias)
+        return F.linear(hidden, self.matrix, self.bias)
 
     def spread(self, logits: Tensor) -> Tensor:
         """Logits over the whole vocabulary: what cannot be guessed has no chance. [*, R] -> [*, V]."""

@@ -62,11 +62,15 @@ class Eagle3Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(hidden, eps)
         self.mlp = Mlp(config)
 
+    def inputs(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        """What the stream begins with, and what attention reads. [*, hidden] each -> [*, hidden], [*, 2 * hidden]."""
+        normed = self.hidden_norm(features)
+        both = torch.cat([self.input_layernorm(embedded), normed], -1)
+        return normed if self.norm_before_residual else features, both
+
     def forward(self, embedded: Tensor, features: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """[*, hidden] each -> [*, hidden]."""
-        normed = self.hidden_norm(features)
-        residual = normed if self.norm_before_residual else features
-        both = torch.cat([self.input_layernorm(embedded), normed], -1)
+        residual, both = self.inputs(embedded, features)
         hidden = residual + self.self_attn(both, positions, 0, attend)
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
@@ -102,6 +106,14 @@ class Eagle3(nn.Module):
         hidden = self.layers[0](embedded, features, positions, attend)
         for i, layer in enumerate(self.layers[1:], 1):
             hidden = layer(hidden, positions, i, attend)
+        return self.handed_on(hidden)
+
+    def inputs(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
+        """What its first layer makes of a row; see there."""
+        return self.layers[0].inputs(embedded, features)  # type: ignore[operator]
+
+    def handed_on(self, hidden: Tensor) -> Tensor:
+        """What the next row takes of the last layer's output. [*, hidden] -> [*, hidden]."""
         return self.norm(hidden) if self.spec.norm_output else hidden
 
     def logits(self, output: Tensor) -> Tensor:

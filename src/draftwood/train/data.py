@@ -18,7 +18,7 @@ from draftwood.engine.llm import LLM
 from draftwood.errors import InvalidRequest
 from draftwood.request import SamplingParams
 
-AT_ONCE = 4096  # prompts handed to the engine together
+Texts = list[tuple[tuple[int, ...], tuple[int, ...]]]  # prompts and answers
 
 
 def read_prompts(paths: Iterable[Path]) -> list[str]:
@@ -107,17 +107,29 @@ class Corpus:
 
 
 def regenerate(
-    llm: LLM, prompts: Sequence[str], max_tokens: int, temperatures: Sequence[float] = (0.0, 1.0), seed: int = 0
-) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Let the target answer; prompts take turns at the temperatures. Prompts that do not fit are left out."""
-    for first in range(0, len(prompts), AT_ONCE):
+    llm: LLM,
+    prompts: Sequence[str],
+    max_tokens: int,
+    temperatures: Sequence[float] = (0.0, 1.0),
+    seed: int = 0,
+    first: int = 0,
+) -> Iterator[tuple[int, Texts]]:
+    """Let the target answer all prompts but the `first`, in waves; how many are done, and the texts of each wave.
+
+    Prompts take turns at the temperatures, and those that do not fit are left out. As many are handed over as run at
+    a time: admitting one by one into a full batch is slow on a GPU.
+    """
+    chats = llm.tokenizer.has_chat_template
+    wave = llm.config.max_running * len(temperatures)
+    for start in range(first, len(prompts), wave):
+        some = prompts[start : start + wave]
+        texts: Texts = []
         for k, temperature in enumerate(temperatures):
-            some = prompts[first : first + AT_ONCE][k :: len(temperatures)]
-            params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed + first)
-            chats = [[{"role": "user", "content": prompt}] for prompt in some]
-            for result in llm.generate(chats, params):
-                if result.finish_reason != "error" and result.token_ids:
-                    yield result.prompt_token_ids, result.token_ids
+            params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed + start)
+            asked = [[{"role": "user", "content": text}] if chats else text for text in some[k :: len(temperatures)]]
+            results = llm.generate(asked, params)
+            texts += [(r.prompt_token_ids, r.token_ids) for r in results if r.finish_reason != "error" and r.token_ids]
+        yield start + len(some), texts
 
 
 @dataclass(frozen=True)
@@ -145,7 +157,9 @@ class PackedBatches:
         self.corpus, self.rows, self.length, self.seed = corpus, rows, length, seed
         self._count = len(self._packed(0)) // rows
         if self._count < 1:
-            raise InvalidRequest(f"The texts do not fill one batch of {rows} rows of {length} tokens.")
+            raise InvalidRequest(
+                f"The texts do not fill one batch of {rows} rows of {length} tokens: give more prompts, or fewer rows."
+            )
 
     def __len__(self) -> int:
         return self._count

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from draftwood.train.methods import BlockMethod, HeadStackMethod, RecurrentMetho
 from draftwood.train.teacher import Teacher
 
 Made = BlockMethod | HeadStackMethod | RecurrentMethod | StudentMethod
+TRUTHS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
 @dataclass(frozen=True)
@@ -60,13 +61,43 @@ class Recipe:
     loss: Mapping[str, float]
     describe: str
     training: Mapping[str, Any] = field(default_factory=dict)
+    choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of settings that are words
+    whole_vocabulary: bool = False  # it cannot be kept from guessing rare tokens, so it has to learn them too
 
     def build(self, target: Target, settings: Mapping[str, Any]) -> nn.Module:
         """The network, untrained."""
-        unknown = [name for name in settings if name not in self.settings]
-        if unknown:
-            raise InvalidRequest(f"There is no setting '{unknown[0]}' here: choose of {', '.join(self.settings)}.")
-        return self.make(target, **{**self.settings, **settings})
+        return self.make(target, **self.complete(settings))
+
+    def complete(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """All settings, those given checked and the others by default."""
+        for name, value in settings.items():
+            if name not in self.settings:
+                raise InvalidRequest(f"There is no setting '{name}' here: choose of {', '.join(self.settings)}.")
+            default = self.settings[name]
+            if name in self.choices and value not in self.choices[name]:
+                raise InvalidRequest(f"{name} is one of {', '.join(self.choices[name])}, not '{value}'.")
+            if type(default) is int and value < min(default, 1):
+                raise InvalidRequest(f"{name} must be at least {min(default, 1)}, not {value}.")
+        return {**self.settings, **settings}
+
+    def parse(self, texts: Sequence[str]) -> dict[str, Any]:
+        """Settings written `layers=2`, several with commas between them, in the types of their defaults."""
+        settings: dict[str, Any] = {}
+        for part in filter(None, (part.strip() for text in texts for part in text.split(","))):
+            name, equals, text = (piece.strip() for piece in part.partition("="))
+            if not equals or not text:
+                raise InvalidRequest(f"'{part}' is no setting: write name=value, such as layers=2.")
+            settings[name] = self._value(name, text)
+        self.complete(settings)
+        return settings
+
+    def _value(self, name: str, text: str) -> Any:
+        default = self.settings.get(name, "")
+        try:
+            return TRUTHS[text.lower()] if isinstance(default, bool) else type(default)(text)
+        except (KeyError, ValueError):
+            kind = "true or false" if isinstance(default, bool) else "a whole number"
+            raise InvalidRequest(f"{name} is {kind}, not '{text}'.") from None
 
 
 def _eagle3(target: Target, layers: int, reads: int, rank: int, normed: bool) -> Eagle3:
@@ -120,6 +151,7 @@ RECIPES: Mapping[str, Recipe] = {
         {"layers": 2, "reads": 5, "size": 6, "rank": 64, "correction": "markov", "confidence": True},
         {"ce": 0.1, "tv": 0.9},
         "a whole block in one pass, each slot corrected for the token before it (DSpark)",
+        choices={"correction": ("markov", "hidden", "none")},
     ),
     "medusa": Recipe(
         _heads,
@@ -136,9 +168,23 @@ RECIPES: Mapping[str, Recipe] = {
         "heads that see the path they are on",
     ),
     "student": Recipe(
-        _student, StudentMethod, {"layers": 4}, {"kl": 1.0}, "a small language model between the target's own words"
+        _student,
+        StudentMethod,
+        {"layers": 4},
+        {"kl": 1.0},
+        "a small language model between the target's own words",
+        whole_vocabulary=True,
     ),
 }
+OTHER_NAMES: Mapping[str, str] = {"distill": "student"}
+
+
+def find_recipe(name: str) -> tuple[str, Recipe]:
+    """A recipe by its name or another one, with its own name."""
+    own = OTHER_NAMES.get(name, name)
+    if own not in RECIPES:
+        raise InvalidRequest(f"There is no method '{name}': choose one of {', '.join((*RECIPES, *OTHER_NAMES))}.")
+    return own, RECIPES[own]
 
 
 def build_method(
@@ -149,9 +195,7 @@ def build_method(
     mix: Mix | None = None,
 ) -> Made:
     """A network and how it learns, by name."""
-    if name not in RECIPES:
-        raise InvalidRequest(f"There is no method '{name}': choose one of {', '.join(RECIPES)}.")
-    recipe = RECIPES[name]
+    _, recipe = find_recipe(name)
     net = recipe.build(target, settings).to(target.words.device)
     reads = getattr(net, "reads", ())
     arguments = [net, teacher_of(reads), target.words, mix or Mix(recipe.loss)]

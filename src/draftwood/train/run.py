@@ -1,11 +1,18 @@
-"""A whole training run: the target's answers, the network, the steps, and what came of it by real decoding."""
+"""A whole training run: the target's answers, the network, the steps, and what came of it by real decoding.
+
+Everything lies in one folder: the answers, which all methods share, and for each method its checkpoints, its curves
+and the drafter. Running a job again goes on where it stopped.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import os
+import random
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +20,27 @@ import torch
 from torch import nn
 
 from draftwood.assembly import load_runner
-from draftwood.config import EngineConfig
+from draftwood.config import DTYPES, EngineConfig
 from draftwood.engine.llm import LLM
 from draftwood.engine.worker import ComputeThread
+from draftwood.errors import InvalidRequest
 from draftwood.machine import give_back_memory
 from draftwood.model.checkpoint import Checkpoint, open_checkpoint
+from draftwood.nets.export import PRECISIONS, export
 from draftwood.nets.words import TargetWords
-from draftwood.train.data import Corpus, PackedBatches, frequent_tokens, read_prompts, regenerate
-from draftwood.train.loop import Summary, TrainConfig, Trainer
+from draftwood.train import state
+from draftwood.train.data import Corpus, PackedBatches, Texts, frequent_tokens, read_prompts, regenerate
+from draftwood.train.evaluate import MAX_PROMPTS, MAX_TOKENS, decode_figures, held_out_batches, held_out_figures
+from draftwood.train.loop import CHECKPOINTS, FREE, Summary, TrainConfig, Trainer
 from draftwood.train.losses import parse_mix
-from draftwood.train.recipes import Made, Target, build_method, num_parameters, seed_everything
+from draftwood.train.recipes import Made, Target, build_method, find_recipe, num_parameters, seed_everything
 from draftwood.train.teacher import Teacher
 
 PAGE = 64
 ANSWERING = 1 << 18  # tokens of a GPU's cache while the target answers; what comes next needs memory too
+HELD_OUT = 200  # texts at most, where nobody says how many
+SHARE_HELD_OUT = 10  # one text of so many
+DRAFTER, JOB = "drafter", "job.json"
 Say = Callable[[str], None]
 
 
@@ -37,7 +51,7 @@ class TrainJob:
     method: str
     model: str
     data: tuple[Path, ...]
-    folder: Path  # corpus, checkpoints and curves
+    folder: Path  # answers, checkpoints, curves and drafters
     settings: Mapping[str, Any] = field(default_factory=dict)  # of the network
     training: TrainConfig = field(default_factory=lambda: TrainConfig(epochs=3))
     loss: str | None = None
@@ -48,69 +62,246 @@ class TrainJob:
     temperatures: tuple[float, ...] = (0.0, 1.0)
     prompts: int = 0  # at most; 0: all
     device: str = "auto"
+    held_out: int = 0  # texts that are not learnt from; 0: a tenth, at most 200
+    export: str = "bfloat16"
+
+    def __post_init__(self) -> None:
+        _, recipe = find_recipe(self.method)
+        recipe.complete(self.settings)
+        if self.loss is not None:
+            parse_mix(self.loss)
+        for name in ("rows", "length", "answers"):
+            if getattr(self, name) < 1:
+                raise InvalidRequest(f"{name} must be at least 1, not {getattr(self, name)}.")
+        for name in ("vocabulary", "prompts", "held_out"):
+            if getattr(self, name) < 0:
+                raise InvalidRequest(f"{name} must not be negative; leave it out for what is usual.")
+        if not self.temperatures or min(self.temperatures) < 0:
+            raise InvalidRequest("The target needs a temperature to answer at, 0 or above, such as 0,1.")
+        if DTYPES.get(self.export) not in PRECISIONS:
+            raise InvalidRequest(f"A drafter is written as bfloat16, float16 or float32, not as {self.export}.")
+
+    @property
+    def place(self) -> Path:
+        """Where checkpoints, curves and the drafter of its method lie."""
+        return self.folder / find_recipe(self.method)[0]
+
+    @property
+    def mix(self) -> dict[str, float]:
+        """What is minimised."""
+        return dict(parse_mix(self.loss).weights if self.loss else find_recipe(self.method)[1].loss)
 
 
-def corpus_of(job: TrainJob, checkpoint: Checkpoint, say: Say) -> Corpus:
-    """The target's answers, generated once and kept beside the run."""
-    facts = json.dumps(
-        [
-            job.model,
-            [str(path.name) for path in job.data],
-            job.answers,
-            job.temperatures,
-            job.prompts,
-            job.training.seed,
-        ]
-    )
-    path = job.folder / f"answers-{hashlib.sha256(facts.encode()).hexdigest()[:12]}.safetensors"
-    if path.is_file():
-        return Corpus.load(path)
-    prompts = read_prompts(job.data)[: job.prompts or None]
-    say(f"The target answers {len(prompts)} prompts.")
-    on_gpu = EngineConfig(device=job.device).torch_device().type == "cuda"
-    config = EngineConfig(device=job.device, cache_tokens=ANSWERING if on_gpu else 0)
-    with LLM(checkpoint, config=config) as llm:
-        texts = []
-        for text in regenerate(llm, prompts, job.answers, job.temperatures, job.training.seed):
-            texts.append(text)
-            if len(texts) % 4096 == 0:
-                say(f"{len(texts)} answers, {sum(len(answer) for _, answer in texts)} tokens")
-    corpus = Corpus.of(texts)
-    corpus.save(path)
+@dataclass(frozen=True)
+class Outcome:
+    """How a run stands: with figures it is finished and its drafter written; without, it waits to go on."""
+
+    drafter: Path
+    info: Mapping[str, Any] | None  # as in the drafter's config.json
+    summary: Summary | None = None  # None: nothing was left to do
+
+
+def run(job: TrainJob, say: Say = print, log: Say | None = None) -> Outcome:
+    """Answer, train, evaluate and export, or whatever of it is still to be done.
+
+    The trainer's own lines go to `log`; without one it draws a bar on the terminal.
+    """
+    prompts = _prompts(job)
+    _check_same(job, prompts)
+    finished = _exported(job)
+    if finished is not None:
+        return Outcome(job.place / DRAFTER, finished)
+    checkpoint = open_checkpoint(job.model)
+    corpus = corpus_of(job, checkpoint, say, prompts)
+    learnt, held = _split(job, corpus)
+    net, summary, held_figures = _train(job, checkpoint, learnt, held, say, log)
+    if summary.reason not in ("finished", "patience"):
+        return Outcome(job.place / DRAFTER, None, summary)
     give_back_memory()
+    say("Decoding with the new drafter …")
+    asked = [held.text(i)[: int(held.prompt_lengths[i])].tolist() for i in range(min(len(held), MAX_PROMPTS))]
+    decoded = decode_figures(
+        net, checkpoint, asked, max_tokens=min(job.answers, MAX_TOKENS), device=job.device, seed=job.training.seed
+    )
+    info = _info(job, corpus, held, summary) | {"held_out": held_figures, "decoding": decoded}
+    export(net, job.place / DRAFTER, _target_name(job.model), info, dtype=DTYPES[job.export])
+    return Outcome(job.place / DRAFTER, _exported(job), summary)
+
+
+def _prompts(job: TrainJob) -> list[str]:
+    """All that are asked, none twice, in an order that mixes files and sources; the held-out ones are the last."""
+    prompts = list(dict.fromkeys(read_prompts(job.data)))
+    random.Random(job.training.seed).shuffle(prompts)
+    return prompts[: job.prompts or None]
+
+
+def _answers_key(job: TrainJob, prompts: list[str]) -> str:
+    facts = [job.model, job.answers, job.temperatures, job.training.seed, prompts]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
+
+
+def _check_same(job: TrainJob, prompts: list[str]) -> None:
+    """Refuse to go on with a run that was begun otherwise; what has not begun may still change."""
+    name, recipe = find_recipe(job.method)
+    facts = {key: value for key, value in asdict(job.training).items() if key not in FREE} | {
+        "recipe": name,
+        "model": job.model,
+        "settings": recipe.complete(job.settings),
+        "loss": job.mix,
+        "vocabulary": job.vocabulary,
+        "rows": job.rows,
+        "length": job.length,
+        "held_out": job.held_out,
+        "prompts and answers": _answers_key(job, prompts),
+    }
+    facts = json.loads(json.dumps(facts))  # as they are read back
+    path = job.place / JOB
+    begun = state.checkpoints(job.place / CHECKPOINTS) or (job.place / DRAFTER).exists()
+    if begun and path.is_file():
+        before = json.loads(path.read_text())
+        changed = [key for key, value in facts.items() if before.get(key) != value]
+        if changed:
+            raise InvalidRequest(
+                f"The run in {job.place} was begun with other settings: {', '.join(changed)}. "
+                "Go on with those it has, or train into another folder (--out)."
+            )
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def _exported(job: TrainJob) -> dict[str, Any] | None:
+    """What the drafter says of itself, if it is written already."""
+    path = job.place / DRAFTER / "config.json"
+    return json.loads(path.read_text())["draftwood"]["info"] if path.is_file() else None
+
+
+def corpus_of(job: TrainJob, checkpoint: Checkpoint, say: Say, prompts: list[str] | None = None) -> Corpus:
+    """The target's answers, generated once and kept beside the run; an interruption costs a wave at most."""
+    prompts = _prompts(job) if prompts is None else prompts
+    path = job.folder / f"answers-{_answers_key(job, prompts)}.safetensors"
+    if not path.is_file():
+        waves = path.with_suffix(".waves")  # files named by how many prompts are done with them
+        _answer(job, checkpoint, prompts, waves, say)
+        give_back_memory()
+        pieces = [Corpus.load(file) for file in sorted(waves.glob("*.safetensors"))]
+        _save_whole(Corpus.of([text for piece in pieces for text in _texts(piece)]), path)
+        shutil.rmtree(waves)
+    corpus = Corpus.load(path)
+    if not len(corpus):
+        raise InvalidRequest(
+            f"The target could answer none of the {len(prompts)} prompts: they do not fit its context window of "
+            f"{checkpoint.config.max_positions} tokens, or its cache. Give shorter ones."
+        )
     return corpus
 
 
-def build(job: TrainJob, checkpoint: Checkpoint, corpus: Corpus) -> Made:
+def _answer(job: TrainJob, checkpoint: Checkpoint, prompts: list[str], waves: Path, say: Say) -> None:
+    files = sorted(waves.glob("*.safetensors"))
+    done = int(files[-1].stem) if files else 0
+    if done >= len(prompts):
+        return
+    say(f"The target answers {len(prompts)} prompts{f', {done} of them answered before' if done else ''}.")
+    on_gpu = EngineConfig(device=job.device).torch_device().type == "cuda"
+    config = EngineConfig(device=job.device, cache_tokens=ANSWERING if on_gpu else 0)
+    tokens = 0
+    with LLM(checkpoint, config=config) as llm:
+        for done, texts in regenerate(llm, prompts, job.answers, job.temperatures, job.training.seed, done):
+            _save_whole(Corpus.of(texts), waves / f"{done:09d}.safetensors")
+            tokens += sum(len(answer) for _, answer in texts)
+            say(f"{done} of {len(prompts)} prompts answered, {tokens} tokens")
+
+
+def _save_whole(corpus: Corpus, path: Path) -> None:
+    """Whole or not at all."""
+    draft = path.with_suffix(".partial")
+    corpus.save(draft)
+    os.replace(draft, path)
+
+
+def _texts(corpus: Corpus) -> Texts:
+    lengths = corpus.prompt_lengths.tolist()
+    whole = [corpus.text(i).tolist() for i in range(len(corpus))]
+    return [(tuple(text[:length]), tuple(text[length:])) for text, length in zip(whole, lengths, strict=True)]
+
+
+def _split(job: TrainJob, corpus: Corpus) -> tuple[Corpus, Corpus]:
+    """Texts to learn from, and texts to judge by."""
+    held_out = job.held_out or min(HELD_OUT, max(1, len(corpus) // SHARE_HELD_OUT))
+    if held_out >= len(corpus):
+        raise InvalidRequest(
+            f"With {held_out} of {len(corpus)} texts held out there is none left to learn from: "
+            "give more prompts, or hold out fewer."
+        )
+    return corpus.split(held_out)
+
+
+def build(job: TrainJob, checkpoint: Checkpoint, corpus: Corpus, held: Corpus | None = None) -> Made:
     """The network and its teacher."""
-    config = EngineConfig(device=job.device, cache_tokens=job.rows * (job.length + 16 * PAGE), page_size=PAGE)
+    room = max(_cache_tokens(texts, job.rows, job.length) for texts in (corpus, held) if texts is not None)
+    config = EngineConfig(device=job.device, cache_tokens=room, page_size=PAGE)
     runner = ComputeThread.shared().call(lambda: load_runner(checkpoint, config))
     words = TargetWords(checkpoint, runner.device, torch.float32)
-    tokens = frequent_tokens(corpus, job.vocabulary, checkpoint.config.vocab_size) if job.vocabulary else None
-    tokens = None if tokens is None else tokens.to(runner.device)
+    _, recipe = find_recipe(job.method)
+    vocabulary, tokens = checkpoint.config.vocab_size, None
+    if 0 < job.vocabulary < vocabulary and not recipe.whole_vocabulary:
+        tokens = frequent_tokens(corpus, job.vocabulary, vocabulary).to(runner.device)
     seed_everything(job.training.seed)
     target = Target(checkpoint.config, words, tokens)
     mix = parse_mix(job.loss) if job.loss else None
     return build_method(job.method, target, lambda reads: Teacher(runner, reads), job.settings, mix)
 
 
-def train(
-    job: TrainJob, evaluate: Callable[[nn.Module], Callable[[int], float]] | None = None, say: Say = print
-) -> tuple[Made, Summary]:
-    """Run, or go on where an earlier run of the same folder stopped."""
-    checkpoint = open_checkpoint(job.model)
-    corpus = corpus_of(job, checkpoint, say)
-    method = build(job, checkpoint, corpus)
-    batches = PackedBatches(corpus, job.rows, job.length, job.training.seed)
+def _cache_tokens(corpus: Corpus, rows: int, length: int) -> int:
+    """Room for any batch: each text begins a page of its own, so one of the shortest texts needs the most."""
+    lengths = corpus.ends.diff(prepend=corpus.ends.new_zeros(1)).clamp(max=length).sort().values
+    texts = int((lengths.cumsum(0) <= rows * length).sum()) + 1
+    return rows * length + texts * PAGE
+
+
+def _train(
+    job: TrainJob, checkpoint: Checkpoint, learnt: Corpus, held: Corpus, say: Say, log: Say | None
+) -> tuple[nn.Module, Summary, dict[str, float]]:
+    """The best network of the run, how the run ended, and the network's figures on held-out text if it did."""
+    batches = PackedBatches(learnt, job.rows, job.length, job.training.seed)
+    judged = held_out_batches(held, job.rows, job.length)
+    method = build(job, checkpoint, learnt, held)
     say(
-        f"{num_parameters(method.module) / 1e6:.1f} M parameters, {len(corpus)} texts, {corpus.num_answered} tokens to "
-        f"learn from, {len(batches)} batches an epoch"
+        f"{num_parameters(method.module) / 1e6:.1f} M parameters, {len(learnt)} texts, {learnt.num_answered} tokens to "
+        f"learn from, {len(batches)} batches an epoch; {len(held)} texts held out"
     )
-    score = None if evaluate is None else evaluate(method.module)
-    trainer = Trainer(method, batches, job.training, job.folder / job.method, score, log=say)
-    return method, trainer.run()
+
+    def score(step: int) -> float:
+        return held_out_figures(method, judged)["chain"]
+
+    summary = Trainer(method, batches, job.training, job.place, score, log=log).run()
+    if summary.reason not in ("finished", "patience"):
+        return method.module, summary, {}
+    if summary.best is not None:
+        state.load_best(job.place, method.module)
+    return method.module, summary, held_out_figures(method, judged)
 
 
-def names(paths: Sequence[Path]) -> str:
-    """Of files, for people."""
-    return ", ".join(path.name for path in paths)
+def _info(job: TrainJob, corpus: Corpus, held: Corpus, summary: Summary) -> dict[str, Any]:
+    """How a drafter came to be, for its config.json."""
+    name, recipe = find_recipe(job.method)
+    return {
+        "recipe": name,
+        "settings": recipe.complete(job.settings),
+        "loss": job.mix,
+        "data": {
+            "fingerprint": corpus.fingerprint,
+            "texts": len(corpus),
+            "held_out": len(held),
+            "temperatures": list(job.temperatures),
+        },
+        "steps": summary.step,
+        "best_step": summary.best_step,
+        "tokens": summary.tokens,
+        "seed": job.training.seed,
+    }
+
+
+def _target_name(model: str) -> str:
+    """A name that means something on other machines too."""
+    return Path(model).expanduser().resolve().name if Path(model).expanduser().exists() else model

@@ -53,6 +53,7 @@ class Layout(StrEnum):
     EAGLE3 = "EAGLE-3"
     EAGLE1 = "EAGLE-1"
     MTP = "multi-token prediction inside a target"
+    STUDENT = "a student without words of its own"
     LANGUAGE_MODEL = "a language model"
 
 
@@ -91,6 +92,9 @@ _LATER_TENSORS = {
 def recognise(files: DrafterFiles) -> Layout:
     """Which layout it is; kinds that we know of and cannot run yet are refused by name."""
     config = files.config
+    ours = config.get("draftwood")
+    if isinstance(ours, dict) and ours.get("student"):
+        return Layout.STUDENT
     kind = config.get("speculators_model_type")
     if kind in _SPECULATORS:
         return _SPECULATORS[kind]

@@ -51,17 +51,23 @@ static void normed_product(const Model *m, const Matrix *w, const float *weight,
     multiply(w, &rows, &target, team);
 }
 
-/* Product of rows that lie in `values`, added to the residual stream. */
-static void added_product(const Model *m, const Matrix *w, const float *values, const Scratch *s, int64_t count,
-                          const Team *team) {
+/* Product of rows that lie in `values`. */
+static void plain_product(const Model *m, const Matrix *w, const float *values, const Scratch *s, int64_t count,
+                          Target target, const Team *team) {
     if (takes_sums(m, w)) {
         SHARE(team, row, count) summarise(m, w, s, values, row);
         meet(team);
     }
     Rows rows = rows_for(m, w, s, values, count);
+    multiply(w, &rows, &target, team);
+}
+
+/* The same, added to the residual stream. */
+static void added_product(const Model *m, const Matrix *w, const float *values, const Scratch *s, int64_t count,
+                          const Team *team) {
     const int64_t stride = padded(m->hidden);
     Target target = {.kind = ADD, .out = s->hidden, .stride = stride, .limit = stride};
-    multiply(w, &rows, &target, team);
+    plain_product(m, w, values, s, count, target, team);
 }
 
 /* Turn one head of one row to its position: dimension i with i + head_dim / 2. */
@@ -99,7 +105,10 @@ static void run_layer(const Model *m, const Batch *b, const Scratch *s, int64_t 
     const float *keys = b->store + index * 2 * m->num_kv_heads * head_size, *values = keys + m->num_kv_heads * head_size;
     Target qkv = {.kind = STORE, .out = s->qkv, .stride = layer->qkv.outputs, .limit = layer->qkv.outputs};
     Target gated = {.kind = GATED, .out = s->gated, .stride = layer->down.inputs, .activation = m->activation};
-    normed_product(m, &layer->qkv, layer->attention_norm, s, NULL, b->num_rows, qkv, team);
+    if (b->wide && index == 0)
+        plain_product(m, &layer->qkv, b->wide, s, b->num_rows, qkv, team);
+    else
+        normed_product(m, &layer->qkv, layer->attention_norm, s, NULL, b->num_rows, qkv, team);
     place(m, layer, b, s, index, team);
     attend(m, layer, keys, values, b, s, s->qkv, layer->qkv.outputs, s->mixed, layer->output.inputs, team);
     added_product(m, &layer->output, s->mixed, s, b->num_rows, team);
@@ -120,7 +129,11 @@ EXPORT void dw_forward(const Model *m, const Batch *b, const Scratch *s) {
 #pragma omp parallel num_threads(s->threads)
     {
         const Team me = {omp_get_thread_num(), omp_get_num_threads(), s->barrier}, *team = &me;
-        SHARE(team, row, b->num_rows) read_output(&m->embedding, b->tokens[row], s->hidden + row * padded(m->hidden));
+        SHARE(team, row, b->num_rows) {
+            float *begin = s->hidden + row * padded(m->hidden);
+            if (b->residual) memcpy(begin, b->residual + row * m->hidden, m->hidden * sizeof(float));
+            else read_output(&m->embedding, b->tokens[row], begin);
+        }
         meet(team);
         for (int64_t i = 0; i < m->num_layers; i++) {
             run_layer(m, b, s, i, team);

@@ -52,6 +52,8 @@ typedef struct {
     const int64_t *wanted;      /* layers whose output is wanted, ascending */
     int64_t num_wanted;
     float *features;            /* [num_wanted, num_rows, hidden] */
+    const float *residual;      /* [num_rows, hidden] what the stream begins with instead of tokens; or NULL */
+    const float *wide;          /* [num_rows, inputs of the first layer's qkv] what it reads instead; or NULL */
 } Batch;
 
 typedef struct {

@@ -49,6 +49,7 @@ class Batch(Structure):
         ("block_table", c_void_p), ("logit_rows", c_void_p),
         ("rotation", c_void_p), ("store", c_void_p), ("num_slots", c_int64), ("page_size", c_int64),
         ("logits", c_void_p), ("wanted", c_void_p), ("num_wanted", c_int64), ("features", c_void_p),
+        ("residual", c_void_p), ("wide", c_void_p),
     ]  # fmt: skip
 
 

@@ -1,0 +1,26 @@
+"""A student as we export it: the layers of a language model, whose words are its target's."""
+
+from __future__ import annotations
+
+from draftwood.model.checkpoint import Checkpoint, expected_shape
+from draftwood.model.config import ModelConfig
+from draftwood.nets.layouts.common import misfit, refused
+from draftwood.nets.layouts.files import DrafterFiles
+from draftwood.nets.shared import SHARED, SharedWords
+
+
+def student_words(files: DrafterFiles, target: Checkpoint) -> SharedWords:
+    """The whole model: layers from the files, embedding and head from the target."""
+    config = ModelConfig.from_hf(files.config)
+    for what in ("hidden_size", "vocab_size", "tied_head"):
+        theirs, own = getattr(target.config, what), getattr(config, what)
+        if own != theirs:
+            raise misfit(files, f"its {what} is {own} and the target's {theirs}")
+    own = {name: files.read(name) for name in files.shapes if name not in SHARED}
+    for name, value in own.items():
+        expected = expected_shape(name, config)
+        if expected is None or tuple(value.shape) != expected:
+            raise refused(files, f"{name} has shape {tuple(value.shape)}, where its configuration says {expected}")
+        if not value.isfinite().all():
+            raise refused(files, f"{name} holds numbers that are NaN or infinite")
+    return SharedWords(files.name, config, own, target)
