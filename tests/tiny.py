@@ -335,7 +335,7 @@ def _head(words: TargetWords, tokens: tuple[int, ...] | None = None) -> DraftHea
 
 def random_net(kind: str, words: TargetWords, seed: int = 3) -> torch.nn.Module:
     """A network of some kind with random weights, sharp enough to disagree with itself if anything is misplaced."""
-    net = NETS[kind](words.config, words).to(words.dtype)
+    net = NETS[kind](words.config, words).to(words.device, words.dtype)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in net.parameters():
@@ -345,11 +345,13 @@ def random_net(kind: str, words: TargetWords, seed: int = 3) -> torch.nn.Module:
     return net.requires_grad_(False)
 
 
-def with_net(kind: str, grower: Grower) -> DraftMaker:
+def with_net(
+    kind: str, grower: Grower, checkpoint: TinyCheckpoint | None = None, device: torch.device = CPU
+) -> DraftMaker:
     """A drafter that reads the tiny target's features."""
 
     def make(dtype: torch.dtype) -> Drafter:
-        words = TargetWords(TinyCheckpoint(tiny_config()), CPU, dtype)
+        words = TargetWords(checkpoint or TinyCheckpoint(tiny_config()), device, dtype)
         net = random_net(kind, words)
         if isinstance(net, HeadStack):
             return HeadStackDrafter(net, words, grower)

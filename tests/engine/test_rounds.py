@@ -7,77 +7,18 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from draftwood.cache.seats import Kind, Seats
+from draftwood.cache.seats import Kind
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
 from draftwood.drafters.scripted import ScriptedDrafter
-from draftwood.engine.controller import FixedBudget
-from draftwood.engine.engine import Engine
-from draftwood.engine.rounds import PATIENCE, Rounds
-from draftwood.engine.scheduler import Scheduler, SchedulerConfig
+from draftwood.engine.rounds import PATIENCE
 from draftwood.growers import Coupled, Independent, Levels, chain
 from draftwood.growers.pickers import Best
-from draftwood.model.runner import ModelRunner
-from draftwood.protocols import Budget, Load, StepReport
 from draftwood.request import SamplingParams
-from draftwood.rng import KeyedRng
 from draftwood.verifiers import LAWS
-from tiny import Ask, Harness, Regime, generated, tiny_config, tiny_runner, with_arrivals
-
-GPU = torch.cuda.is_available()  # there the same rounds are captured, and computed by the GPU's own kernels
-DEVICE = torch.device("cuda" if GPU else "cpu")
-
-
-def runner(noise: float = 0.0, num_pages: int = 200, page_size: int = 4) -> ModelRunner:
-    if not GPU:
-        return tiny_runner(noise=noise, num_pages=num_pages, page_size=page_size)
-    config = tiny_config(head_dim=64)
-    return tiny_runner(config, 0, noise, torch.bfloat16, num_pages, 4 * page_size, DEVICE, strict=True)
-
-
-class Moody:
-    """Another budget every few steps, so that drafters fall behind and catch up."""
-
-    def __init__(self, most: int) -> None:
-        self.most, self.steps = most, 0
-
-    def budget(self, load: Load) -> Budget:
-        self.steps += 1
-        return Budget((self.most, 0, 2, self.most)[self.steps // 3 % 4])
-
-    def observe(self, report: StepReport) -> None:
-        assert report.emitted >= report.num_sampling
-
-
-class Replayed(Rounds):
-    """Where there are no graphs: the same preparations, run again call by call."""
-
-    def _captured(self, run: Callable[[], None]) -> Callable[[], None]:
-        return run
-
-
-class RoundHarness(Harness):
-    """The harness with rounds."""
-
-    def __init__(self, drafter, law: str, regime: Regime = Regime(), moody: bool = False) -> None:  # noqa: B008
-        target = runner(num_pages=regime.num_pages, page_size=regime.page_size)
-        scheduler = Scheduler(
-            target.cache.tables, SchedulerConfig(regime.max_rows, regime.max_running, rounds_ahead=True)
-        )
-        resident = drafter.resident(target)
-        assert resident is not None
-        length = min(512, target.cache.tables.capacity) + 64
-        seats = Seats(regime.max_running, length, target.cache.page_size, target.cache.scratch_page, DEVICE)
-        verifier = LAWS[law]()
-        kind = Rounds if GPU else Replayed
-        rounds = kind(target, resident, lambda _: verifier, KeyedRng(), seats, captures=True)
-        budget = Moody(drafter.max_nodes) if moody else FixedBudget(drafter.max_nodes)
-        self.engine = Engine(target, drafter, verifier, budget, scheduler, KeyedRng(), rounds)
-        self.events = []
-
-    def check(self) -> None:
-        self.engine.target.cache.tables.check()
+from in_rounds import DEVICE, GPU, RoundHarness, runner
+from tiny import Ask, Harness, Regime, TinyCheckpoint, generated, with_arrivals, with_net
 
 
 def plain(asks: list[Ask]) -> list[list[int]]:
@@ -96,6 +37,11 @@ def draft(grower, page_size: int = 4, num_pages: int = 200) -> ModelDrafter:
     return ModelDrafter(runner(0.2, num_pages, page_size), grower)
 
 
+def feature_drafter(kind: str, grower):  # type: ignore[no-untyped-def]
+    target = runner()
+    return with_net(kind, grower, TinyCheckpoint(target.model.config), DEVICE)(target.model.dtype)
+
+
 DRAFTERS = {
     "none": lambda **_: NoDrafter(),
     "ngram": lambda **_: NgramDrafter(nodes=6, longest=3, shortest=1),
@@ -106,6 +52,13 @@ DRAFTERS = {
     "tree": lambda **kw: draft(Levels((2, 2, 1), Best()), **kw),
     "coupled": lambda **kw: draft(Levels((2, 1, 1), Coupled()), **kw),
     "sampled": lambda **kw: draft(Levels((1, 1, 1), Independent()), **kw),
+    "eagle3": lambda **_: feature_drafter("eagle3", chain(4)),
+    "eagle3 tree": lambda **_: feature_drafter("eagle31", Levels((2, 2, 1), Best())),
+    "block": lambda **_: feature_drafter("dspark", chain(4)),
+    "block tree": lambda **_: feature_drafter("dflash", Levels((2, 2), Best())),
+    "medusa": lambda **_: feature_drafter("medusa", Levels((2, 1, 1), Best())),
+    "hydra": lambda **_: feature_drafter("hydra", Levels((2, 2, 1), Best())),
+    "eagle1 sampled": lambda **_: feature_drafter("eagle1", Levels((1, 1, 1), Independent())),
 }
 
 

@@ -19,6 +19,7 @@ from draftwood.train.losses import Mix
 from draftwood.train.methods import BlockMethod
 from draftwood.train.teacher import Teacher
 from draftwood.verifiers import LAWS
+from in_rounds import RoundHarness
 from tiny import CPU, NETS, Ask, Harness, TinyCheckpoint, random_net, tiny_config, tiny_runner, with_net
 
 F64 = torch.float64
@@ -113,4 +114,48 @@ def test_a_draft_is_what_was_trained(kind: str, shape: str) -> None:
     for tokens, depth, logits in listening.heard[::3]:
         # The first row of a text is missing where pages were shared, which no test here does.
         assert any(tokens[: len(prompt)] == prompt for prompt in prompts)
+        torch.testing.assert_close(trained_view(kind, list(tokens), depth), logits, rtol=1e-4, atol=1e-5)
+
+
+def _heard_in_rounds(kind: str, grower) -> list[tuple[tuple[int, ...], int, Tensor]]:  # type: ignore[no-untyped-def]
+    """What the network says while rounds run, behind at least two tokens: before that it has seen nothing."""
+    drafter = with_net(kind, grower)(F64)
+    harness = RoundHarness(drafter, "match", moody=True)
+    resident: Any = harness.resident
+    heard: list[tuple[tuple[int, ...], int, Tensor]] = []
+    begin, extend, nobody = resident.begin, resident.extend, harness.seats.nobody
+
+    def texts(view) -> dict[int, tuple[int, ...]]:  # type: ignore[no-untyped-def]
+        seated = [b for b, seat in enumerate(view.rows.tolist()) if seat != nobody and view.lengths[b] > 1]
+        return {b: tuple(view.history[view.rows[b], : view.lengths[b]].tolist()) for b in seated}
+
+    def listen_first(view):  # type: ignore[no-untyped-def]
+        logits, state = begin(view)
+        heard.extend((text, 0, logits[b, 0].clone()) for b, text in texts(view).items())
+        return logits, state
+
+    def listen_on(view, shape, number, tokens, state):  # type: ignore[no-untyped-def]
+        logits, state = extend(view, shape, number, tokens, state)
+        for b, text in texts(view).items():
+            for k in range(tokens[-1].shape[1]):
+                at, path = k, [int(tokens[-1][b, k])]
+                for level in range(number, 1, -1):
+                    at = int(shape.parents[level][b, at])
+                    path.append(int(tokens[level - 1][b, at]))
+                heard.append(((*text, *path[::-1]), number, logits[b, k].clone()))
+        return logits, state
+
+    resident.begin, resident.extend = listen_first, listen_on
+    prompts = [(1, 2), (5, 3, 3), (7, 7, 8, 7, 7), tuple(range(1, 12)) * 3]
+    harness.run([Ask(p, SamplingParams(temperature=1.0, seed=i, max_tokens=14)) for i, p in enumerate(prompts)])
+    return heard
+
+
+@pytest.mark.parametrize("kind", list(NETS))
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_a_draft_in_rounds_is_what_was_trained(kind: str, shape: str) -> None:
+    grower = chain(3) if shape == "chain" else Levels((2, 2, 1), Best())
+    heard = _heard_in_rounds(kind, grower)
+    assert len(heard) > 40
+    for tokens, depth, logits in heard[::5]:
         torch.testing.assert_close(trained_view(kind, list(tokens), depth), logits, rtol=1e-4, atol=1e-5)

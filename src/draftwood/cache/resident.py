@@ -9,8 +9,20 @@ from torch import Tensor
 
 from draftwood.cache.seats import Kind, SeatedView
 from draftwood.model.batch import ForwardBatch
-from draftwood.protocols import BatchView, Randomness, Verifier
+from draftwood.protocols import BatchView, Features, Randomness, Verifier
 from draftwood.tree import DraftLaw, TokenTree
+
+
+class NeedsNothing:
+    """The part of a resident drafter that does not look at the target's features."""
+
+    needs: frozenset[int] = frozenset()
+
+    def take_in(self, batch: ForwardBatch, features: Features) -> None:
+        """Nobody asks."""
+
+    def learn(self, view: SeatedView, path: Tensor, features: Features) -> None:
+        """Nobody asks."""
 
 
 class ResidentDrafter(Protocol):
@@ -53,6 +65,19 @@ class ResidentDrafter(Protocol):
 
     def prepare(self, view: BatchView, size: int, nodes: int) -> None:
         """The host's part, if it waits, before a round of `size` sequences, of which `view` has the real ones."""
+        ...
+
+    @property
+    def needs(self) -> frozenset[int]:
+        """Layers of the target whose output it learns from."""
+        ...
+
+    def take_in(self, batch: ForwardBatch, features: Features) -> None:
+        """What the target made of these rows of text; only asked of those who need something."""
+        ...
+
+    def learn(self, view: SeatedView, path: Tensor, features: Features) -> None:
+        """What the target made of the nodes of its trees, of which `path` [B, D + 1] was kept, root first; likewise."""
         ...
 
     def read(self, batch: ForwardBatch) -> None:

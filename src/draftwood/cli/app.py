@@ -11,6 +11,7 @@ import typer
 import draftwood
 from draftwood.cli.flags import EngineFlags, SamplingFlags, command
 from draftwood.cli.screen import Transcript, say, stdout
+from draftwood.cli.train import TrainFlags
 from draftwood.errors import InvalidRequest
 
 app = typer.Typer(
@@ -145,6 +146,29 @@ def demo(
 
     if not run_demo(engine, SamplingFlags(max_tokens=max_tokens, seed=0).params(), svg):
         raise typer.Exit(1)
+
+
+@app.command(rich_help_panel="Answers")
+@command
+def train(
+    flags: TrainFlags,
+    method: Annotated[str | None, typer.Argument(help="What to train; see --list.", show_default=False)] = None,
+    list_them: Annotated[bool, typer.Option("--list", help="Name every method, with its settings.")] = False,
+) -> None:
+    """Train a drafter for a model, on the model's own answers. The same command goes on where it was stopped.
+
+    [dim]Examples:[/]
+
+    draftwood train eagle3 --data prompts.txt --out runs
+
+    draftwood train distill --model big.gguf --data a.jsonl --data b.jsonl.gz --out runs --set layers=6 --epochs 5
+    """
+    from draftwood.cli.train import recipes_table, run_train
+
+    if list_them:
+        stdout().print(recipes_table())
+    else:
+        run_train(method, flags)
 
 
 @app.command(rich_help_panel="What there is")

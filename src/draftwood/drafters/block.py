@@ -13,6 +13,7 @@ from torch import Tensor
 
 from draftwood.cache.kv import NodeRows
 from draftwood.drafters.features import FeatureDrafter, PagedAttend, pages_under, write
+from draftwood.drafters.resident_features import ResidentBlock
 from draftwood.model.batch import ForwardBatch, Pages
 from draftwood.model.runner import ModelRunner
 from draftwood.nets.block import BlockNet
@@ -74,20 +75,31 @@ class BlockDrafter(FeatureDrafter):
         """Outputs and logits of the blocks behind the sequences `ready`. [n, guesses, hidden], [n, guesses, R]."""
         spec, device = self.net.spec, self.target.device
         size, count = spec.block_size, len(ready)
-        tokens = torch.full((count, size), spec.mask_token or 0, device=device)
-        tokens[:, 0] = view.roots[list(ready)]
+        tokens, embedded = self.block(view.roots[list(ready)])
         number = torch.arange(1, size + 1, device=device).expand(count, -1).reshape(-1)
         every = torch.full((count * size, 1), (1 << size) - 1, device=device)
         owner = torch.arange(count, device=device).repeat_interleave(size)
         spans = [Span(view.seq_ids[b], (), n, n) for b in ready for n in [len(view.tokens[b]) - 1]]
         nodes = NodeRows(owner, number, tokens.reshape(-1), number, every)
         batch = self.target.cache.stage(spans, nodes, torch.arange(count * size, device=device))
-        embedded = self.words.embed(tokens)
-        if self.net.mask_embedding is not None:
-            embedded[:, 1:] = self.net.mask_embedding
         output, logits = self._through(batch, embedded.flatten(0, 1))
         first = size - spec.guesses
         return output.view(count, size, -1)[:, first:], logits.view(count, size, -1)[:, first:]
+
+    def block(self, roots: Tensor) -> tuple[Tensor, Tensor]:
+        """Each root and the masks behind it, as tokens and embedded. [n] -> [n, block], [n, block, hidden]."""
+        spec = self.net.spec
+        masks = torch.full((len(roots), spec.block_size - 1), spec.mask_token or 0, device=roots.device)
+        tokens = torch.cat([roots[:, None], masks], 1)
+        if self.net.mask_embedding is None:
+            return tokens, self.words.embed(tokens)
+        first = self.words.embed(roots)[:, None]
+        return tokens, torch.cat([first, self.net.mask_embedding.expand(*masks.shape, -1).to(first.dtype)], 1)
+
+    def resident(self, target: ModelRunner) -> ResidentBlock | None:
+        """In rounds on the device, if its trees have a fixed shape."""
+        levels = self.fixed_shape
+        return None if levels is None else ResidentBlock(self, levels, target)
 
     def _through(self, batch: ForwardBatch, embedded: Tensor) -> tuple[Tensor, Tensor]:
         """[N, hidden] -> [N, hidden], [N, R]."""

@@ -14,6 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from draftwood.growers.levels import Levels
 from draftwood.model.batch import AttentionShape, ForwardBatch, Pages
 from draftwood.model.config import ModelConfig
 from draftwood.model.runner import ModelRunner
@@ -107,6 +108,12 @@ class FeatureDrafter:
     def needs(self) -> frozenset[int]:
         """The layers its network reads."""
         return frozenset(self.net.reads)
+
+    @property
+    def fixed_shape(self) -> Levels | None:
+        """Its tree, if that looks the same every time."""
+        grower = self.grower
+        return grower if isinstance(grower, Levels) and grower.picker.unfailing else None
 
     def attach(self, target: ModelRunner) -> None:
         """Whose features it will see, and under whose pages its own lie."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from draftwood.cache.resident import NeedsNothing
 from draftwood.cache.seats import Kind, SeatedView
 from draftwood.drafters.resident import only_compares, round_sizes
 from draftwood.model.batch import ForwardBatch
@@ -67,7 +68,7 @@ def _moved(tree: TokenTree, nodes: Tensor, room: int) -> Tensor:
     return torch.where(nodes >= 0, tree.owner * (room + 1) + tree.local[nodes.clamp(min=0)], -1)
 
 
-class ResidentHosted:
+class ResidentHosted(NeedsNothing):
     """Any drafter that chooses its nodes on the host."""
 
     reads = False

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from draftwood.drafters.features import FeatureDrafter
+from draftwood.drafters.resident_features import ResidentHeads
+from draftwood.model.runner import ModelRunner
 from draftwood.nets.pointwise import HeadStack
 from draftwood.nets.words import TargetWords
 from draftwood.protocols import BatchView, FrontierModel, Grower, Span
@@ -33,6 +35,11 @@ class HeadStackDrafter(FeatureDrafter):
         for span in spans:
             pending = self._pending[span.seq_id]
             pending.take(pending.count - 1)
+
+    def resident(self, target: ModelRunner) -> ResidentHeads | None:
+        """In rounds on the device, if its trees have a fixed shape."""
+        levels = self.fixed_shape
+        return None if levels is None else ResidentHeads(self, levels, target)
 
     def begin(self, view: BatchView, ready: Sequence[int]) -> FrontierModel:
         """All heads look at the last feature."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from draftwood.cache.kv import NodeRows
 from draftwood.drafters.features import FeatureDrafter, PagedAttend, Pending, pages_under
+from draftwood.drafters.resident_features import ResidentRecurrent
 from draftwood.model.batch import ForwardBatch, Pages
 from draftwood.model.runner import ModelRunner
 from draftwood.nets.native import NativeLayers, native_layers
@@ -74,6 +75,11 @@ class RecurrentDrafter(FeatureDrafter):
     def pending(self, seq_id: int) -> Pending:
         """What it has still to read of a sequence."""
         return self._pending[seq_id]
+
+    def resident(self, target: ModelRunner) -> ResidentRecurrent | None:
+        """In rounds on the device, if its trees have a fixed shape."""
+        levels = self.fixed_shape
+        return None if levels is None else ResidentRecurrent(self, levels, target)
 
     def begin(self, view: BatchView, ready: Sequence[int]) -> FrontierModel:
         """Read up to the roots when the grower asks."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from draftwood.cache.kv import Places, stage_behind
+from draftwood.cache.resident import NeedsNothing
 from draftwood.cache.seats import Kind, SeatedView
 from draftwood.growers.levels import Levels
 from draftwood.growers.pickers import Frontier
@@ -32,7 +33,7 @@ def only_compares(kind: Kind, verifier: Verifier) -> bool:
     return verifier.name == "match" or (kind.greedy and verifier.lossless)
 
 
-class ResidentNone:
+class ResidentNone(NeedsNothing):
     """Bare roots."""
 
     law = POINT_CHAIN
@@ -62,7 +63,7 @@ class ResidentNone:
         """Nothing to keep."""
 
 
-class ResidentLookup:
+class ResidentLookup(NeedsNothing):
     """What followed the last few tokens when they stood in the text before; see `ngram.py`."""
 
     law = POINT_CHAIN
@@ -108,7 +109,7 @@ class ResidentLookup:
 
 
 @dataclass
-class _Level:
+class Level:
     """The nodes whose children are chosen together."""
 
     columns: Tensor  # [B, k]
@@ -117,15 +118,16 @@ class _Level:
 
 
 @dataclass
-class _Shape:
+class Shape:
     """A fixed tree for a batch: what is known of it before a token is."""
 
     tree: TokenTree
     widths: tuple[int, ...]
-    levels: list[_Level]
+    levels: list[Level]
+    parents: list[Tensor]  # [B, k] each: where in the level above the parents of a level's nodes stand
 
     @classmethod
-    def of(cls, grower: Levels, size: int, device: torch.device) -> _Shape:
+    def of(cls, grower: Levels, size: int, device: torch.device) -> Shape:
         """Let the grower's numbering happen once, with no tokens."""
         builder = TreeBuilder(torch.zeros(size, dtype=torch.int64, device=device), whole=True)
         columns = torch.zeros(size, 1, dtype=torch.int64, device=device)
@@ -144,8 +146,16 @@ class _Shape:
             if not grower.law.chain:
                 bits = words[every, own].flatten(0, 1)
                 places = replace(places, ancestors=bits, max_depth=len(grown), max_nodes=int(own.max()))
-            levels.append(_Level(own, depth, places))
-        return cls(tree, grower.widths, levels)
+            levels.append(Level(own, depth, places))
+        # Children stand one behind the other: the first of every parent, then the second of every parent, …
+        above = [None, *grown]
+        parents = [
+            torch.zeros_like(own)
+            if up is None
+            else torch.arange(own.shape[1], device=device).expand_as(own) % up.shape[1]
+            for own, up in zip(grown, above, strict=False)
+        ]
+        return cls(tree, grower.widths, levels, parents)
 
 
 def _draws(grower: Levels, width: int) -> list[Draw]:
@@ -166,19 +176,15 @@ def known(tree: TokenTree) -> TokenTree:
     return tree.refilled(tree.tokens)
 
 
-@dataclass
-class ResidentModel:
-    """A small model of the target's vocabulary and a tree of fixed shape; its cache lies under the target's pages.
+class LevelTrees:
+    """Trees of a fixed shape, grown level by level. Subclasses give logits: at the roots, then at each level."""
 
-    Whatever an accepted path ends with it may not have run; so a round begins with the last two committed tokens.
-    """
+    waits = False
 
-    runner: ModelRunner
-    grower: Levels
-    reads: bool = True
-    waits: bool = False
-    _shapes: dict[tuple[int, int], _Shape] = field(default_factory=dict)
-    _ends: dict[int, tuple[Places, Tensor]] = field(default_factory=dict)
+    def __init__(self, grower: Levels, device: torch.device, deepest: int | None = None) -> None:
+        self.grower, self._device = grower, device
+        self._deepest = deepest or len(grower.widths)
+        self._shapes: dict[tuple[int, int], Shape] = {}
 
     @property
     def law(self) -> DraftLaw:
@@ -187,9 +193,9 @@ class ResidentModel:
 
     @cached_property
     def sizes(self) -> Sequence[int]:
-        """As many whole levels as fit; asked for in every round."""
-        fitting = (self.grower.within(nodes) for nodes in round_sizes(self.grower.max_nodes)[1:])
-        return sorted({0, *(levels.max_nodes for levels in fitting if levels is not None)})
+        """As many whole levels as fit, and as there are guesses for; asked for in every round."""
+        fitting = [self.grower.within(nodes) for nodes in round_sizes(self.grower.max_nodes)[1:]]
+        return sorted({0, *(each.max_nodes for each in fitting if each and len(each.widths) <= self._deepest)})
 
     def depth(self, nodes: int) -> int:
         """As many levels as fit."""
@@ -200,33 +206,66 @@ class ResidentModel:
         """Any law that is exact for its trees."""
         return verifier.lossless and verifier.refuses(self.law) is None
 
+    def prepare(self, view: BatchView, size: int, nodes: int) -> None:
+        """Nothing to ask the host for."""
+
     def propose(self, view: SeatedView, nodes: int, rng: Randomness) -> TokenTree:
         """Level by level."""
         shape = self._shape(len(view.rows), nodes)
         tokens, laws = [view.roots[:, None]], []
-        logits = self._begin(view)[:, None]
+        logits, state = self.begin(view)
         for number, width in enumerate(shape.widths):
             level = shape.levels[number]
             if number:
-                logits = self._extend(view, level, tokens[-1])
+                logits, state = self.extend(view, shape, number, tokens, state)
             frontier = Frontier(level.columns, level.depth, logits, view, rng)
             children = list(self.grower.picker.children(frontier, width))
             tokens.append(torch.cat([child.tokens for child in children], 1))
             laws += [child.q.flatten(0, 1) for child in children if child.q is not None]
         return shape.tree.refilled(torch.cat(tokens, 1).view(-1), torch.cat(laws) if laws else None)
 
-    def _shape(self, size: int, nodes: int) -> _Shape:
+    def _shape(self, size: int, nodes: int) -> Shape:
         if (size, nodes) not in self._shapes:
             grower = self.grower.within(nodes)
-            assert grower is not None, "sizes() offers no tree without a level"
-            self._shapes[size, nodes] = _Shape.of(grower, size, self.runner.device)
+            assert grower is not None, "sizes offers no tree without a level"
+            self._shapes[size, nodes] = Shape.of(grower, size, self._device)
         return self._shapes[size, nodes]
 
-    def _begin(self, view: SeatedView) -> Tensor:
-        """Logits at the roots, once the token before each has been run again. [B, V]."""
+    def begin(self, view: SeatedView) -> tuple[Tensor, Tensor]:
+        """Logits at the roots [B, 1, V], and whatever the next level needs of it."""
+        raise NotImplementedError
+
+    def extend(
+        self, view: SeatedView, shape: Shape, number: int, tokens: list[Tensor], state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Logits at the nodes of level `number`, whose tokens [B, k] are the last of all levels'. [B, k, V]."""
+        raise NotImplementedError
+
+
+class ResidentModel(LevelTrees, NeedsNothing):
+    """A small model of the target's vocabulary and a tree of fixed shape; its cache lies under the target's pages.
+
+    Whatever an accepted path ends with it may not have run; so a round begins with the last two committed tokens.
+    """
+
+    reads = True
+
+    def __init__(self, runner: ModelRunner, grower: Levels) -> None:
+        super().__init__(grower, runner.device)
+        self.runner = runner
+        self._ends: dict[int, tuple[Places, Tensor]] = {}
+
+    def begin(self, view: SeatedView) -> tuple[Tensor, Tensor]:
+        """Logits at the roots, once the token before each has been run again."""
         places, last = self._last_two(len(view.rows))
         tokens = view.history[view.rows[:, None], (view.lengths[:, None] + places.index).clamp(min=0)]
-        return self._run(view, tokens, places, last)
+        return self._run(view, tokens, places, last)[:, None], view.roots
+
+    def extend(
+        self, view: SeatedView, shape: Shape, number: int, tokens: list[Tensor], state: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The cache knows their parents."""
+        return self._run(view, tokens[-1], shape.levels[number].places).view(*tokens[-1].shape, -1), state
 
     def _last_two(self, size: int) -> tuple[Places, Tensor]:
         """Where the last two committed tokens lie, and which rows are the last."""
@@ -241,13 +280,6 @@ class ResidentModel:
         page_size = self.runner.cache.page_size
         batch = stage_behind(view.lengths, view.block_table, tokens, places, page_size, highest, logit_rows)
         return self.runner.forward(batch).logits
-
-    def _extend(self, view: SeatedView, level: _Level, tokens: Tensor) -> Tensor:
-        """Logits at the nodes of a level. [B, k] -> [B, k, V]."""
-        return self._run(view, tokens, level.places).view(*tokens.shape, -1)
-
-    def prepare(self, view: BatchView, size: int, nodes: int) -> None:
-        """Nothing to ask the host for."""
 
     def read(self, batch: ForwardBatch) -> None:
         """The same rows through the small model, for its cache alone."""

@@ -191,7 +191,9 @@ class Rounds:
         return Reading(packed, self._ready(run))  # on nobody's pages
 
     def _run_text(self, batch: ForwardBatch) -> None:
-        self.target.forward(batch)
+        out = self.target.forward(batch, self.drafter.needs)
+        if self.drafter.needs:
+            self.drafter.take_in(batch, out.features)
         if self.drafter.reads:
             self.drafter.read(batch)
 
@@ -241,12 +243,14 @@ class Rounds:
             self.target.model.config.max_positions,
             chain=not nodes or self.drafter.law.chain,
         )
-        out = self.target.forward(batch)
+        out = self.target.forward(batch, self.drafter.needs)
         verdict = self._verdict(out.logits, tree, view, kind)
         if nodes:
             index = tree.local[verdict.path.clamp(min=0)]
             memory.keep(view.block_table, view.lengths, index, verdict.length, chain=batch.linear)
             self.drafter.keep(view, tree, index, verdict.length)
+        if self.drafter.needs:
+            self.drafter.learn(view, verdict.path, out.features)
         self.seats.advance(view, tree, verdict, outcome)
 
     def _verdict(self, logits: Tensor, tree: TokenTree, view: SeatedView, kind: Kind) -> Verdict:

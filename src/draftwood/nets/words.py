@@ -22,7 +22,7 @@ class TargetWords:
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[*] -> [*, hidden]."""
-        return self._rows(self._embedding, tokens.reshape(-1)).view(*tokens.shape, -1)
+        return self._rows(self._embedding, tokens.reshape(-1)).view(*tokens.shape, self.config.hidden_size)
 
     def head(self, tokens: Tensor | None = None) -> Tensor:
         """The output head, or some of its rows. [R, hidden]."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from draftwood.model.batch import AttentionShape, ForwardBatch, Pages
@@ -23,4 +24,11 @@ def plan_attention(batch: ForwardBatch, cache: Pages, shape: AttentionShape) -> 
     """The fastest attention there is for the batch's device."""
     if batch.tokens.device.type == "cpu":
         return SegmentedAttention.plan(batch, cache, shape)
+    if batch.tokens.device.type == "cuda" and cache.dtype != torch.float64:
+        from draftwood.ops.cuda.attention import TreeAttention  # Triton is there where CUDA is
+
+        return TreeAttention.plan(
+            batch, cache, shape, linear=batch.linear, max_rows=batch.max_rows, max_depth=batch.max_depth,
+            max_nodes=batch.max_nodes, exact=False,
+        )  # fmt: skip
     return DenseAttention.plan(batch, cache, shape)

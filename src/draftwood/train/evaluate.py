@@ -97,7 +97,8 @@ class Tally(FixedBudget):
     def by_depth(self) -> tuple[float, ...]:
         """How often the guess at each depth was right where those before it were; drafts cut short do not count."""
         rates = []
-        for depth in range(1, 1 + max((accepted for _, accepted in self.outcomes), default=0)):
+        deepest = max((max(accepted, 1) for _, accepted in self.outcomes), default=0)
+        for depth in range(1, 1 + deepest):
             there = [accepted for drafted, accepted in self.outcomes if drafted >= depth and accepted >= depth - 1]
             rates.append(sum(accepted >= depth for accepted in there) / len(there))
         return tuple(rates)

@@ -27,6 +27,8 @@ from draftwood.errors import InvalidRequest
 from draftwood.machine import give_back_memory
 from draftwood.model.checkpoint import Checkpoint, open_checkpoint
 from draftwood.nets.export import PRECISIONS, export
+from draftwood.nets.parts import Mlp
+from draftwood.nets.pointwise import ResBlock
 from draftwood.nets.words import TargetWords
 from draftwood.train import state
 from draftwood.train.data import Corpus, PackedBatches, Texts, frequent_tokens, read_prompts, regenerate
@@ -107,11 +109,14 @@ def run(job: TrainJob, say: Say = print, log: Say | None = None) -> Outcome:
     The trainer's own lines go to `log`; without one it draws a bar on the terminal.
     """
     prompts = _prompts(job)
-    _check_same(job, prompts)
+    facts = _facts(job, prompts)
+    _check_same(job, facts)
     finished = _exported(job)
     if finished is not None:
         return Outcome(job.place / DRAFTER, finished)
     checkpoint = open_checkpoint(job.model)
+    job.place.mkdir(parents=True, exist_ok=True)
+    (job.place / JOB).write_text(json.dumps(facts, indent=1) + "\n")
     corpus = corpus_of(job, checkpoint, say, prompts)
     learnt, held = _split(job, corpus)
     net, summary, held_figures = _train(job, checkpoint, learnt, held, say, log)
@@ -140,8 +145,8 @@ def _answers_key(job: TrainJob, prompts: list[str]) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]
 
 
-def _check_same(job: TrainJob, prompts: list[str]) -> None:
-    """Refuse to go on with a run that was begun otherwise; what has not begun may still change."""
+def _facts(job: TrainJob, prompts: list[str]) -> dict[str, Any]:
+    """What must not change between the pieces of a run."""
     name, recipe = find_recipe(job.method)
     facts = {key: value for key, value in asdict(job.training).items() if key not in FREE} | {
         "recipe": name,
@@ -154,20 +159,20 @@ def _check_same(job: TrainJob, prompts: list[str]) -> None:
         "held_out": job.held_out,
         "prompts and answers": _answers_key(job, prompts),
     }
-    facts = json.loads(json.dumps(facts))  # as they are read back
+    return json.loads(json.dumps(facts))  # as they are read back
+
+
+def _check_same(job: TrainJob, facts: Mapping[str, Any]) -> None:
+    """Refuse to go on with a run that was begun otherwise; what has not begun may still change."""
     path = job.place / JOB
     begun = state.checkpoints(job.place / CHECKPOINTS) or (job.place / DRAFTER).exists()
-    if begun and path.is_file():
-        before = json.loads(path.read_text())
-        changed = [key for key, value in facts.items() if before.get(key) != value]
-        if changed:
-            raise InvalidRequest(
-                f"The run in {job.place} was begun with other settings: {', '.join(changed)}. "
-                "Go on with those it has, or train into another folder (--out)."
-            )
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(facts, indent=1) + "\n")
+    before = json.loads(path.read_text()) if begun and path.is_file() else facts
+    changed = [key for key, value in facts.items() if before.get(key) != value]
+    if changed:
+        raise InvalidRequest(
+            f"The run in {job.place} was begun with other settings: {', '.join(changed)}. "
+            "Go on with those it has, or train into another folder (--out)."
+        )
 
 
 def _exported(job: TrainJob) -> dict[str, Any] | None:
@@ -198,15 +203,15 @@ def corpus_of(job: TrainJob, checkpoint: Checkpoint, say: Say, prompts: list[str
 
 def _answer(job: TrainJob, checkpoint: Checkpoint, prompts: list[str], waves: Path, say: Say) -> None:
     files = sorted(waves.glob("*.safetensors"))
-    done = int(files[-1].stem) if files else 0
-    if done >= len(prompts):
+    first = int(files[-1].stem) if files else 0
+    if first >= len(prompts):
         return
-    say(f"The target answers {len(prompts)} prompts{f', {done} of them answered before' if done else ''}.")
+    say(f"The target answers {len(prompts)} prompts{f', {first} of which it has before' if first else ''}.")
     on_gpu = EngineConfig(device=job.device).torch_device().type == "cuda"
     config = EngineConfig(device=job.device, cache_tokens=ANSWERING if on_gpu else 0)
     tokens = 0
     with LLM(checkpoint, config=config) as llm:
-        for done, texts in regenerate(llm, prompts, job.answers, job.temperatures, job.training.seed, done):
+        for done, texts in regenerate(llm, prompts, job.answers, job.temperatures, job.training.seed, first):
             _save_whole(Corpus.of(texts), waves / f"{done:09d}.safetensors")
             tokens += sum(len(answer) for _, answer in texts)
             say(f"{done} of {len(prompts)} prompts answered, {tokens} tokens")
@@ -266,6 +271,8 @@ def _train(
     batches = PackedBatches(learnt, job.rows, job.length, job.training.seed)
     judged = held_out_batches(held, job.rows, job.length)
     method = build(job, checkpoint, learnt, held)
+    if job.training.compile:
+        _compile(method.module)
     say(
         f"{num_parameters(method.module) / 1e6:.1f} M parameters, {len(learnt)} texts, {learnt.num_answered} tokens to "
         f"learn from, {len(batches)} batches an epoch; {len(held)} texts held out"
@@ -280,6 +287,13 @@ def _train(
     if summary.best is not None:
         state.load_best(job.place, method.module)
     return method.module, summary, held_out_figures(method, judged)
+
+
+def _compile(net: nn.Module) -> None:
+    """The parts between attentions, in place; what attends has a memory and is left as it is."""
+    for part in net.modules():
+        if isinstance(part, Mlp | ResBlock):
+            part.compile()
 
 
 def _info(job: TrainJob, corpus: Corpus, held: Corpus, summary: Summary) -> dict[str, Any]:
