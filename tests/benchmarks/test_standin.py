@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,13 @@ from tokenizers import Tokenizer
 
 from draftwood import LLM, EngineConfig, SamplingParams
 from draftwood.model.checkpoint import Checkpoint, expected_shape, open_checkpoint
+from draftwood.nets.block import BlockNet, BlockSpec, Confidence, Markov
+from draftwood.nets.export import export
+from draftwood.nets.layouts import build_net, open_drafter
+from draftwood.nets.parts import DraftHead
+from draftwood.nets.recurrent import Eagle3, Eagle3Spec
+from draftwood.nets.words import TargetWords
+from draftwood.train.attention import Blocks, Causal
 from reference_model import written_out_logits
 from tiny import tensor_names, tiny_folder
 
@@ -19,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import standin
 import standin_check
+import standin_drafter
 from gpu_prompts import CHAT8, STRICT64, chats
 
 CPU = torch.device("cpu")
@@ -46,6 +55,59 @@ def test_the_function_is_the_same(
     assert large.config.norm_eps == pytest.approx(small.config.norm_eps * sum(shares) ** 2)
     # Shares are powers of two and so is the root of four: nothing is rounded, whatever the sizes are.
     torch.testing.assert_close(written_out_logits(large, TEXT), written_out_logits(small, TEXT), rtol=1e-6, atol=1e-6)
+
+
+def own_net(kind: str, words: TargetWords) -> torch.nn.Module:
+    config = words.config
+    layers = {"eagle3": 1, "block": 2}[kind]
+    stack = replace(config, num_layers=layers, windows=(None,) * layers)
+    tokens = torch.arange(0, config.vocab_size, 3)
+    head = DraftHead(words.head(tokens), tokens, config.vocab_size, own=False)
+    if kind == "eagle3":
+        return Eagle3(stack, Eagle3Spec((0, 1), config.hidden_size, True, True, True), head)
+    markov = Markov(config.vocab_size, len(tokens), 4)
+    return BlockNet(stack, BlockSpec((0, 1), config.hidden_size, 4, None), head, markov, Confidence(36, markov))
+
+
+@pytest.mark.parametrize("kind", ["eagle3", "block"])
+def test_a_widened_drafter_says_the_same(tmp_path: Path, kind: str) -> None:
+    """The same logits from the stand-in's stream as the small network gives from the small one's."""
+    small, large = both(tmp_path, 36)
+    words = TargetWords(small, CPU, torch.float32)
+    torch.manual_seed(0)
+    net = own_net(kind, words)
+    for parameter in net.parameters():
+        parameter.data += 0.1 * torch.randn_like(parameter)
+    export(net, tmp_path / "drafter", "tiny", {}, dtype=torch.float32)
+    standin_drafter.widen(tmp_path / "drafter", small, large, tmp_path / "wide", CPU, torch.float32)
+    features = torch.randn(len(TEXT), 2, 36)
+    copied = torch.nn.functional.pad(features.repeat(1, 1, 2), (0, SHAPE.hidden - 72))
+    got = []
+    for path, target, given in (("drafter", small, features), ("wide", large, copied)):
+        own = TargetWords(target, CPU, torch.float32)
+        built = build_net(open_drafter(tmp_path / path), target.config, own)
+        got.append(_said(built, own, given.flatten(1)))
+    torch.testing.assert_close(got[1], got[0], rtol=1e-3, atol=3e-4)
+
+
+@torch.no_grad()
+def _said(net: Any, words: TargetWords, features: torch.Tensor) -> torch.Tensor:
+    """Logits after each token of TEXT, or of the block behind it."""
+    tokens, positions = torch.tensor([TEXT]), torch.arange(len(TEXT))[None]
+    mask = torch.ones(1, len(TEXT), len(TEXT), dtype=torch.bool).tril()
+    if isinstance(net, Eagle3):
+        output = net.run(words.embed(tokens), net.fuse(features[None]), positions, Causal(mask))
+        output = net.run(
+            words.embed(tokens), output, positions + 1, Causal(mask)
+        )  # its own output passes for a feature
+        return net.logits(output)
+    context = net.context(features[None])
+    known = [net.keys_values(i, context, positions) for i in range(net.config.num_layers)]
+    before = torch.ones(1, 1, len(TEXT), dtype=torch.bool)
+    embedded = torch.cat([words.embed(tokens[:, :1]), net.mask_embedding.expand(1, 3, -1)], 1)
+    output = net.run(embedded, torch.arange(11, 15)[None], Blocks(known, before, 4))
+    sure = net.confidence_head(output, tokens[:, :4])[..., None]
+    return torch.cat([net.corrected(output, net.head(output), tokens[:, :4], output), sure], -1)
 
 
 def test_nothing_compresses(tmp_path: Path) -> None:
