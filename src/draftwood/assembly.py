@@ -179,7 +179,7 @@ def choose_law(spec: str | Verifier, drafts: DraftLaw) -> ByRequest:
 
 def suited_tree(drafter: str, law: str | Verifier) -> str | None:
     """The tree a law asks for where the user names none."""
-    return "coupled" if law == "coupled" and split_spec(drafter)[0] not in LOOKUPS else None
+    return "coupled" if law == "coupled" and drafter.partition(":")[0] not in LOOKUPS else None
 
 
 def build_drafter(

@@ -50,7 +50,8 @@ class Grader:
         if outside is not None:
             agrees = agrees & (p.amax(-1) >= teacher.amax(-1))
         loss = self.mix(p, logits, targets, outside)
-        return Graded(loss.mean(), rows.mean(), agrees.float().mean(), rows)
+        count = max(len(rows), 1)  # no place may count at some depth, where answers are short
+        return Graded(loss.sum() / count, rows.sum() / count, agrees.sum() / count, rows)
 
 
 def _summed(graded: list[Graded], weights: Tensor) -> dict[str, Tensor]:
@@ -60,6 +61,8 @@ def _summed(graded: list[Graded], weights: Tensor) -> dict[str, Tensor]:
     alive = length = torch.ones_like(graded[0].agreement)
     report = {}
     for depth, grade in enumerate(graded, 1):
+        if not len(grade.rows):
+            break  # nothing is known of it, nor of what lies deeper
         alive = alive * grade.agreement
         length = length + alive
         report[f"agree_{depth}"] = grade.agreement

@@ -122,7 +122,7 @@ def run(job: TrainJob, say: Say = print, log: Say | None = None) -> Outcome:
     net, summary, held_figures = _train(job, checkpoint, learnt, held, say, log)
     if summary.reason not in ("finished", "patience"):
         return Outcome(job.place / DRAFTER, None, summary)
-    give_back_memory()
+    _let_go()
     say("Decoding with the new drafter …")
     asked = [held.text(i)[: int(held.prompt_lengths[i])].tolist() for i in range(min(len(held), MAX_PROMPTS))]
     decoded = decode_figures(
@@ -188,9 +188,10 @@ def corpus_of(job: TrainJob, checkpoint: Checkpoint, say: Say, prompts: list[str
     if not path.is_file():
         waves = path.with_suffix(".waves")  # files named by how many prompts are done with them
         _answer(job, checkpoint, prompts, waves, say)
-        give_back_memory()
-        pieces = [Corpus.load(file) for file in sorted(waves.glob("*.safetensors"))]
-        _save_whole(Corpus.of([text for piece in pieces for text in _texts(piece)]), path)
+        _let_go()
+        texts = [text for file in sorted(waves.glob("*.safetensors")) for text in _texts(Corpus.load(file))]
+        random.Random(job.training.seed).shuffle(texts)  # waves are sorted by temperature, and the last are held out
+        _save_whole(Corpus.of(texts), path)
         shutil.rmtree(waves)
     corpus = Corpus.load(path)
     if not len(corpus):
@@ -215,6 +216,13 @@ def _answer(job: TrainJob, checkpoint: Checkpoint, prompts: list[str], waves: Pa
             _save_whole(Corpus.of(texts), waves / f"{done:09d}.safetensors")
             tokens += sum(len(answer) for _, answer in texts)
             say(f"{done} of {len(prompts)} prompts answered, {tokens} tokens")
+
+
+def _let_go() -> None:
+    """What loads next plans with the memory that is free."""
+    give_back_memory()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _save_whole(corpus: Corpus, path: Path) -> None:
