@@ -41,6 +41,7 @@ def arguments() -> argparse.Namespace:
         "--only", default=",".join(BY_DEFAULT), help=f"of {', '.join(SECTIONS)}; {' '.join(BY_DEFAULT)}"
     )
     parser.add_argument("--contenders", help="of the section speed, such as plain,model")
+    parser.add_argument("--trained", type=Path, nargs="*", default=[], help="drafters of standin_drafter.py")
     parser.add_argument("--batches", type=_integers, help="such as 1,32")
     parser.add_argument("--temperatures", type=_numbers, help="such as 0")
     parser.add_argument("--rounds", type=int)
@@ -105,7 +106,7 @@ def main() -> int:
         raise SystemExit(f"There is no section {unknown[0]}: choose of {', '.join(SECTIONS)}.")
     make_models(given)
     wanted = tuple(given.contenders.split(",")) if given.contenders else ()
-    lab = Lab(given.standin, given.small, given.device, chosen_sizes(given), given.fixed, wanted)
+    lab = Lab(given.standin, given.small, given.device, chosen_sizes(given), given.fixed, tuple(given.trained), wanted)
     rows, failures = run_sections(lab, names)
     lab.close_all()
     if given.peers:  # before our own JSON, which is the last line

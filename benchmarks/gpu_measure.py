@@ -90,6 +90,7 @@ class Lab:
     device: str
     sizes: Sizes
     fixed: bool = False  # every drafter guesses as much as it can, whatever tables of costs say
+    trained: tuple[Path, ...] = ()  # folders of drafters for the stand-in
     contenders: tuple[str, ...] = ()  # who takes part besides plain decoding; nobody named: all
     scripts: dict[str, Callable[[], Drafter]] = field(default_factory=dict)
     answers: dict[tuple[int, ...], tuple[int, tuple[int, ...]]] = field(default_factory=dict)

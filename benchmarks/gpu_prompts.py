@@ -23,6 +23,26 @@ CHAT8 = (
     "Write a short email to a customer apologising for a late delivery and offering a discount.",
     "Who was Ada Lovelace, and why is she important in the history of computing?",
 )
+CODE8 = (
+    "Write a Python function `merge_intervals(intervals)` that merges overlapping intervals, with hints and a test.",
+    "Write a Python class `Stack` with push, pop, peek and is_empty, and show how it is used.",
+    'Complete this function:\n\ndef is_palindrome(text: str) -> bool:\n    """Ignore case and punctuation."""\n',
+    "Write a SQL query that lists the five customers with the highest total of orders in 2023, and explain each line.",
+    "Write a JavaScript function that removes duplicates from an array of objects by their `id`.",
+    "Write a Python script that reads a CSV file and prints the mean of every numeric column.",
+    "Implement binary search in Python, both as a loop and recursively, with comments.",
+    "Write a C function that reverses a singly linked list in place, with the struct it needs.",
+)
+MATHS8 = (
+    "Natalia sold 48 clips in April and half as many in May. How many did she sell altogether? Show each step.",
+    "A shop sells pens at 3 dollars and notebooks at 5. Ben buys 4 pens and 6 notebooks with 50 dollars. What is left?",
+    "Solve 3x + 7 = 2x + 19 step by step, and check the answer.",
+    "A tank holds 240 litres and is filled at 12 litres a minute while 4 a minute leak out. When is it full?",
+    "What is 15 % of 840, plus a quarter of 96? Write down each step.",
+    "Three friends share 84 marbles in the ratio 2 : 3 : 7. How many does each get? Explain step by step.",
+    "A rectangle is 5 cm longer than it is wide, and its perimeter is 58 cm. Find its area, step by step.",
+    "A car needs 7 litres for 100 km. How many litres does it need for 450 km, and what do they cost at 1.80 a litre?",
+)
 SUBJECTS = ("tides", "bread", "chess", "volcanoes", "bicycles", "the heart", "violins", "bees", "glass", "Lisbon")
 QUESTIONS = (
     "Explain to a curious child how {} came to be what we know today.",

@@ -19,7 +19,7 @@ from draftwood.engine.controller import FixedBudget
 from draftwood.engine.worker import ComputeThread
 from draftwood.protocols import Drafter
 from gpu_measure import Figures, Lab, Row, Setup, ask, step_seconds
-from gpu_prompts import CHAT8, STRICT64, chats
+from gpu_prompts import CHAT8, CODE8, MATHS8, STRICT64, chats
 
 PLAIN = Setup()
 GAP = 5.0  # microseconds without work from which on the GPU counts as waiting for the host
@@ -275,6 +275,38 @@ def idle_shares(spans: Sequence[tuple[float, float]]) -> tuple[float, float]:
     return long / whole, short / whole
 
 
+TASKS = {"code": CODE8, "maths": MATHS8, "chat": CHAT8}
+TRAINED_TREES = ("chain:depth=5", "chain:depth=8", "static:widths=4x3x2x1x1x1")
+WANTED = {"code": 3.0, "maths": 3.0, "chat": 2.3}
+
+
+def trained(lab: Lab) -> Iterator[Row]:
+    """Drafters trained for the stand-in, one prompt at a time, by task; the tree that does best counts."""
+    speeds = {task: _one_at_a_time(lab, PLAIN, texts) for task, texts in TASKS.items()}
+    for folder in lab.trained:
+        best: dict[str, float] = {}
+        for shape in TRAINED_TREES:
+            for task, texts in TASKS.items():
+                speed, length = _one_at_a_time(lab, Setup(str(folder), shape, max_running=1), texts)
+                ratio = speed / speeds[task][0]
+                print(
+                    f"{folder.name} {shape} {task}: {speed:.0f} tok/s, {ratio:.2f} x, {length:.2f} tok/step", flush=True
+                )
+                best[task] = max(ratio, best.get(task, 0.0))
+        for task, ratio in best.items():
+            yield f"{folder.name}, batch 1, {task}, / plain", ratio, "x", WANTED[task], ">="
+
+
+def _one_at_a_time(lab: Lab, setup: Setup, texts: tuple[str, ...]) -> tuple[float, float]:
+    """Tokens a second and tokens a step; the first prompts warm up, and the prefix cache never helps."""
+    llm = lab.open(setup)
+    prompts = chats(llm.tokenizer, texts, len(texts) + 2, 11000)
+    found = [ask(llm, [prompt], lab.sizes.tokens, 0.0) for prompt in prompts][2:]
+    stats = [results[0].stats for _, results in found]
+    tokens = sum(own.num_tokens for own in stats)
+    return tokens / sum(seconds for seconds, _ in found), tokens / sum(own.steps for own in stats)
+
+
 def costs(lab: Lab) -> Iterator[Row]:
     """The table t(rows, context) that budgets are made by; it is kept, and every engine made later uses it."""
     table = lab.open(PLAIN).calibrate(lambda what: print(f"  {what}", flush=True))
@@ -292,4 +324,5 @@ SECTIONS: Mapping[str, Callable[[Lab], Iterator[Row]]] = {
     "strict": strict,
     "quant": quant,
     "context": context,
+    "trained": trained,
 }

@@ -195,7 +195,7 @@ def build_drafter(
     entry = _entry("drafter", LOOKUPS, name, (*SHIPPED, MODEL_DRAFTER, "a folder"))
     if tree is not None:
         raise InvalidRequest(
-            f"The drafter '{name}' makes its own trees; --tree goes with {MODEL_DRAFTER}. "
+            f"The drafter '{name}' makes its own trees; --tree goes with models and trained networks. "
             f"Its settings are: {', '.join(entry.defaults) or 'none'}."
         )
     return entry.build("drafter", name, settings)

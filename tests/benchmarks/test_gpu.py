@@ -17,7 +17,12 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import gpu
 import gpu_sections
 from draftwood.model.checkpoint import open_checkpoint
+from draftwood.nets.export import export
+from draftwood.nets.parts import DraftHead
+from draftwood.nets.recurrent import Eagle3, Eagle3Spec
+from draftwood.nets.words import TargetWords
 from gpu_measure import QUICK, Lab
+from gpu_prompts import CODE8
 from standin import Shape, build, build_small
 
 SHAPE = Shape(layers=3, hidden=128, heads=16, kv_heads=4, head_dim=32, inner=96, positions=4096)
@@ -55,6 +60,20 @@ def test_trees_cost_and_give_nothing(lab: Lab, capsys: pytest.CaptureFixture[str
     assert found["step with 1 rows / 1 row, batch 1"] == 1
     assert len(found) == len(QUICK.trees)
     assert "rows:" in capsys.readouterr().out
+
+
+def test_trained_drafters_by_task(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = open_checkpoint(lab.standin)
+    words = TargetWords(checkpoint, torch.device("cpu"), torch.float32)
+    config = replace(checkpoint.config, num_layers=1, windows=(None,))
+    head = DraftHead(words.head(), None, config.vocab_size, own=False)
+    export(Eagle3(config, Eagle3Spec((0, 1), config.hidden_size), head), tmp_path / "own", "stand-in", {})
+    lab.trained = (tmp_path / "own",)
+    monkeypatch.setattr(gpu_sections, "TRAINED_TREES", ("chain:depth=2",))
+    monkeypatch.setattr(gpu_sections, "TASKS", {"code": CODE8[:1], "chat": CODE8[1:2]})
+    found = rows(lab, "trained")
+    assert set(found) == {"own, batch 1, code, / plain", "own, batch 1, chat, / plain"}
+    assert all(found.values())
 
 
 def test_strict_answers_are_equal(lab: Lab) -> None:

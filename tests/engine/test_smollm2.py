@@ -30,6 +30,7 @@ SUMMARY = [
         "For centuries the river Elbe has been a road for goods between Bohemia and the North Sea.",
     }
 ]
+MATHS = [{"role": "user", "content": "Ann has 3 boxes of 12 apples and gives 7 apples away. How many are left?"}]
 PROMPTS = [CHAT, CODE, SUMMARY]
 HF_CONFIG = {
     "model_type": "llama",
@@ -94,6 +95,10 @@ def largest_differences(runner: ModelRunner, texts: list[list[int]]) -> list[flo
         ("model:smollm2", "chain", "match"),
         ("model:smollm2", "beam", "match"),
         ("model:smollm2", "hybrid", "match"),
+        ("eagle3", None, "match"),
+        ("eagle3", "beam", "match"),
+        ("eagle3", "best-first", "walk"),
+        ("eagle3", "without-replacement", "traversal"),
     ],
 )
 def test_tokens_equal_plain_decoding(wanted: dict, drafter: str, tree: str | None, law: str) -> None:
@@ -103,6 +108,12 @@ def test_tokens_equal_plain_decoding(wanted: dict, drafter: str, tree: str | Non
         assert sum(r.stats.accepted for r in results) > 0
         if law == "match":
             assert [r.token_ids for r in llm.generate(PROMPTS, params(0.8))] == wanted[0.8]
+
+
+def test_the_shipped_drafter_guesses_well() -> None:
+    with LLM("smollm2", drafter="eagle3", config=CONFIG) as llm:
+        result = llm.chat(MATHS, params(0.0))
+    assert result.stats.tokens_per_step > 2
 
 
 @pytest.mark.parametrize("weights", ["stored", "bfloat16", "int8", "w8a8", "w4a8"])

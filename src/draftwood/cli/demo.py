@@ -215,7 +215,10 @@ def _open(flags: EngineFlags) -> tuple[LLM, Switch]:
         checkpoint = open_checkpoint(flags.model)
         config = settle(flags.config(), checkpoint, flags.drafter)
         # A draft model's weights belong on the thread that will use them.
-        drafter = ComputeThread.shared().call(lambda: build_drafter(flags.drafter, flags.tree, checkpoint, config))
+        pickles = flags.allow_pickle
+        drafter = ComputeThread.shared().call(
+            lambda: build_drafter(flags.drafter, flags.tree, checkpoint, config, allow_pickle=pickles)
+        )
         switch = Switch(drafter)
         llm = LLM(checkpoint, drafter=switch, law=flags.law, config=config, progress=progress)
     mention_missing_kernels(llm)

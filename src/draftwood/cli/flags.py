@@ -36,7 +36,7 @@ class EngineFlags:
     drafter: Annotated[
         str,
         _option(
-            "Who guesses: none, ngram[:nodes=8,…] or model:NAME (see `draftwood parts`).",
+            "Who guesses: none, ngram[:nodes=8,…], model:NAME, eagle3, a folder (see `draftwood parts`).",
             "Parts",
             "--drafter",
             "-d",
@@ -48,7 +48,7 @@ class EngineFlags:
     ] = "auto"
     tree: Annotated[
         str | None,
-        _option("Shape of a draft model's guesses, such as beam:nodes=16; only with model:NAME.", "Parts"),
+        _option("Shape of a model's or a trained network's guesses, such as beam:nodes=16.", "Parts"),
     ] = None
     weights: Annotated[
         str,
@@ -57,6 +57,10 @@ class EngineFlags:
     dtype: Annotated[str, _option("What is computed in: auto, float32, bfloat16, …", "Machine")] = "auto"
     strict: Annotated[
         bool, _option("The same bits whatever drafter, tree, batch and chunking; refused if it cannot be.", "Machine")
+    ] = False
+    allow_pickle: Annotated[
+        bool,
+        _option("Read a drafter's .pt or .bin file where it has nothing else; tensors only.", "Parts"),
     ] = False
     adaptive: Annotated[
         bool,

@@ -22,15 +22,20 @@ def models_table() -> Table:
 
 def parts_tables() -> Iterator[Table]:
     """Drafters, trees, weight formats and laws."""
-    from draftwood.assembly import LOOKUPS, MODEL_DRAFTER, TREES
+    from draftwood.assembly import LOOKUPS, MODEL_DRAFTER, SHIPPED, TREES
     from draftwood.model.weights import FORMATS, ON_ACCELERATORS
 
     drafters = Table("Name", "Settings", "Guesses", title="Drafters (--drafter)", title_justify="left")
     for name, entry in LOOKUPS.items():
         drafters.add_row(name, _settings(entry.defaults), entry.description)
     drafters.add_row(MODEL_DRAFTER, "--tree", "what a smaller model of the same vocabulary says")
+    for name in SHIPPED:
+        drafters.add_row(name, "--tree", "a network trained for the embedded model, which comes with this package")
+    drafters.add_row("FOLDER or hub id", "--tree", "a trained network in any of the published layouts")
     yield drafters
-    trees = Table("Name", "Settings", "Shape", title="Trees (--tree, with model:NAME)", title_justify="left")
+    trees = Table(
+        "Name", "Settings", "Shape", title="Trees (--tree, with models and trained networks)", title_justify="left"
+    )
     for name, entry in TREES.items():
         trees.add_row(name, _settings(entry.defaults), entry.description)
     yield trees

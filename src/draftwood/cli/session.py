@@ -26,7 +26,15 @@ def open_llm(flags: EngineFlags) -> LLM:
     check_parts(flags)
     fetch_quietly(flags.model)
     with loading(flags.model) as progress:
-        llm = LLM(flags.model, drafter=flags.drafter, law=flags.law, tree=flags.tree, config=config, progress=progress)
+        llm = LLM(
+            flags.model,
+            drafter=flags.drafter,
+            law=flags.law,
+            tree=flags.tree,
+            config=config,
+            progress=progress,
+            allow_pickle=flags.allow_pickle,
+        )
     mention_missing_kernels(llm)
     return llm
 

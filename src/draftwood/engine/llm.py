@@ -125,8 +125,10 @@ class LLM:
         config: EngineConfig | None = None,
         controller: Controller | None = None,
         progress: Progress = lambda *_: None,
+        allow_pickle: bool = False,
     ) -> None:
         self._controller = controller
+        self._allow_pickle = allow_pickle  # of a drafter's files that exist in no other form; tensors only, even then
         self._progress = progress
         if isinstance(law, str) and law != AUTO:
             build_verifier(law)  # refuse a name nobody knows before anything is read
@@ -150,7 +152,8 @@ class LLM:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         if isinstance(drafter, str):
-            drafter = build_drafter(drafter, tree or suited_tree(drafter, law), self.checkpoint, config)
+            shape = tree or suited_tree(drafter, law)
+            drafter = build_drafter(drafter, shape, self.checkpoint, config, allow_pickle=self._allow_pickle)
         self.laws = choose_law(law, drafter.law)
         check_exact(self.laws.default, drafter)  # before the weights are read
         target = load_runner(self.checkpoint, config, self._progress)

@@ -28,6 +28,7 @@ from draftwood.verifiers.path import keep_chosen
 
 PATIENCE = 64  # rounds that something else is made do with
 FAR = 4  # times too large, or too small
+FEW_PROMPTS = 4  # that are read one after the other: launching kernel by kernel takes longer than reading all weights
 READINGS = (16, 32, 64, 128, 256, 512)  # rows of a piece of a single prompt
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 
@@ -160,15 +161,20 @@ class Rounds:
         return Launched(host, arrived, len(seq_ids))
 
     def read(self, spans: Sequence[Span]) -> None:
-        """Run pieces of prompts through target and drafter."""
-        rows = max(span.end - span.start for span in spans)
-        size = next((size for size in READINGS if size >= rows), None)
-        if not self.captures or len(spans) > 1 or size is None:
+        """Run pieces of prompts through target and drafter: a few short ones by graphs, others all at once."""
+        longest = max(span.end - span.start for span in spans)
+        if not self.captures or len(spans) > FEW_PROMPTS or longest > READINGS[-1]:
             nowhere = torch.empty(0, dtype=torch.int64, device=self.seats.device)
             return self._run_text(self.target.cache.stage(spans, None, nowhere))
+        for span in spans:
+            self._read_one(span)
+
+    def _read_one(self, span: Span) -> None:
+        rows = span.end - span.start
+        size = next(size for size in READINGS if size >= rows)
         if size not in self._readings:
             self._readings[size] = self._prepare_reading(size)
-        reading, span = self._readings[size], spans[0]
+        reading = self._readings[size]
         pages = self.target.cache.tables.pages(span.seq_id)
         tokens = [*span.tokens[span.start : span.end], *[0] * (size - rows)]
         reading.packed.copy_(self.seats.packed_text(tokens, span.start, pages), non_blocking=True)

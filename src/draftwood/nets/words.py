@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from draftwood.model.checkpoint import Checkpoint
-from draftwood.model.weights import Matrix, Quantised, as_numbers
+from draftwood.model.weights import Matrix, as_numbers
 
 
 class TargetWords:
@@ -15,9 +15,8 @@ class TargetWords:
     def __init__(self, checkpoint: Checkpoint, device: torch.device, dtype: torch.dtype) -> None:
         self.config = config = checkpoint.config
         self.device, self.dtype = device, dtype
-        self._embedding = _moved(checkpoint.matrix("model.embed_tokens.weight"), device)
-        name = "model.embed_tokens.weight" if config.tied_head else "lm_head.weight"
-        self._head = self._embedding if config.tied_head else _moved(checkpoint.matrix(name), device)
+        self._embedding = self._moved(checkpoint.matrix("model.embed_tokens.weight"))
+        self._head = self._embedding if config.tied_head else checkpoint.matrix("lm_head.weight")
         self._norm = checkpoint.tensor("model.norm.weight").to(device, dtype)
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -26,8 +25,10 @@ class TargetWords:
 
     def head(self, tokens: Tensor | None = None) -> Tensor:
         """The output head, or some of its rows. [R, hidden]."""
-        every = torch.arange(self.config.vocab_size, device=self.device)
-        return self._rows(self._head, every if tokens is None else tokens.to(self.device))
+        matrix = self._head
+        place = matrix.device if isinstance(matrix, Tensor) else matrix.codes.device
+        every = torch.arange(self.config.vocab_size, device=place)
+        return self._rows(matrix, every if tokens is None else tokens.to(place)).to(self.device)
 
     def final_norm(self, hidden: Tensor) -> Tensor:
         """What the head reads. [*, hidden] -> [*, hidden]."""
@@ -38,8 +39,8 @@ class TargetWords:
     def _rows(self, matrix: Matrix, rows: Tensor) -> Tensor:
         return as_numbers(matrix[rows])[:, : self.config.hidden_size].to(self.dtype)
 
-
-def _moved(matrix: Matrix, device: torch.device) -> Matrix:
-    if isinstance(matrix, Quantised):
-        return matrix.each(lambda part: part.to(device))
-    return matrix.to(device)
+    def _moved(self, matrix: Matrix) -> Matrix:
+        """On a CPU as it is stored; elsewhere memory is cheaper than the many small steps of making numbers of it."""
+        if self.device.type == "cpu":
+            return matrix
+        return as_numbers(matrix)[:, : self.config.hidden_size].to(self.device, self.dtype)

@@ -45,7 +45,8 @@ def open_drafter(path: str | Path, *, allow_pickle: bool = False) -> DrafterFile
     if not allow_pickle:
         raise CheckpointError(
             f"{name} has its weights only as a pickle ({pickles[0].name}), which could run code of its own when it is "
-            "loaded. If you trust where it comes from, say allow_pickle=True; better, convert it to safetensors."
+            "loaded. If you trust where it comes from, say --allow-pickle (in Python allow_pickle=True); better, "
+            "convert it to safetensors."
         )
     return _from_pickles(pickles, name, config)
 
