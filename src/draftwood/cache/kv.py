@@ -119,6 +119,26 @@ class KVCache:
         )
         return batch if nodes is None else self._with_nodes(batch, owner, nodes)
 
+    def stage_next(self, seq_ids: Sequence[int], index: Tensor, tokens: Tensor) -> ForwardBatch:
+        """One further row of text for each of some sequences, with key number `index` [S]: a node of a chain."""
+        table = self.block_table([Span(seq_id, (), 0, 0) for seq_id in seq_ids])
+        rows = torch.arange(len(seq_ids) + 1, device=self.device)
+        seen = index + 1
+        return ForwardBatch(
+            tokens=tokens,
+            positions=index,
+            slots=self.slots(table, rows[:-1], index),
+            visible=seen,
+            ancestors=torch.zeros(len(seq_ids), 1, dtype=torch.int64, device=self.device),
+            row_offsets=rows,
+            tree_base=seen,
+            num_keys=seen,
+            block_table=table,
+            logit_rows=rows[:-1],
+            max_rows=1,
+            linear=True,
+        )
+
     def _with_nodes(self, pending: ForwardBatch, owner: Tensor, nodes: NodeRows) -> ForwardBatch:
         """The same batch with `nodes` behind their sequences' pending rows."""
         before = pending.tree_base[nodes.span]

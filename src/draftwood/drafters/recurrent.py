@@ -129,6 +129,12 @@ class _Growth:
 
     def _run(self, builder: TreeBuilder, columns: Tensor, owner: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
         column = columns[owner, place]
+        features = self.outputs[owner, builder.parents[owner, column]]
+        if self.drafter.law.chain:  # a piece of text
+            index = self.view.lengths[owner] + builder.depth[owner, column] - 2
+            seq_ids = [self.view.seq_ids[b] for b in owner.tolist()]
+            tokens = builder.tokens[owner, column]
+            return self.drafter.run(self.drafter.target.cache.stage_next(seq_ids, index, tokens), features)
         span_of = torch.full((builder.num_trees,), -1, device=columns.device)
         span_of[list(self.ready)] = torch.arange(len(self.ready), device=columns.device)
         nodes = NodeRows(
@@ -141,6 +147,6 @@ class _Growth:
         ended = [Span(self.view.seq_ids[b], (), n, n) for b in self.ready for n in [len(self.view.tokens[b]) - 1]]
         batch = self.drafter.target.cache.stage(ended, nodes, torch.arange(len(owner), device=columns.device))
         # Rows come in another order than nodes: sequence by sequence.
-        features = self.outputs.new_empty(len(owner), self.outputs.shape[-1])
-        features[batch.logit_rows] = self.outputs[owner, builder.parents[owner, column]]
-        return self.drafter.run(batch, features)
+        placed = torch.empty_like(features)
+        placed[batch.logit_rows] = features
+        return self.drafter.run(batch, placed)
