@@ -9,12 +9,12 @@ from draftwood.drafters.none import NoDrafter
 from draftwood.drafters.points import PointDrafter, PointTree
 from draftwood.drafters.scripted import ScriptedDrafter
 from draftwood.growers import Best, Coupled, Independent, Levels, Paths, chain
-from draftwood.protocols import Budget
+from draftwood.protocols import Budget, Span
 from draftwood.request import SamplingParams
 from draftwood.rng import KeyedRng
 from draftwood.verifiers import Match
 from enumeration import view_of
-from tiny import Ask, Harness, generated, tiny_runner
+from tiny import Ask, Harness, generated, tiny_runner, with_masks
 
 
 def proposal(drafter, tokens: list[int], nodes: int = 100, depth: int = 100, budget: int = 100) -> set[tuple[int, ...]]:
@@ -144,3 +144,16 @@ def test_a_draft_model_with_a_shorter_context_stops_guessing_there() -> None:
 
 def test_a_budget_of_nothing_means_bare_roots() -> None:
     assert proposal(ModelDrafter(tiny_runner(), chain(3)), [1, 2], budget=0) == set()
+
+
+def test_what_is_guessed_behind_masks_is_what_the_model_says_there() -> None:
+    text, runner = [3, 1, 4, 1, 5, 9, 2, 6], tiny_runner(noise=0.2)
+    masked = [*text, 5, 5, 5]
+    runner.cache.tables.open(0, ())
+    runner.cache.tables.reserve(0, len(masked))
+    rows = torch.arange(len(text) - 1, len(masked))
+    logits = runner.forward(runner.cache.stage([Span(0, masked, 0, len(masked))], None, rows)).logits
+    drafter = with_masks(chain(6))(torch.float64)
+    assert leaves(proposal(drafter, text)) == {tuple(logits.argmax(-1).tolist())}, "and no deeper than there are slots"
+    longer = [*text, *range(12), *range(12)]  # more than a forward has room for
+    assert leaves(proposal(drafter, longer)) == leaves(proposal(with_masks(chain(6))(torch.float64), longer))

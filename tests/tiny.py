@@ -17,6 +17,7 @@ from draftwood.drafters.block import BlockDrafter
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
+from draftwood.drafters.parallel import ParallelDrafter
 from draftwood.drafters.pointwise import HeadStackDrafter
 from draftwood.drafters.recurrent import RecurrentDrafter
 from draftwood.drafters.scripted import ScriptedDrafter
@@ -295,6 +296,13 @@ def scripted(script: Callable[[Sequence[int]], Sequence[Sequence[int]]], nodes: 
 
 def with_arrivals(asks: Sequence[Ask], every: int) -> list[Ask]:
     return [replace(ask, arrives=i * every) for i, ask in enumerate(asks)]
+
+
+def with_masks(grower: Grower, guesses: int = 4, num_pages: int = 200) -> DraftMaker:
+    """A likeness of the target that guesses behind masks, which it was never trained for."""
+    return lambda dtype: ParallelDrafter(
+        tiny_runner(noise=0.2, dtype=dtype, num_pages=num_pages), grower, mask=5, guesses=guesses, max_rows=16
+    )
 
 
 NETS = {

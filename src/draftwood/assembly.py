@@ -19,6 +19,7 @@ from draftwood.config import EngineConfig
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
+from draftwood.drafters.parallel import ParallelDrafter
 from draftwood.drafters.trained import drafter_of
 from draftwood.engine.memory import (
     automatic_cache_tokens,
@@ -210,10 +211,24 @@ def load_trained(
         return student_drafter(student_words(files, target), tree, config)
     if recognise(files) == Layout.LANGUAGE_MODEL:
         return load_model_drafter(open_checkpoint(path), tree, target, config)
+    if recognise(files) == Layout.PARD:
+        return load_parallel(open_checkpoint(path), files.config, tree, target, config)
     words = TargetWords(target, config.torch_device(), config.torch_dtype())
     net = build_net(files, target.config, words)
     self_test(net, words)
     return drafter_of(net, words, build_grower(tree or TREE_OF.get(type(net), DEFAULT_TREE)))
+
+
+def load_parallel(
+    checkpoint: Checkpoint, given: Mapping[str, Any], tree: str | None, target: Checkpoint, config: EngineConfig
+) -> ParallelDrafter:
+    """A language model that guesses behind masks."""
+    check_same_vocabulary(checkpoint, target)
+    mask = given.get("pard_token")
+    if not isinstance(mask, int) or not 0 <= mask < checkpoint.config.vocab_size:
+        raise IncompatibleParts(f"'{checkpoint.name}' names no mask of its vocabulary: its pard_token is {mask!r}.")
+    runner = load_runner(checkpoint, config)
+    return ParallelDrafter(runner, build_grower(tree or "chain:depth=8"), mask, max_rows=config.max_rows)
 
 
 def load_model_drafter(
@@ -268,7 +283,7 @@ def settle(config: EngineConfig, target: Checkpoint, drafter: str | Drafter) -> 
     config = config.settled()
     if config.torch_device().type != "cuda":
         return config
-    draft, (free, total) = _draft_config(drafter), device_memory(config.torch_device())
+    draft, (free, total) = _draft_config(drafter, target.config), device_memory(config.torch_device())
     if not config.cache_tokens:
         tokens = automatic_cache_tokens(target.config, draft, config, free, total)
         config = replace(config, cache_tokens=tokens)
@@ -276,13 +291,20 @@ def settle(config: EngineConfig, target: Checkpoint, drafter: str | Drafter) -> 
     return config
 
 
-def _draft_config(drafter: str | Drafter) -> ModelConfig | None:
-    if isinstance(drafter, str) and drafter.startswith("model:"):
+def _draft_config(drafter: str | Drafter, target: ModelConfig) -> ModelConfig | None:
+    """A model that needs about as much memory as the drafter will; a network counts for four of the target's layers."""
+    if not isinstance(drafter, str):
+        return None
+    if drafter.startswith("model:"):
         return open_checkpoint(drafter.removeprefix("model:")).config
-    if isinstance(drafter, str) and (Path(drafter).expanduser() / "config.json").is_file():
-        files = open_drafter(drafter)
-        return ModelConfig.from_hf(files.config) if recognise(files) == Layout.STUDENT else None
-    return None
+    folder = TRAINED / drafter if drafter in SHIPPED else Path(drafter).expanduser()
+    if not (folder / "config.json").is_file():
+        return None
+    if any(folder.glob("*.safetensors")):
+        files = open_drafter(folder)
+        if recognise(files) in (Layout.STUDENT, Layout.LANGUAGE_MODEL, Layout.PARD):
+            return ModelConfig.from_hf(files.config)
+    return replace(target, num_layers=4, windows=(None,) * 4)
 
 
 @contextmanager
@@ -293,7 +315,7 @@ def memory_explained(config: EngineConfig, target: Checkpoint, drafter: str | Dr
     except torch.OutOfMemoryError as error:
         give_back_memory()
         free, total = device_memory(config.torch_device())
-        plan = plan_memory(target.config, _draft_config(drafter), config, free, total)
+        plan = plan_memory(target.config, _draft_config(drafter, target.config), config, free, total)
         raise explain_out_of_memory(error, plan) from error
 
 

@@ -43,6 +43,7 @@ from tiny import (
     tiny_config,
     tiny_runner,
     with_arrivals,
+    with_masks,
     with_model,
     with_net,
 )
@@ -80,6 +81,9 @@ DRAFTERS: dict[str, DraftMaker] = {
     "model-coupled": with_model(Levels((1, 1, 1), Coupled())),
     "model-coupled-tree": with_model(Levels((2, 2), Coupled())),
     "model-starved": with_model(chain(3), num_pages=20),
+    "pard-chain": with_masks(chain(5)),
+    "pard-tree": with_masks(Levels((3, 2, 1), Best())),
+    "pard-sampled": with_masks(Levels((1, 1, 1), Independent())),
     "eagle3-chain": with_net("eagle3", chain(4)),
     "eagle3-tree": with_net("eagle3", Levels((3, 2, 1), Best())),
     "eagle31-beam": with_net("eagle31", Beam(nodes=9, width=3, depth=3)),
@@ -253,7 +257,7 @@ def test_drafts_are_accepted_at_all() -> None:
         if name in ("none", "scripted-wrong", "model-other-family"):
             continue
         _, answers = run(name, "match", Regime(), torch.float64, requests(0.0))
-        by_luck = name.split("-")[0] in NETS  # their weights are random: right one time in thirteen
+        by_luck = name.split("-")[0] in (*NETS, "pard")  # their weights are random: right one time in thirteen
         assert sum(answer.accepted for answer in answers) > (1 if by_luck else 5), name
 
 

@@ -28,6 +28,7 @@ from draftwood.model.config import ModelConfig
 from draftwood.ops.staging import staged
 from draftwood.protocols import Span
 from draftwood.tree import TokenTree, Verdict
+from draftwood.treebuilder import TreeBuilder
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,21 @@ class NodeRows:
         drafted = tree.parents >= 0
         owner = span[tree.owner[drafted]]
         return cls(owner, tree.local[drafted], tree.tokens[drafted], tree.depth[drafted], tree.ancestors[drafted])
+
+    @classmethod
+    def of_growth(cls, builder: TreeBuilder, columns: Tensor, runs: Tensor, spans: Sequence[int]) -> NodeRows:
+        """Those nodes in `columns` [B, k] of growing trees that are to run [B, k]; tree `spans[i]` is behind span i."""
+        owner, place = runs.nonzero(as_tuple=True)
+        column = columns[owner, place]
+        span_of = torch.full((builder.num_trees,), -1, device=columns.device)
+        span_of[list(spans)] = torch.arange(len(spans), device=columns.device)
+        return cls(
+            span=span_of[owner],
+            index=column,
+            tokens=builder.tokens[owner, column],
+            depth=builder.depth[owner, column],
+            ancestors=builder.ancestors(columns)[owner, place],
+        )
 
 
 class KVCache:

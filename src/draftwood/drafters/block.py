@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -27,17 +28,20 @@ class BlockDrafter(FeatureDrafter):
     """A `BlockNet`, and a grower."""
 
     net: BlockNet
-    pages: Pages
     _native: NativeLayers | None
 
     def __init__(self, net: BlockNet, words: TargetWords, grower: Grower) -> None:
         super().__init__(net, words, grower)
         self.deepest = net.spec.guesses
 
+    @cached_property
+    def pages(self) -> Pages:
+        """Under the target's; in rounds on a device others are used instead."""
+        return pages_under(self.target, self.net.config)
+
     def attach(self, target: ModelRunner) -> None:
-        """Make room under its pages."""
+        """Its layers run on the target's kernels where they can."""
         super().attach(target)
-        self.pages = pages_under(target, self.net.config)
         net, possible = self.net, not self.net.spec.norm_in_head
         self._native = native_layers(net, net.config, net.head, self.words.dtype) if possible else None
 

@@ -22,7 +22,7 @@ from draftwood.treebuilder import TreeBuilder
 
 
 @dataclass
-class _Growth:
+class Growth:
     """One round of growing: the draft model as a `FrontierModel`, and what it ran."""
 
     runner: ModelRunner
@@ -86,19 +86,9 @@ class _Growth:
         return self.runner.cache.tables.reserve(self.view.seq_ids[b], len(self.view.tokens[b]) + num_columns - 1)
 
     def _run_nodes(self, builder: TreeBuilder, columns: Tensor, runs: Tensor) -> Tensor:
-        owner, place = runs.nonzero(as_tuple=True)
-        column = columns[owner, place]
-        span_of = torch.full((builder.num_trees,), -1, device=columns.device)
-        span_of[self.seats] = torch.arange(len(self.seats), device=columns.device)
-        nodes = NodeRows(
-            span=span_of[owner],
-            index=column,
-            tokens=builder.tokens[owner, column],
-            depth=builder.depth[owner, column],
-            ancestors=builder.ancestors(columns)[owner, place],
-        )
-        batch = self.runner.cache.stage(self._ended_spans(), nodes, torch.arange(len(owner), device=columns.device))
-        return self.runner.forward(batch).logits
+        nodes = NodeRows.of_growth(builder, columns, runs, self.seats)
+        rows = torch.arange(len(nodes.tokens), device=columns.device)
+        return self.runner.forward(self.runner.cache.stage(self._ended_spans(), nodes, rows)).logits
 
     def _ended_spans(self) -> list[Span]:
         seated = [(self.view.seq_ids[b], self.view.tokens[b]) for b in self.seats]
@@ -128,7 +118,7 @@ class ModelDrafter:
         self.runner = runner
         self.grower = grower
         self.max_rows = max_rows
-        self._growth: _Growth | None = None
+        self._growth: Growth | None = None
         self._columns: Tensor | None = None
         self._known: dict[int, None] = {}  # sequences with a table, least recently drafted for first
 
@@ -148,9 +138,18 @@ class ModelDrafter:
         sitting = torch.zeros_like(view.max_nodes)
         sitting[seats] = 1
         view = replace(view, max_nodes=view.max_nodes * sitting)
-        self._growth = _Growth(self.runner, view, seats, self.max_rows)
+        self._growth = self.start(view, seats)
         tree, self._columns = self.grower.grow(self._growth, view, budget, rng).build()
         return tree
+
+    def start(self, view: BatchView, seats: list[int]) -> Growth:
+        """A round of growing for the sequences `seats` of the view."""
+        return Growth(self.runner, view, seats, self.max_rows)
+
+    @property
+    def room(self) -> int:
+        """Rows it may write behind a text."""
+        return self.max_nodes
 
     def read(self, spans: Sequence[Span], features: Features) -> None:
         """It needs nothing."""
@@ -186,13 +185,13 @@ class ModelDrafter:
 
     def _find_room(self, seq_id: int, tokens: Sequence[int], staying: set[int]) -> bool:
         tables = self.runner.cache.tables
-        if len(tokens) + self.max_nodes > self.runner.model.config.max_positions:
+        if len(tokens) + self.room > self.runner.model.config.max_positions:
             return False
         if seq_id not in self._known:
             tables.open(seq_id, tokens)
         self._known.pop(seq_id, None)
         self._known[seq_id] = None
-        while not tables.reserve(seq_id, len(tokens) + self.max_nodes):
+        while not tables.reserve(seq_id, len(tokens) + self.room):
             idle = next((known for known in self._known if known not in staying), None)
             if idle is None:
                 self.release(seq_id)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -28,13 +29,16 @@ class RecurrentDrafter(FeatureDrafter):
     """A `RecurrentNet`, and a grower."""
 
     net: RecurrentNet
-    pages: Pages
     _native: NativeLayers | None
 
+    @cached_property
+    def pages(self) -> Pages:
+        """Under the target's; in rounds on a device others are used instead."""
+        return pages_under(self.target, self.net.config)
+
     def attach(self, target: ModelRunner) -> None:
-        """Make room under its pages."""
+        """Its layers run on the target's kernels where they can."""
         super().attach(target)
-        self.pages = pages_under(target, self.net.config)
         net = self.net
         self._native = native_layers(net, net.config, net.head, self.words.dtype) if isinstance(net, Eagle3) else None
 
@@ -120,14 +124,15 @@ class _Growth:
         logits = self.outputs.new_zeros(*columns.shape, head.size)
         if bool(runs.any()):
             owner, place = runs.nonzero(as_tuple=True)
-            self.outputs[owner, columns[owner, place]], logits[owner, place] = self._run(builder, columns, owner, place)
+            self.outputs[owner, columns[owner, place]], logits[owner, place] = self._run(builder, columns, runs)
         return head.spread(logits)
 
     def _reserve(self, b: int, num_columns: int) -> bool:
         tables = self.drafter.target.cache.tables
         return tables.reserve(self.view.seq_ids[b], len(self.view.tokens[b]) + num_columns - 1)
 
-    def _run(self, builder: TreeBuilder, columns: Tensor, owner: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
+    def _run(self, builder: TreeBuilder, columns: Tensor, runs: Tensor) -> tuple[Tensor, Tensor]:
+        owner, place = runs.nonzero(as_tuple=True)
         column = columns[owner, place]
         features = self.outputs[owner, builder.parents[owner, column]]
         if self.drafter.law.chain:  # a piece of text
@@ -135,15 +140,7 @@ class _Growth:
             seq_ids = [self.view.seq_ids[b] for b in owner.tolist()]
             tokens = builder.tokens[owner, column]
             return self.drafter.run(self.drafter.target.cache.stage_next(seq_ids, index, tokens), features)
-        span_of = torch.full((builder.num_trees,), -1, device=columns.device)
-        span_of[list(self.ready)] = torch.arange(len(self.ready), device=columns.device)
-        nodes = NodeRows(
-            span=span_of[owner],
-            index=column,
-            tokens=builder.tokens[owner, column],
-            depth=builder.depth[owner, column],
-            ancestors=builder.ancestors(columns)[owner, place],
-        )
+        nodes = NodeRows.of_growth(builder, columns, runs, self.ready)
         ended = [Span(self.view.seq_ids[b], (), n, n) for b in self.ready for n in [len(self.view.tokens[b]) - 1]]
         batch = self.drafter.target.cache.stage(ended, nodes, torch.arange(len(owner), device=columns.device))
         # Rows come in another order than nodes: sequence by sequence.
