@@ -5,7 +5,6 @@ A name may carry settings behind a colon, separated by commas; `draftwood parts`
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -43,7 +42,7 @@ from draftwood.growers import (
     WithoutReplacement,
 )
 from draftwood.machine import give_back_memory
-from draftwood.model.checkpoint import Checkpoint, open_checkpoint
+from draftwood.model.checkpoint import HUB_ID, Checkpoint, open_checkpoint
 from draftwood.model.config import ModelConfig
 from draftwood.model.native import Progress
 from draftwood.model.runner import ModelRunner, require_strict
@@ -63,7 +62,6 @@ DEFAULT_TREE = "chain"
 TRAINED = Path(__file__).parent / "trained"  # drafters that come with the package, for the embedded model
 SHIPPED = tuple(sorted(folder.name for folder in TRAINED.glob("*") if (folder / "config.json").is_file()))
 TREE_OF: Mapping[type, str] = {Eagle3: "chain:depth=5", BlockNet: "chain:depth=6", HeadStack: "static:widths=3x2x1"}
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 AUTO = "auto"
 
 
@@ -190,7 +188,7 @@ def build_drafter(
     if spec.startswith("model:"):
         return load_model_drafter(open_checkpoint(spec.removeprefix("model:")), tree, target, config)
     name, settings = split_spec(spec)
-    trained = TRAINED / spec if spec in SHIPPED else Path(spec).expanduser()
+    trained = _trained_folder(spec)
     if name not in LOOKUPS and (trained.is_dir() or HUB_ID.fullmatch(spec)):
         return load_trained(trained if trained.is_dir() else spec, tree, target, config, allow_pickle=allow_pickle)
     entry = _entry("drafter", LOOKUPS, name, (*SHIPPED, MODEL_DRAFTER, "a folder"))
@@ -202,16 +200,22 @@ def build_drafter(
     return entry.build("drafter", name, settings)
 
 
+def _trained_folder(spec: str) -> Path:
+    """Where a trained drafter of this name would lie: in the package, or wherever the user says."""
+    return TRAINED / spec if spec in SHIPPED else Path(spec).expanduser()
+
+
 def load_trained(
     path: str | Path, tree: str | None, target: Checkpoint, config: EngineConfig, *, allow_pickle: bool
 ) -> Drafter:
     """Whatever network somebody trained for the target, recognised from its files."""
     files = open_drafter(path, allow_pickle=allow_pickle)
-    if recognise(files) == Layout.STUDENT:
+    layout = recognise(files)
+    if layout == Layout.STUDENT:
         return student_drafter(student_words(files, target), tree, config)
-    if recognise(files) == Layout.LANGUAGE_MODEL:
+    if layout == Layout.LANGUAGE_MODEL:
         return load_model_drafter(open_checkpoint(path), tree, target, config)
-    if recognise(files) == Layout.PARD:
+    if layout == Layout.PARD:
         return load_parallel(open_checkpoint(path), files.config, tree, target, config)
     words = TargetWords(target, config.torch_device(), config.torch_dtype())
     net = build_net(files, target.config, words)
@@ -297,14 +301,14 @@ def _draft_config(drafter: str | Drafter, target: ModelConfig) -> ModelConfig | 
         return None
     if drafter.startswith("model:"):
         return open_checkpoint(drafter.removeprefix("model:")).config
-    folder = TRAINED / drafter if drafter in SHIPPED else Path(drafter).expanduser()
+    folder = _trained_folder(drafter)
     if not (folder / "config.json").is_file():
         return None
     if any(folder.glob("*.safetensors")):
         files = open_drafter(folder)
         if recognise(files) in (Layout.STUDENT, Layout.LANGUAGE_MODEL, Layout.PARD):
             return ModelConfig.from_hf(files.config)
-    return replace(target, num_layers=4, windows=(None,) * 4)
+    return target.with_layers(4)
 
 
 @contextmanager

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from draftwood.cache.kv import NodeRows
-from draftwood.drafters.features import FeatureDrafter, PagedAttend, pages_under, write
+from draftwood.drafters.features import FeatureDrafter, PagedAttend, pages_under, text_ends, write
 from draftwood.drafters.resident_features import ResidentBlock
+from draftwood.growers.levels import fixed_shape
 from draftwood.model.batch import ForwardBatch, Pages
 from draftwood.model.runner import ModelRunner
 from draftwood.nets.block import BlockNet
@@ -73,7 +74,7 @@ class BlockDrafter(FeatureDrafter):
         tokens = [(view.seq_ids[b], view.tokens[b]) for b in ready]
         pending = self._pending
         self.write_context([Span(s, t, pending[s].start, len(t) - 1) for s, t in tokens])
-        return _Growth(self, view, ready)
+        return _Growth(self, ready)
 
     def run(self, view: BatchView, ready: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Outputs and logits of the blocks behind the sequences `ready`. [n, guesses, hidden], [n, guesses, R]."""
@@ -83,9 +84,8 @@ class BlockDrafter(FeatureDrafter):
         number = torch.arange(1, size + 1, device=device).expand(count, -1).reshape(-1)
         every = torch.full((count * size, 1), (1 << size) - 1, device=device)
         owner = torch.arange(count, device=device).repeat_interleave(size)
-        spans = [Span(view.seq_ids[b], (), n, n) for b in ready for n in [len(view.tokens[b]) - 1]]
         nodes = NodeRows(owner, number, tokens.reshape(-1), number, every)
-        batch = self.target.cache.stage(spans, nodes, torch.arange(count * size, device=device))
+        batch = self.target.cache.stage(text_ends(view, ready), nodes, torch.arange(count * size, device=device))
         output, logits = self._through(batch, embedded.flatten(0, 1))
         first = size - spec.guesses
         return output.view(count, size, -1)[:, first:], logits.view(count, size, -1)[:, first:]
@@ -102,7 +102,7 @@ class BlockDrafter(FeatureDrafter):
 
     def resident(self, target: ModelRunner) -> ResidentBlock | None:
         """In rounds on the device, if its trees have a fixed shape."""
-        levels = self.fixed_shape
+        levels = fixed_shape(self.grower)
         return None if levels is None else ResidentBlock(self, levels, target)
 
     def _through(self, batch: ForwardBatch, embedded: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,7 +120,6 @@ class _Growth:
     """One block's slots, as a tree asks for them."""
 
     drafter: BlockDrafter
-    view: BatchView
     ready: Sequence[int]
     outputs: Tensor = field(init=False)  # [B, guesses, hidden]
     base: Tensor = field(init=False)  # [B, guesses, R] logits of every slot before correction

@@ -14,7 +14,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from draftwood.growers.levels import Levels
 from draftwood.model.batch import AttentionShape, ForwardBatch, Pages
 from draftwood.model.config import ModelConfig
 from draftwood.model.runner import ModelRunner
@@ -75,6 +74,12 @@ def pages_under(target: ModelRunner, config: ModelConfig) -> Pages:
     return Pages(torch.zeros(shape, dtype=target.model.dtype, device=target.device), memory.page_size)
 
 
+def text_ends(view: BatchView, ready: Sequence[int]) -> list[Span]:
+    """Behind what the target has run of the sequences `ready`: all but their last tokens."""
+    lengths = [(view.seq_ids[b], len(view.tokens[b]) - 1) for b in ready]
+    return [Span(seq_id, (), length, length) for seq_id, length in lengths]
+
+
 class Net(Protocol):
     """What the base asks of a network."""
 
@@ -108,12 +113,6 @@ class FeatureDrafter:
     def needs(self) -> frozenset[int]:
         """The layers its network reads."""
         return frozenset(self.net.reads)
-
-    @property
-    def fixed_shape(self) -> Levels | None:
-        """Its tree, if that looks the same every time."""
-        grower = self.grower
-        return grower if isinstance(grower, Levels) and grower.picker.unfailing else None
 
     def attach(self, target: ModelRunner) -> None:
         """Whose features it will see, and under whose pages its own lie."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftwood.cache.kv import NodeRows
 from draftwood.drafters.resident import ResidentModel
-from draftwood.growers.levels import Levels
+from draftwood.growers.levels import fixed_shape
 from draftwood.model.runner import ModelRunner
 from draftwood.protocols import BatchView, Budget, Features, Grower, Randomness, Span
 from draftwood.tree import DraftLaw, TokenTree, Verdict
@@ -166,9 +166,8 @@ class ModelDrafter:
         """The same model under the target's pages, where the tree's shape is known beforehand."""
         own, theirs = self.runner.cache, target.cache
         alike = (own.page_size, own.scratch_page) == (theirs.page_size, theirs.scratch_page)
-        if not alike or not isinstance(self.grower, Levels) or not self.grower.picker.unfailing:
-            return None
-        return ResidentModel(self.runner, self.grower)
+        levels = fixed_shape(self.grower)
+        return ResidentModel(self.runner, levels) if alike and levels is not None else None
 
     def release(self, seq_id: int) -> None:
         """Free its pages."""

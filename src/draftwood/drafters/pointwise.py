@@ -10,6 +10,7 @@ from torch import Tensor
 
 from draftwood.drafters.features import FeatureDrafter
 from draftwood.drafters.resident_features import ResidentHeads
+from draftwood.growers.levels import fixed_shape
 from draftwood.model.runner import ModelRunner
 from draftwood.nets.pointwise import HeadStack
 from draftwood.nets.words import TargetWords
@@ -38,7 +39,7 @@ class HeadStackDrafter(FeatureDrafter):
 
     def resident(self, target: ModelRunner) -> ResidentHeads | None:
         """In rounds on the device, if its trees have a fixed shape."""
-        levels = self.fixed_shape
+        levels = fixed_shape(self.grower)
         return None if levels is None else ResidentHeads(self, levels, target)
 
     def begin(self, view: BatchView, ready: Sequence[int]) -> FrontierModel:

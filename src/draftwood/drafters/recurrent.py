@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from draftwood.cache.kv import NodeRows
-from draftwood.drafters.features import FeatureDrafter, PagedAttend, Pending, pages_under
+from draftwood.drafters.features import FeatureDrafter, PagedAttend, Pending, pages_under, text_ends
 from draftwood.drafters.resident_features import ResidentRecurrent
+from draftwood.growers.levels import fixed_shape
 from draftwood.model.batch import ForwardBatch, Pages
 from draftwood.model.runner import ModelRunner
 from draftwood.nets.native import NativeLayers, native_layers
@@ -82,7 +83,7 @@ class RecurrentDrafter(FeatureDrafter):
 
     def resident(self, target: ModelRunner) -> ResidentRecurrent | None:
         """In rounds on the device, if its trees have a fixed shape."""
-        levels = self.fixed_shape
+        levels = fixed_shape(self.grower)
         return None if levels is None else ResidentRecurrent(self, levels, target)
 
     def begin(self, view: BatchView, ready: Sequence[int]) -> FrontierModel:
@@ -141,7 +142,7 @@ class _Growth:
             tokens = builder.tokens[owner, column]
             return self.drafter.run(self.drafter.target.cache.stage_next(seq_ids, index, tokens), features)
         nodes = NodeRows.of_growth(builder, columns, runs, self.ready)
-        ended = [Span(self.view.seq_ids[b], (), n, n) for b in self.ready for n in [len(self.view.tokens[b]) - 1]]
+        ended = text_ends(self.view, self.ready)
         batch = self.drafter.target.cache.stage(ended, nodes, torch.arange(len(owner), device=columns.device))
         # Rows come in another order than nodes: sequence by sequence.
         placed = torch.empty_like(features)

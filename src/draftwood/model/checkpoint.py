@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
 HUB_PATTERNS = ["*.safetensors", "*.json", "tokenizer.model", "*.jinja", "merges.txt"]
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 
 
@@ -67,7 +67,7 @@ def open_checkpoint(name: str | Path) -> Checkpoint:
         return SafetensorsCheckpoint(path)
     if path.is_file():
         return _open_file(path)
-    if isinstance(name, str) and path.suffix != ".gguf" and _HUB_ID.fullmatch(name) and name[0] not in "./":
+    if isinstance(name, str) and path.suffix != ".gguf" and HUB_ID.fullmatch(name) and name[0] not in "./":
         return SafetensorsCheckpoint(_from_hub(name), name)
     raise CheckpointError(
         f"There is no model {str(name)!r} here. Give an alias ({', '.join(store.EMBEDDED)}), a folder with "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .rope import RopeConfig, require
@@ -71,6 +71,10 @@ class ModelConfig:
             f"activation {self.activation!r} is not supported; supported are {', '.join(ACTIVATIONS)}",
         )
         self.rope.inverse_frequencies(self.head_dim)  # refuses a wrong number of factors here and now
+
+    def with_layers(self, count: int) -> ModelConfig:
+        """So many layers like these, each of which sees all of the text."""
+        return replace(self, num_layers=count, windows=(None,) * count)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from draftwood.errors import InvalidRequest
@@ -35,7 +34,7 @@ class Target:
 
     def stack(self, layers: int) -> ModelConfig:
         """Layers like the target's own."""
-        return replace(self.config, num_layers=layers, windows=(None,) * layers)
+        return self.config.with_layers(layers)
 
     def spread(self, count: int) -> tuple[int, ...]:
         """So many of its layers, from the second to the third last."""
@@ -207,8 +206,3 @@ def build_method(
 def num_parameters(net: nn.Module) -> int:
     """Trained numbers."""
     return sum(parameter.numel() for parameter in net.parameters())
-
-
-def seed_everything(seed: int) -> None:
-    """Networks begin the same way every time."""
-    torch.manual_seed(seed)

@@ -35,7 +35,7 @@ from draftwood.train.data import Corpus, PackedBatches, Texts, frequent_tokens, 
 from draftwood.train.evaluate import MAX_PROMPTS, MAX_TOKENS, decode_figures, held_out_batches, held_out_figures
 from draftwood.train.loop import CHECKPOINTS, FREE, Summary, TrainConfig, Trainer
 from draftwood.train.losses import parse_mix
-from draftwood.train.recipes import Made, Target, build_method, find_recipe, num_parameters, seed_everything
+from draftwood.train.recipes import Made, Target, build_method, find_recipe, num_parameters
 from draftwood.train.teacher import Teacher
 
 PAGE = 64
@@ -259,7 +259,7 @@ def build(job: TrainJob, checkpoint: Checkpoint, corpus: Corpus, held: Corpus | 
     vocabulary, tokens = checkpoint.config.vocab_size, None
     if 0 < job.vocabulary < vocabulary and not recipe.whole_vocabulary:
         tokens = frequent_tokens(corpus, job.vocabulary, vocabulary).to(runner.device)
-    seed_everything(job.training.seed)
+    torch.manual_seed(job.training.seed)
     target = Target(checkpoint.config, words, tokens)
     mix = parse_mix(job.loss) if job.loss else None
     return build_method(job.method, target, lambda reads: Teacher(runner, reads), job.settings, mix)

@@ -57,7 +57,7 @@ def _folder_of(path: str | Path) -> Path:
         return folder
     if folder.is_file():
         raise CheckpointError(f"{path} is a single file; give the folder it lies in, with its config.json.")
-    if isinstance(path, str) and checkpoint._HUB_ID.fullmatch(path) and path[0] not in "./":
+    if isinstance(path, str) and checkpoint.HUB_ID.fullmatch(path) and path[0] not in "./":
         return checkpoint._from_hub(path)
     raise CheckpointError(
         f"There is no drafter {str(path)!r} here. Give a folder with config.json and *.safetensors, or a Hugging Face "
