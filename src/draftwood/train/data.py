@@ -16,8 +16,9 @@ from torch import Tensor
 
 from draftwood.engine.llm import LLM
 from draftwood.errors import InvalidRequest
-from draftwood.request import SamplingParams
+from draftwood.request import FinishReason, SamplingParams
 
+MOST_ANSWERS = 128  # to one prompt in one request
 Texts = list[tuple[tuple[int, ...], tuple[int, ...]]]  # prompts and answers
 
 
@@ -104,6 +105,26 @@ class Corpus:
             lengths.cumsum(0),
             torch.tensor([len(prompt) for prompt, _ in texts]),
         )
+
+
+def invent_prompts(llm: LLM, count: int, max_tokens: int = 128, seed: int = 0) -> Iterator[list[str]]:
+    """Let the target write what a user might ask it, wave by wave (Magpie, arXiv 2406.08464).
+
+    Its chat template up to where the user's words begin is all it gets. Short and repeated ones are left out, so there
+    may be fewer than `count`.
+    """
+    mark = "\u2042"
+    opening = llm.tokenizer.render_chat([{"role": "user", "content": mark}]).partition(mark)[0]
+    start = llm.tokenizer.encode(opening, special=False)
+    seen: set[str] = set()
+    for first in range(0, count, min(MOST_ANSWERS, llm.config.max_running)):
+        wave = min(MOST_ANSWERS, llm.config.max_running, count - first)
+        params = SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=seed + first, n=wave)
+        written = llm.generate([start], params)[0].completions
+        fresh = [each.text.strip() for each in written if each.finish_reason == FinishReason.STOP]
+        fresh = [text for text in dict.fromkeys(fresh) if len(text) >= 16 and text not in seen]
+        seen.update(fresh)
+        yield fresh
 
 
 def regenerate(

@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from draftwood.errors import InvalidRequest
 
 ELEMENTS = 1 << 24  # of a chunk of rows times tokens: 64 MiB for each intermediate result
+GPU_ELEMENTS = 1 << 27  # there 512 MiB; smaller chunks leave it waiting for the host
 RULED_OUT = -100.0  # the log-probability of a token whose logit is -inf, so that 0 times it is 0
 SHIFT = 3.0  # how fast `lk` turns from kl to tv as acceptance grows
 
@@ -177,8 +178,10 @@ class Mix:
 
     def rows(self, p: Tensor | None, q: Tensor, targets: Tensor | None, outside: Tensor | None) -> Tensor:
         """The sum for each row in one go: for use inside `by_rows`, where the logits are of one chunk only."""
-        rows = Rows(p, q, targets, outside)
-        total = torch.zeros(q.shape[0], dtype=rows.log_q.dtype, device=q.device)  # [n]
+        return self._sum(Rows(p, q, targets, outside))
+
+    def _sum(self, rows: Rows) -> Tensor:
+        total = torch.zeros_like(rows.log_q[:, 0])  # [n]
         for name, weight in self.weights.items():
             if weight:
                 total = total + weight * LOSSES[name].of(rows)
@@ -195,7 +198,22 @@ class Mix:
     ) -> Tensor:
         """The weighted sum for each row, computed in chunks of rows so that memory stays bounded."""
         _check(p, q, targets, outside)
-        return by_rows(self.rows, p, q, targets, outside, chunk=chunk or rows_of_chunk(q.shape[1]))
+        return by_rows(self.rows, p, q, targets, outside, chunk=chunk or rows_of_chunk(q.shape[1], q.device))
+
+    def graded(
+        self, p: Tensor, q: Tensor, targets: Tensor, outside: Tensor | None, *, chunk: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The weighted sum and, without gradient, the acceptance of each row, of the same log-probabilities."""
+        _check(p, q, targets, outside)
+        both = by_rows(self._graded, p, q, targets, outside, chunk=chunk or rows_of_chunk(q.shape[1], q.device))
+        return both[:, 0], both[:, 1].detach()
+
+    def _graded(self, p: Tensor, q: Tensor, targets: Tensor, outside: Tensor | None) -> Tensor:
+        rows = Rows(p, q, targets, outside)
+        total = self._sum(rows)
+        with torch.no_grad():  # last: what a loss needs of it has its gradient already
+            accepted = rows.log_acceptance.exp()
+        return torch.stack([total, accepted], 1)
 
 
 def parse_mix(text: str) -> Mix:
@@ -212,9 +230,9 @@ def parse_mix(text: str) -> Mix:
     return Mix(weights)
 
 
-def rows_of_chunk(vocabulary: int) -> int:
+def rows_of_chunk(vocabulary: int, device: torch.device) -> int:
     """How many rows of so many tokens are worked on at a time."""
-    return max(1, ELEMENTS // max(vocabulary, 1))
+    return max(1, (GPU_ELEMENTS if device.type == "cuda" else ELEMENTS) // max(vocabulary, 1))
 
 
 def _check(p: Tensor | None, q: Tensor, targets: Tensor | None, outside: Tensor | None) -> None:

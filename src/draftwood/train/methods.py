@@ -18,7 +18,7 @@ from draftwood.nets.student import Student
 from draftwood.nets.words import TargetWords
 from draftwood.train.attention import Blocks, Causal, Unrolled, causal_mask
 from draftwood.train.data import TextBatch
-from draftwood.train.losses import Mix, acceptance, agreement, confidence_loss, decay, exponential
+from draftwood.train.losses import Mix, agreement, confidence_loss, decay, exponential, rows_of_chunk
 from draftwood.train.teacher import Lesson, Teacher
 
 
@@ -32,6 +32,30 @@ class Graded:
     rows: Tensor  # [N] the acceptance of each place
 
 
+@dataclass(frozen=True)
+class Truth:
+    """The target's law of tokens it wrote, as far as a draft could guess them. Found once, read at every depth."""
+
+    logits: Tensor  # [N, R]
+    outside: Tensor | None  # [N] its probability of all that cannot be guessed; None: everything can
+    within: Tensor | None  # [N] bool: its likeliest token can be guessed
+
+    @classmethod
+    def of(cls, head: VocabularyHead, logits: Tensor) -> Truth:
+        """Of the target's logits over its whole vocabulary, [N, V]."""
+        if head.tokens is None:
+            return cls(logits, None, None)
+        narrow = head.narrow(logits)
+        chunk = rows_of_chunk(logits.shape[1], logits.device)
+        whole = torch.cat([part.float().logsumexp(-1) for part in logits.split(chunk)])
+        outside = 1 - (narrow.float().logsumexp(-1) - whole).exp()
+        return cls(narrow, outside, narrow.amax(-1) >= logits.amax(-1))
+
+    def at(self, rows: Tensor) -> Truth:
+        """Some of it, in another order."""
+        return Truth(*(part if part is None else part[rows] for part in (self.logits, self.outside, self.within)))
+
+
 @dataclass
 class Grader:
     """Compares draft logits with the target's where they count."""
@@ -39,19 +63,14 @@ class Grader:
     mix: Mix
     head: VocabularyHead
 
-    def __call__(self, logits: Tensor, teacher: Tensor, tokens: Tensor) -> Graded:
-        """Draft logits [N, R], the target's [N, V], and the tokens that came [N]."""
-        p, targets = self.head.narrow(teacher), self.head.places(tokens)
-        outside = None
-        if self.head.tokens is not None:
-            outside = 1 - (p.float().logsumexp(-1) - teacher.float().logsumexp(-1)).exp()
-        rows = acceptance(p, logits.detach(), outside)
-        agrees = agreement(p, logits.detach())
-        if outside is not None:
-            agrees = agrees & (p.amax(-1) >= teacher.amax(-1))
-        loss = self.mix(p, logits, targets, outside)
+    def __call__(self, logits: Tensor, truth: Truth, tokens: Tensor) -> Graded:
+        """Draft logits [N, R], the target's, and the tokens that came [N]."""
+        losses, rows = self.mix.graded(truth.logits, logits, self.head.places(tokens), truth.outside)
+        agrees = agreement(truth.logits, logits.detach())
+        if truth.within is not None:
+            agrees = agrees & truth.within
         count = max(len(rows), 1)  # no place may count at some depth, where answers are short
-        return Graded(loss.sum() / count, rows.sum() / count, agrees.sum() / count, rows)
+        return Graded(losses.sum() / count, rows.sum() / count, agrees.sum() / count, rows)
 
 
 def _summed(graded: list[Graded], weights: Tensor) -> dict[str, Tensor]:
@@ -92,14 +111,14 @@ class RecurrentMethod:
         places = batch.tokens.shape[1] - self.steps - 1
         state = self.net.fuse(features.to(self.words.dtype))[:, :places]
         attend = Unrolled(causal_mask(batch)[:, :places, :places])
-        graded = []
+        truth, graded = Truth.of(self.net.head, lesson.logits), []
         for j in range(self.steps):
             embedded = self.words.embed(batch.tokens[:, 1 + j : 1 + j + places])
             state = self.net.run(embedded, state, batch.positions[:, :places] + j, attend)
             counts = batch.follows(j + 2)[:, :places] & batch.answer[:, j + 2 : j + 2 + places]
-            teacher = lesson.logits[:, j + 1 : j + 1 + places][counts]
+            taught = truth.at(lesson.row[:, j + 1 : j + 1 + places][counts])
             tokens = batch.tokens[:, j + 2 : j + 2 + places][counts]
-            graded.append(self.grade(self.net.logits(state[counts]), teacher, tokens))
+            graded.append(self.grade(self.net.logits(state[counts]), taught, tokens))
         return _summed(graded, self.weights)
 
 
@@ -131,14 +150,14 @@ class BlockMethod:
         last = batch.tokens.shape[1] - 1
         same = batch.text[rows, (at + 1).clamp(max=last)] == batch.text.gather(1, anchors)[..., None]
         counts = (at < last) & same & batch.answer[rows, (at + 1).clamp(max=last)]
-        graded, doubts = [], []
+        truth, graded, doubts = Truth.of(self.net.head, lesson.logits), [], []
         for j in range(spec.guesses):
             here = counts[..., j]
             hidden, place = output[:, :, first + j][here], at[..., j]
             before = batch.tokens.gather(1, place.clamp(max=last))[here]
             logits = self.net.corrected(hidden, self.net.head(hidden), before, self.words.embed(before))
-            teacher = lesson.logits[rows[..., 0].expand_as(place)[here], place[here]]
-            grade = self.grade(logits, teacher, batch.tokens.gather(1, (place + 1).clamp(max=last))[here])
+            taught = truth.at(lesson.row[rows[..., 0].expand_as(place)[here], place[here]])
+            grade = self.grade(logits, taught, batch.tokens.gather(1, (place + 1).clamp(max=last))[here])
             graded.append(grade)
             if self.net.confidence_head is not None:
                 doubts.append(confidence_loss(self.net.confidence_head(hidden.detach(), before), grade.rows).mean())
@@ -195,7 +214,7 @@ class HeadStackMethod:
         lesson = self.teacher.teach(batch)
         batch = lesson.batch
         features = self.words.final_norm(lesson.features.to(self.words.dtype))
-        graded = []
+        truth, graded = Truth.of(self.net.heads[0], lesson.logits), []
         for i, grade in enumerate(self.grades):
             ahead = i + 2
             counts = batch.follows(ahead) & batch.answer[:, ahead:]
@@ -203,7 +222,8 @@ class HeadStackMethod:
             path = torch.stack([batch.tokens[row, place + 1 + k] for k in range(i + 1)], 1)
             embedded = self.words.embed(path) if self.net.grounded else features.new_zeros(len(row), i + 1, 0)
             logits = self.net.logits(i, features[row, place], embedded)
-            graded.append(grade(logits, lesson.logits[row, place + 1 + i], batch.tokens[row, place + ahead]))
+            taught = truth.at(lesson.row[row, place + 1 + i])
+            graded.append(grade(logits, taught, batch.tokens[row, place + ahead]))
         return _summed(graded, self.weights)
 
 
@@ -226,5 +246,6 @@ class StudentMethod:
         hidden = self.net.run(self.words.embed(batch.tokens), batch.positions, Causal(causal_mask(batch)))
         counts = batch.follows(1) & batch.answer[:, 1:]
         logits = self.head(hidden[:, :-1][counts])
-        grade = self.grade(logits, lesson.logits[:, :-1][counts], batch.tokens[:, 1:][counts])
+        taught = Truth.of(self.head, lesson.logits).at(lesson.row[:, :-1][counts])
+        grade = self.grade(logits, taught, batch.tokens[:, 1:][counts])
         return _summed([grade], torch.ones(1))

@@ -25,7 +25,7 @@ class OptimConfig:
     weight_decay: float = 0.1  # of matrices and tables; vectors (norms, biases) have none
     betas: tuple[float, float] = (0.9, 0.95)
     momentum: float = 0.95
-    tables: tuple[str, ...] = ("embed", "lm_head")  # matrices with one of these in their name have a row a token
+    tables: tuple[str, ...] = ("embed", "lm_head", "markov_w1")  # matrices with one of these in their name have a row a token
 
     def __post_init__(self) -> None:
         if self.name not in ("muon", "adamw"):

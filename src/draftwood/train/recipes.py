@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from draftwood.errors import InvalidRequest
@@ -13,7 +14,7 @@ from draftwood.model.config import ModelConfig
 from draftwood.nets.block import BlockNet, BlockSpec, Confidence, HiddenCorrection, Markov
 from draftwood.nets.parts import DraftHead, LowRankHead, VocabularyHead
 from draftwood.nets.pointwise import HeadStack
-from draftwood.nets.recurrent import Eagle1, Eagle3, Eagle3Spec
+from draftwood.nets.recurrent import Eagle1, Eagle3, Eagle3Spec, MultiToken
 from draftwood.nets.student import Student
 from draftwood.nets.words import TargetWords
 from draftwood.train.losses import Mix
@@ -31,6 +32,7 @@ class Target:
     config: ModelConfig
     words: TargetWords
     tokens: Tensor | None  # [R] those it may guess; None: all
+    weight: Callable[[str], Tensor | None] = lambda name: None  # its own, by the names of Llama checkpoints
 
     def stack(self, layers: int) -> ModelConfig:
         """Layers like the target's own."""
@@ -40,6 +42,14 @@ class Target:
         """So many of its layers, from the second to the third last."""
         last = max(self.config.num_layers - 3, 1)
         return tuple(sorted({round(1 + i * (last - 1) / max(count - 1, 1)) for i in range(count)}))
+
+    @torch.no_grad()
+    def begin_as(self, name: str, module: nn.Module) -> None:
+        """Start a module with the weights of one of the target's, as far as names and shapes agree."""
+        for part, weight in module.named_parameters():
+            found = self.weight(f"model.{name}.{part}")
+            if found is not None and found.shape == weight.shape:
+                weight.copy_(found)
 
     def head(self, rank: int = 0) -> VocabularyHead:
         """Rows of its own head; with a rank, a narrow one of the draft's own."""
@@ -129,7 +139,12 @@ def _heads(target: Target, heads: int, layers: int, grounded: bool) -> HeadStack
 
 
 def _student(target: Target, layers: int) -> Student:
-    return Student(target.stack(layers))
+    """It begins as the first and the last of the target's layers, which read its words and make them."""
+    net, whole = Student(target.stack(layers)), target.config.num_layers
+    for i, layer in enumerate(net.model.layers):  # type: ignore[arg-type]
+        target.begin_as(f"layers.{i if i < (layers + 1) // 2 else whole - layers + i}", layer)
+    target.begin_as("norm", net.model.norm)  # type: ignore[arg-type]
+    return net
 
 
 RECIPES: Mapping[str, Recipe] = {
@@ -195,12 +210,32 @@ def build_method(
 ) -> Made:
     """A network and how it learns, by name."""
     _, recipe = find_recipe(name)
-    net = recipe.build(target, settings).to(target.words.device)
+    return method_of(recipe, recipe.build(target, settings).to(target.words.device), target, teacher_of, mix)
+
+
+def method_of(
+    recipe: Recipe,
+    net: nn.Module,
+    target: Target,
+    teacher_of: Callable[[tuple[int, ...]], Teacher],
+    mix: Mix | None = None,
+) -> Made:
+    """How a network that is there already learns."""
     reads = getattr(net, "reads", ())
     arguments = [net, teacher_of(reads), target.words, mix or Mix(recipe.loss)]
     if isinstance(net, Student):
         arguments.insert(1, target.head())
     return recipe.method(*arguments, **recipe.training)
+
+
+def recipe_of(net: nn.Module) -> Recipe:
+    """The one that makes networks of this kind, whoever made this one."""
+    if isinstance(net, HeadStack):
+        return RECIPES["hydra" if net.grounded else "medusa"]
+    kinds = {Eagle3: "eagle3", Eagle1: "eagle", MultiToken: "eagle", BlockNet: "block", Student: "student"}
+    if type(net) not in kinds:
+        raise InvalidRequest(f"Nobody knows how a {type(net).__name__} learns.")
+    return RECIPES[kinds[type(net)]]
 
 
 def num_parameters(net: nn.Module) -> int:

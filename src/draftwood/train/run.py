@@ -260,7 +260,9 @@ def build(job: TrainJob, checkpoint: Checkpoint, corpus: Corpus, held: Corpus | 
     if 0 < job.vocabulary < vocabulary and not recipe.whole_vocabulary:
         tokens = frequent_tokens(corpus, job.vocabulary, vocabulary).to(runner.device)
     torch.manual_seed(job.training.seed)
-    target = Target(checkpoint.config, words, tokens)
+    target = Target(
+        checkpoint.config, words, tokens, lambda name: checkpoint.tensor(name) if checkpoint.has(name) else None
+    )
     mix = parse_mix(job.loss) if job.loss else None
     return build_method(job.method, target, lambda reads: Teacher(runner, reads), job.settings, mix)
 

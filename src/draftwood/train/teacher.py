@@ -20,7 +20,8 @@ class Lesson:
 
     batch: TextBatch
     features: Tensor  # [B, T, len(reads) * hidden] of the layers that are read, side by side
-    logits: Tensor  # [B, T, V] of the token after each place
+    logits: Tensor  # [N, V] of each answered token, in the order of the batch
+    row: Tensor  # [B, T] int64: where in `logits` the token after each place stands, if the target wrote it
 
 
 class Teacher:
@@ -31,26 +32,29 @@ class Teacher:
 
     @torch.no_grad()
     def teach(self, batch: TextBatch) -> Lesson:
-        """Everything at once; places behind the last text are zeros."""
+        """Everything at once; features behind the last text are zeros. Only tokens the target wrote are worth a head."""
         spans, at = self._open(batch)
+        taught = torch.zeros_like(batch.answer)
+        taught[:, :-1] = batch.answer[:, 1:] & batch.follows(1)
+        rows = taught.flatten()[at].nonzero()[:, 0].to(self.runner.device)
         try:
-            rows = torch.arange(len(at), device=self.runner.device)
             out = self.runner.forward(self.runner.cache.stage(spans, None, rows), frozenset(self.reads))
         finally:
             for span in spans:
                 self.runner.cache.tables.close(span.seq_id)
+        at = at.to(self.runner.device)
         shape = batch.tokens.shape
-        logits = out.logits.new_zeros(shape.numel(), out.logits.shape[-1])
-        logits[at] = out.logits
+        row = torch.zeros(shape.numel(), dtype=torch.int64, device=self.runner.device)
+        row[at[rows]] = torch.arange(len(rows), device=self.runner.device)
         width = len(self.reads) * self.runner.model.config.hidden_size
         features = torch.zeros(shape.numel(), width, device=self.runner.device, dtype=self.runner.model.dtype)
         if self.reads:
             features[at] = torch.cat([out.features[layer] for layer in self.reads], -1)
-        # What was made in inference mode may not be saved for gradients; these are fresh tensors.
-        return Lesson(batch.to(self.runner.device), features.view(*shape, -1), logits.view(*shape, -1))
+        # What was made in inference mode may not be saved for gradients; what is kept of it is copied before.
+        return Lesson(batch.to(self.runner.device), features.view(*shape, -1), out.logits, row.view(shape))
 
     def _open(self, batch: TextBatch) -> tuple[list[Span], Tensor]:
-        """A span for each text, and where its tokens stand in the batch."""
+        """A span for each text, and where its tokens stand in the batch, on the host."""
         tables, spans, places = self.runner.cache.tables, [], []
         width = batch.tokens.shape[1]
         for b in range(len(batch.tokens)):
@@ -64,4 +68,4 @@ class Teacher:
                     for span in spans:
                         tables.close(span.seq_id)
                     raise InvalidRequest("The teacher's cache is too small for a batch: lower the rows.")
-        return spans, torch.cat(places).to(self.runner.device)
+        return spans, torch.cat(places)
