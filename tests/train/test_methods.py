@@ -92,7 +92,7 @@ def trained_view(kind: str, text: list[int], depth: int) -> Tensor:
         return net.head.spread(net.logits(state[0, -1]))
     if hasattr(net, "spec"):
         method = BlockMethod(net, teacher_of(net.reads), words, Mix({"kl": 1.0}))
-        output = method._run(lesson, torch.tensor([[root]]), torch.arange(net.spec.block_size))
+        output = method._run(lesson, torch.tensor([[root]]))
         hidden = output[0, 0, net.spec.block_size - net.spec.guesses + depth]
         before = torch.tensor(text[-1])
         return net.head.spread(net.corrected(hidden, net.head(hidden), before, words.embed(before)))

@@ -111,7 +111,7 @@ def test_every_method_ends_in_a_drafter_that_decodes(method: str, target: str, p
     figures = info(out, method)
     assert figures["recipe"] == method
     assert figures["steps"] == 4
-    assert figures["settings"].keys() == RECIPES[method].settings.keys()
+    assert figures["settings"].keys() == RECIPES[method].defaults.keys()
     assert figures["data"]["held_out"] == 4
     assert figures["held_out"]["chain"] >= 1
     assert all(figures["decoding"][side]["tokens_per_step"] >= 1 for side in ("greedy", "sampled"))
@@ -292,11 +292,14 @@ def test_the_list_names_every_recipe_and_setting() -> None:
 
 def test_settings_take_the_types_of_their_defaults() -> None:
     recipe = RECIPES["block"]
-    assert recipe.parse(["layers=3, confidence=no", "correction=none"]) == {
+    assert recipe.parse(["layers=3, confidence=no", "correction=none, weights=dpace"]) == {
         "layers": 3,
         "confidence": False,
         "correction": "none",
+        "weights": "dpace",
     }
+    with pytest.raises(InvalidRequest, match="weights is one of decay, dpace"):
+        recipe.parse(["weights=heavy"])
     with pytest.raises(InvalidRequest, match="no setting 'x'"):
         recipe.complete({"x": 1})
 

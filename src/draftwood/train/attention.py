@@ -78,8 +78,12 @@ class Blocks:
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
-    """[B, Q, H, D], [B, S, K, D] x 2, [B, Q, S] -> [B, Q, H * D]; rows that see nothing give zeros."""
-    heads = (part.transpose(1, 2) for part in (query, key, value))
-    mixed = F.scaled_dot_product_attention(*heads, attn_mask=mask[:, None], enable_gqa=True)
+    """[B, Q, H, D], [B, S, K, D] x 2, [B, Q, S] -> [B, Q, H * D]; rows that see nothing give zeros.
+
+    Keys are spread over their groups here: with masks, torch's own groups would cost whole matrices of scores.
+    """
+    group = query.shape[2] // key.shape[2]
+    spread = (part.repeat_interleave(group, 2).transpose(1, 2) for part in (key, value))
+    mixed = F.scaled_dot_product_attention(query.transpose(1, 2), *spread, attn_mask=mask[:, None])
     mixed = torch.where(mask.any(-1)[:, None, :, None], mixed, 0.0)
     return mixed.transpose(1, 2).flatten(2)

@@ -199,8 +199,10 @@ class Trainer:
             for name, value in losses.items():
                 part = value.detach().float() * (1 if name == "tokens" else share)
                 sums[name] = sums[name] + part if name in sums else part
-        norm = float(nn.utils.clip_grad_norm_(self._weights, self._config.clip or math.inf))
-        if math.isfinite(norm):
+        sums["norm"] = nn.utils.clip_grad_norm_(self._weights, self._config.clip or math.inf).float()
+        # All in one look: a GPU has nothing to do while the host waits for it and then finds out what is next.
+        found = dict(zip(sums, torch.stack([*sums.values()]).tolist(), strict=True))
+        if math.isfinite(found["norm"]):
             self._optimizer.set_factor(self._factor(self._step))
             self._optimizer.step()
             self._failures = 0
@@ -208,7 +210,7 @@ class Trainer:
             self._fail()
         self._optimizer.zero_grad()
         self._step += 1
-        return {name: float(value) for name, value in sums.items()} | {"norm": norm}
+        return found
 
     def _fail(self) -> None:
         self._skipped += 1

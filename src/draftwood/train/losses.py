@@ -16,15 +16,15 @@ from functools import cached_property
 from types import MappingProxyType
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from draftwood.errors import InvalidRequest
 
 ELEMENTS = 1 << 24  # of a chunk of rows times tokens: 64 MiB for each intermediate result
-GPU_ELEMENTS = 1 << 27  # there 512 MiB; smaller chunks leave it waiting for the host
-RULED_OUT = -100.0  # the log-probability of a token whose logit is -inf, so that 0 times it is 0
+GPU_ELEMENTS = 1 << 28  # there 1 GiB; smaller chunks leave it waiting for the host
+RULED_OUT = -100.0  # the least log-probability, also of a token whose logit is -inf, so that 0 times it is 0
 SHIFT = 3.0  # how fast `lk` turns from kl to tv as acceptance grows
 
 
@@ -68,8 +68,7 @@ class Rows:
 
 def _log_softmax(logits: Tensor) -> Tensor:
     exact = logits if logits.dtype == torch.float64 else logits.float()
-    log = exact.log_softmax(-1)
-    return log.masked_fill(log == -math.inf, RULED_OUT)
+    return exact.log_softmax(-1).clamp_min(RULED_OUT)
 
 
 def _ce(rows: Rows) -> Tensor:
@@ -160,21 +159,28 @@ lk = Loss(
 )
 
 LOSSES: Mapping[str, Loss] = MappingProxyType({loss.name: loss for loss in (ce, kl, rkl, jsd, tv, nla, lk)})
+END_TO_END = "e2e"  # the one loss of whole drafts instead of rows: `chain_loss`, whoever knows which rows are of one
 
 
 @dataclass(frozen=True)
 class Mix:
-    """A weighted sum of losses, which share their log-probabilities."""
+    """A weighted sum of losses, which share their log-probabilities. `e2e` adds nothing to the sum of a row."""
 
     weights: Mapping[str, float]
 
     def __post_init__(self) -> None:
-        unknown = [name for name in self.weights if name not in LOSSES]
+        known = (*LOSSES, END_TO_END)
+        unknown = [name for name in self.weights if name not in known]
         if unknown or not self.weights:
-            raise InvalidRequest(f"A mix is made of {', '.join(LOSSES)}; not of {', '.join(unknown) or 'nothing'}.")
+            raise InvalidRequest(f"A mix is made of {', '.join(known)}; not of {', '.join(unknown) or 'nothing'}.")
         bad = [weight for weight in self.weights.values() if not (math.isfinite(weight) and weight >= 0)]
         if bad or not any(self.weights.values()):
             raise InvalidRequest("The weights of a mix must be finite, none negative, and at least one positive.")
+
+    @property
+    def end_to_end(self) -> float:
+        """The weight of what whole drafts lose."""
+        return self.weights.get(END_TO_END, 0.0)
 
     def rows(self, p: Tensor | None, q: Tensor, targets: Tensor | None, outside: Tensor | None) -> Tensor:
         """The sum for each row in one go: for use inside `by_rows`, where the logits are of one chunk only."""
@@ -183,7 +189,7 @@ class Mix:
     def _sum(self, rows: Rows) -> Tensor:
         total = torch.zeros_like(rows.log_q[:, 0])  # [n]
         for name, weight in self.weights.items():
-            if weight:
+            if weight and name != END_TO_END:
                 total = total + weight * LOSSES[name].of(rows)
         return total
 
@@ -203,15 +209,19 @@ class Mix:
     def graded(
         self, p: Tensor, q: Tensor, targets: Tensor, outside: Tensor | None, *, chunk: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The weighted sum and, without gradient, the acceptance of each row, of the same log-probabilities."""
+        """The weighted sum and the acceptance of each row, of the same log-probabilities.
+
+        Acceptance has a gradient only if whole drafts are to be made of it.
+        """
         _check(p, q, targets, outside)
         both = by_rows(self._graded, p, q, targets, outside, chunk=chunk or rows_of_chunk(q.shape[1], q.device))
-        return both[:, 0], both[:, 1].detach()
+        return both[:, 0], both[:, 1] if self.end_to_end else both[:, 1].detach()
 
     def _graded(self, p: Tensor, q: Tensor, targets: Tensor, outside: Tensor | None) -> Tensor:
         rows = Rows(p, q, targets, outside)
         total = self._sum(rows)
-        with torch.no_grad():  # last: what a loss needs of it has its gradient already
+        # Last: what a loss of rows needs of it has its gradient already.
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.end_to_end > 0):
             accepted = rows.log_acceptance.exp()
         return torch.stack([total, accepted], 1)
 
@@ -301,39 +311,15 @@ def exponential(positions: int, factor: float) -> Tensor:
     return factor ** torch.arange(positions, dtype=torch.float32)
 
 
-def dpace(chances: Tensor, smoothing: float = 0.5) -> Tensor:
+def dpace(chances: Tensor, smoothing: float = 0.5, *, mask: Tensor | None = None) -> Tensor:
     """[..., K]: D-PACE's weights (arXiv 2605.18810) w_j = sum_{m>=j} prod_{i<=m} c_i, c = (1 - s) chance + s.
 
     They are the gradient of the expected accepted length by log c_j: large where a failure costs most now. Chances are
-    exp(-ce) of each row's own slots [N, K] as in the paper, or running means [K] of `Running`; no gradient, no norm.
+    of each row's own slots [N, K], exp(-ce) in the paper; no gradient, no norm. Slots outside the bool `mask` neither end a draft nor count.
     """
     if not 0 <= smoothing <= 1:
         raise InvalidRequest(f"The smoothing must be between 0 and 1, not {smoothing}.")
-    alive = ((1 - smoothing) * chances.detach().float() + smoothing).cumprod(-1)
-    return alive.flip(-1).cumsum(-1).flip(-1)
-
-
-class Running(nn.Module):
-    """Each position's acceptance, averaged over late updates; as a part of the method's module it is saved with it."""
-
-    mean: Tensor
-    updates: Tensor
-
-    def __init__(self, positions: int, memory: float = 0.99) -> None:
-        super().__init__()
-        if not 0 <= memory < 1:
-            raise InvalidRequest(f"The memory must be from 0 to below 1, not {memory}.")
-        self._memory = memory
-        self.register_buffer("mean", torch.zeros(positions))  # [K], smaller than it should be while updates are few
-        self.register_buffer("updates", torch.zeros((), dtype=torch.int64))
-
-    @torch.no_grad()
-    def update(self, accept: Tensor) -> None:
-        """Take in the acceptances of some drafts, [N, K]."""
-        self.mean.lerp_(accept.float().mean(0), 1 - self._memory)
-        self.updates += 1
-
-    def chances(self) -> Tensor:
-        """[K], for `dpace`; 1 before the first update, which makes all positions count."""
-        known = 1 - self._memory ** self.updates.float()
-        return torch.where(self.updates > 0, self.mean / known.clamp_min(1e-12), 1.0)
+    smooth = (1 - smoothing) * chances.detach().float() + smoothing
+    mask = torch.ones_like(smooth, dtype=torch.bool) if mask is None else mask
+    alive = torch.where(mask, torch.where(mask, smooth, 1.0).cumprod(-1), 0.0)
+    return torch.where(mask, alive.flip(-1).cumsum(-1).flip(-1), 0.0)

@@ -5,8 +5,6 @@ Shapes: B rows · T places · N places that count · R draft vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
@@ -18,76 +16,19 @@ from draftwood.nets.student import Student
 from draftwood.nets.words import TargetWords
 from draftwood.train.attention import Blocks, Causal, Unrolled, causal_mask
 from draftwood.train.data import TextBatch
-from draftwood.train.losses import Mix, agreement, confidence_loss, decay, exponential, rows_of_chunk
+from draftwood.train.grading import Fixed, Grader, Truth, Weighing, summed
+from draftwood.train.losses import Mix, confidence_loss, decay, exponential
 from draftwood.train.teacher import Lesson, Teacher
 
 
-@dataclass(frozen=True)
-class Graded:
-    """One depth of a draft: what was lost, and how it would have fared."""
+def _answered(batch: TextBatch, ahead: int, most: int | None = None) -> tuple[Tensor, Tensor]:
+    """Rows and places (of the first `most`) from where the token so far ahead is the target's, in the same text.
 
-    loss: Tensor  # scalar
-    acceptance: Tensor  # scalar, of a drawn guess
-    agreement: Tensor  # scalar, of the likeliest guess
-    rows: Tensor  # [N] the acceptance of each place
-
-
-@dataclass(frozen=True)
-class Truth:
-    """The target's law of tokens it wrote, as far as a draft could guess them. Found once, read at every depth."""
-
-    logits: Tensor  # [N, R]
-    outside: Tensor | None  # [N] its probability of all that cannot be guessed; None: everything can
-    within: Tensor | None  # [N] bool: its likeliest token can be guessed
-
-    @classmethod
-    def of(cls, head: VocabularyHead, logits: Tensor) -> Truth:
-        """Of the target's logits over its whole vocabulary, [N, V]."""
-        if head.tokens is None:
-            return cls(logits, None, None)
-        narrow = head.narrow(logits)
-        chunk = rows_of_chunk(logits.shape[1], logits.device)
-        whole = torch.cat([part.float().logsumexp(-1) for part in logits.split(chunk)])
-        outside = 1 - (narrow.float().logsumexp(-1) - whole).exp()
-        return cls(narrow, outside, narrow.amax(-1) >= logits.amax(-1))
-
-    def at(self, rows: Tensor) -> Truth:
-        """Some of it, in another order."""
-        return Truth(*(part if part is None else part[rows] for part in (self.logits, self.outside, self.within)))
-
-
-@dataclass
-class Grader:
-    """Compares draft logits with the target's where they count."""
-
-    mix: Mix
-    head: VocabularyHead
-
-    def __call__(self, logits: Tensor, truth: Truth, tokens: Tensor) -> Graded:
-        """Draft logits [N, R], the target's, and the tokens that came [N]."""
-        losses, rows = self.mix.graded(truth.logits, logits, self.head.places(tokens), truth.outside)
-        agrees = agreement(truth.logits, logits.detach())
-        if truth.within is not None:
-            agrees = agrees & truth.within
-        count = max(len(rows), 1)  # no place may count at some depth, where answers are short
-        return Graded(losses.sum() / count, rows.sum() / count, agrees.sum() / count, rows)
-
-
-def _summed(graded: list[Graded], weights: Tensor) -> dict[str, Tensor]:
-    """Losses of all depths, weighted, and what one would hear of them while training."""
-    shares = (weights / weights.sum()).tolist()
-    total = torch.stack([share * grade.loss for share, grade in zip(shares, graded, strict=True)]).sum()
-    alive = length = torch.ones_like(graded[0].agreement)
-    report = {}
-    for depth, grade in enumerate(graded, 1):
-        if not len(grade.rows):
-            break  # nothing is known of it, nor of what lies deeper
-        alive = alive * grade.agreement
-        length = length + alive
-        report[f"agree_{depth}"] = grade.agreement
-        report[f"accept_{depth}"] = grade.acceptance
-    rows = torch.tensor(float(len(graded[0].rows)), device=total.device)
-    return {"loss": total, "chain": length, "tokens": rows, **report}
+    Found on the host, where the batch still is: a GPU would have to be waited for to know how many there are.
+    """
+    counts = batch.follows(ahead) & batch.answer[:, ahead:]
+    row, place = counts[:, :most].nonzero(as_tuple=True)
+    return row, place
 
 
 class RecurrentMethod:
@@ -95,7 +36,7 @@ class RecurrentMethod:
 
     def __init__(self, net: RecurrentNet, teacher: Teacher, words: TargetWords, mix: Mix, steps: int = 5) -> None:
         self.net, self.teacher, self.words, self.steps = net, teacher, words, steps
-        self.grade, self.weights = Grader(mix, net.head), exponential(steps, 0.8)
+        self.mix, self.grade, self.weigh = mix, Grader(mix, net.head), Fixed(exponential(steps, 0.8))
 
     @property
     def module(self) -> nn.Module:
@@ -104,32 +45,39 @@ class RecurrentMethod:
 
     def losses(self, batch: TextBatch) -> dict[str, Tensor]:
         """Row i reads token i + 1 + j in step j, and guesses token i + 2 + j."""
+        width, places = batch.tokens.shape[1], batch.tokens.shape[1] - self.steps - 1
+        counted = [_answered(batch, j + 2, places) for j in range(self.steps)]
         lesson = self.teacher.teach(batch)
         batch, features = lesson.batch, lesson.features
         if self.net.normed:
             features = self.words.final_norm(features)
-        places = batch.tokens.shape[1] - self.steps - 1
         state = self.net.fuse(features.to(self.words.dtype))[:, :places]
         attend = Unrolled(causal_mask(batch)[:, :places, :places])
         truth, graded = Truth.of(self.net.head, lesson.logits), []
-        for j in range(self.steps):
+        for j, (row, place) in enumerate(counted):
             embedded = self.words.embed(batch.tokens[:, 1 + j : 1 + j + places])
             state = self.net.run(embedded, state, batch.positions[:, :places] + j, attend)
-            counts = batch.follows(j + 2)[:, :places] & batch.answer[:, j + 2 : j + 2 + places]
-            taught = truth.at(lesson.row[:, j + 1 : j + 1 + places][counts])
-            tokens = batch.tokens[:, j + 2 : j + 2 + places][counts]
-            graded.append(self.grade(self.net.logits(state[counts]), taught, tokens))
-        return _summed(graded, self.weights)
+            here = (row * places + place).to(state.device, non_blocking=True)
+            rows, tokens = lesson.answers((row * width + place + j + 2).to(state.device, non_blocking=True))
+            logits = self.net.logits(state.flatten(0, 1)[here])
+            graded.append(self.grade(logits, truth.at(rows), tokens, here, len(state) * places))
+        return summed(graded, self.mix, self.weigh)
 
 
 class BlockMethod:
     """DFlash's and DSpark's: blocks behind random anchors, the token before each slot given."""
 
     def __init__(
-        self, net: BlockNet, teacher: Teacher, words: TargetWords, mix: Mix, anchors: int = 64, gamma: float = 4.0
+        self,
+        net: BlockNet,
+        teacher: Teacher,
+        words: TargetWords,
+        mix: Mix,
+        anchors: int = 64,
+        weigh: Weighing | None = None,
     ) -> None:
         self.net, self.teacher, self.words, self.anchors = net, teacher, words, anchors
-        self.grade, self.weights = Grader(mix, net.head), decay(net.spec.guesses, gamma)
+        self.mix, self.grade, self.weigh = mix, Grader(mix, net.head), weigh or Fixed(decay(net.spec.guesses, 4.0))
 
     @property
     def module(self) -> nn.Module:
@@ -138,30 +86,25 @@ class BlockMethod:
 
     def losses(self, batch: TextBatch) -> dict[str, Tensor]:
         """Slot j of a block behind anchor a reads nothing but a's token, and guesses token a + j + 1."""
+        anchors, width = self._anchors(batch), batch.tokens.shape[1]  # [B, A]
+        counted = self._counted(batch, anchors)
         lesson = self.teacher.teach(batch)
-        batch, spec = lesson.batch, self.net.spec
-        anchors = self._anchors(batch)  # [B, A]
-        rows = torch.arange(len(anchors), device=anchors.device)[:, None, None]
-        steps = torch.arange(spec.block_size, device=anchors.device)
-        output = self._run(lesson, anchors, steps)
-        first = spec.block_size - spec.guesses
-        slots = steps[: spec.guesses]
-        at = anchors[..., None] + slots  # [B, A, guesses] the place before each guess
-        last = batch.tokens.shape[1] - 1
-        same = batch.text[rows, (at + 1).clamp(max=last)] == batch.text.gather(1, anchors)[..., None]
-        counts = (at < last) & same & batch.answer[rows, (at + 1).clamp(max=last)]
+        device, spec = lesson.row.device, self.net.spec
+        output = self._run(lesson, anchors.to(device, non_blocking=True)).flatten(0, 1)  # [B * A, block, hidden]
+        tokens, base = lesson.batch.tokens.flatten(), anchors + width * torch.arange(len(anchors))[:, None]
         truth, graded, doubts = Truth.of(self.net.head, lesson.logits), [], []
-        for j in range(spec.guesses):
-            here = counts[..., j]
-            hidden, place = output[:, :, first + j][here], at[..., j]
-            before = batch.tokens.gather(1, place.clamp(max=last))[here]
+        for j, here in enumerate(counted):
+            place = (base.flatten()[here] + j).to(device, non_blocking=True)  # of the token before each guess
+            blocks = here.to(device, non_blocking=True)
+            hidden = output[blocks, spec.block_size - spec.guesses + j]
+            before = tokens[place]
             logits = self.net.corrected(hidden, self.net.head(hidden), before, self.words.embed(before))
-            taught = truth.at(lesson.row[rows[..., 0].expand_as(place)[here], place[here]])
-            grade = self.grade(logits, taught, batch.tokens.gather(1, (place + 1).clamp(max=last))[here])
-            graded.append(grade)
+            rows, guessed = lesson.answers(place + 1)
+            graded.append(self.grade(logits, truth.at(rows), guessed, blocks, len(output)))
             if self.net.confidence_head is not None:
-                doubts.append(confidence_loss(self.net.confidence_head(hidden.detach(), before), grade.rows).mean())
-        report = _summed(graded, self.weights)
+                sure = self.net.confidence_head(hidden.detach(), before)
+                doubts.append(confidence_loss(sure, graded[-1].accept).mean())
+        report = summed(graded, self.mix, self.weigh)
         if doubts:
             report["confidence"] = torch.stack(doubts).mean()
             report["loss"] = report["loss"] + report["confidence"]
@@ -172,12 +115,21 @@ class BlockMethod:
         fit = torch.zeros_like(batch.answer)
         fit[:, :-1] = batch.answer[:, 1:] & batch.follows(1)
         fit &= batch.positions > 0
-        chances = fit.cpu().float() + 1e-9
-        return torch.multinomial(chances, self.anchors, replacement=True).to(batch.tokens.device)
+        return torch.multinomial(fit.cpu().float() + 1e-9, self.anchors, replacement=True)
 
-    def _run(self, lesson: Lesson, anchors: Tensor, steps: Tensor) -> Tensor:
+    def _counted(self, batch: TextBatch, anchors: Tensor) -> list[Tensor]:
+        """For each slot the blocks, of all rows in order, whose guess there is of an answer. [n] each, on the host."""
+        last = batch.tokens.shape[1] - 1
+        at = anchors[..., None] + 1 + torch.arange(self.net.spec.guesses)  # [B, A, guesses]
+        rows, there = torch.arange(len(anchors))[:, None, None], at.clamp(max=last)
+        text, answer = batch.text.cpu(), batch.answer.cpu()
+        counts = (at <= last) & (text[rows, there] == text.gather(1, anchors)[..., None]) & answer[rows, there]
+        return [slot.nonzero()[:, 0] for slot in counts.flatten(0, 1).unbind(1)]
+
+    def _run(self, lesson: Lesson, anchors: Tensor) -> Tensor:
         """Outputs of all blocks. [B, A, block, hidden]."""
         batch, net = lesson.batch, self.net
+        steps = torch.arange(net.spec.block_size, device=anchors.device)
         context = net.context(lesson.features.to(self.words.dtype))
         known = [net.keys_values(i, context, batch.positions) for i in range(net.config.num_layers)]
         own = batch.text.gather(1, anchors)
@@ -202,7 +154,7 @@ class HeadStackMethod:
     def __init__(self, net: HeadStack, teacher: Teacher, words: TargetWords, mix: Mix) -> None:
         self.net, self.teacher, self.words = net, teacher, words
         self.grades = [Grader(mix, head) for head in net.heads]
-        self.weights = exponential(net.guesses, 0.8)
+        self.mix, self.weigh = mix, Fixed(exponential(net.guesses, 0.8))
 
     @property
     def module(self) -> nn.Module:
@@ -211,20 +163,20 @@ class HeadStackMethod:
 
     def losses(self, batch: TextBatch) -> dict[str, Tensor]:
         """All heads look at the same feature."""
+        width = batch.tokens.shape[1]
+        counted = [_answered(batch, i + 2) for i in range(len(self.grades))]
         lesson = self.teacher.teach(batch)
-        batch = lesson.batch
-        features = self.words.final_norm(lesson.features.to(self.words.dtype))
+        features = self.words.final_norm(lesson.features.to(self.words.dtype)).flatten(0, 1)
+        tokens = lesson.batch.tokens.flatten()
         truth, graded = Truth.of(self.net.heads[0], lesson.logits), []
-        for i, grade in enumerate(self.grades):
-            ahead = i + 2
-            counts = batch.follows(ahead) & batch.answer[:, ahead:]
-            row, place = counts.nonzero(as_tuple=True)
-            path = torch.stack([batch.tokens[row, place + 1 + k] for k in range(i + 1)], 1)
+        for i, (row, place) in enumerate(counted):
+            at = (row * width + place).to(features.device, non_blocking=True)
+            path = torch.stack([tokens[at + 1 + k] for k in range(i + 1)], 1)
             embedded = self.words.embed(path) if self.net.grounded else features.new_zeros(len(row), i + 1, 0)
-            logits = self.net.logits(i, features[row, place], embedded)
-            taught = truth.at(lesson.row[row, place + 1 + i])
-            graded.append(grade(logits, taught, batch.tokens[row, place + ahead]))
-        return _summed(graded, self.weights)
+            rows, guessed = lesson.answers(at + i + 2)
+            logits = self.net.logits(i, features[at], embedded)
+            graded.append(self.grades[i](logits, truth.at(rows), guessed, at, len(features)))
+        return summed(graded, self.mix, self.weigh)
 
 
 class StudentMethod:
@@ -232,7 +184,7 @@ class StudentMethod:
 
     def __init__(self, net: Student, head: VocabularyHead, teacher: Teacher, words: TargetWords, mix: Mix) -> None:
         self.net, self.head, self.teacher, self.words = net, head, teacher, words
-        self.grade = Grader(mix, head)
+        self.mix, self.grade, self.weigh = mix, Grader(mix, head), Fixed(torch.ones(1))
 
     @property
     def module(self) -> nn.Module:
@@ -241,11 +193,12 @@ class StudentMethod:
 
     def losses(self, batch: TextBatch) -> dict[str, Tensor]:
         """Every place of an answer counts."""
+        row, place = _answered(batch, 1)
         lesson = self.teacher.teach(batch)
+        at = (row * batch.tokens.shape[1] + place).to(lesson.row.device, non_blocking=True)
         batch = lesson.batch
         hidden = self.net.run(self.words.embed(batch.tokens), batch.positions, Causal(causal_mask(batch)))
-        counts = batch.follows(1) & batch.answer[:, 1:]
-        logits = self.head(hidden[:, :-1][counts])
-        taught = Truth.of(self.head, lesson.logits).at(lesson.row[:, :-1][counts])
-        grade = self.grade(logits, taught, batch.tokens[:, 1:][counts])
-        return _summed([grade], torch.ones(1))
+        rows, tokens = lesson.answers(at + 1)
+        truth = Truth.of(self.head, lesson.logits).at(rows)
+        grade = self.grade(self.head(hidden.flatten(0, 1)[at]), truth, tokens, at, lesson.row.numel())
+        return summed([grade], self.mix, self.weigh)

@@ -25,7 +25,7 @@ class OptimConfig:
     weight_decay: float = 0.1  # of matrices and tables; vectors (norms, biases) have none
     betas: tuple[float, float] = (0.9, 0.95)
     momentum: float = 0.95
-    tables: tuple[str, ...] = ("embed", "lm_head", "markov_w1")  # matrices with one of these in their name have a row a token
+    tables: tuple[str, ...] = ("embed", "lm_head")  # matrices with one of these in their name have a row a token
 
     def __post_init__(self) -> None:
         if self.name not in ("muon", "adamw"):
@@ -37,19 +37,19 @@ class OptimConfig:
 
 
 def orthogonalise(matrix: Tensor, steps: int = 5) -> Tensor:
-    """The matrix with all singular values brought near 1 (0.7 to 1.2), by Newton-Schulz steps of products only.
+    """Matrices with all singular values brought near 1 (0.7 to 1.2), by Newton-Schulz steps of products only.
 
-    In bfloat16 on a GPU, where that is many times as fast, and in float32 elsewhere.
+    [*, rows, columns]. In bfloat16 on a GPU, where that is many times as fast, and in float32 elsewhere.
     """
     a, b, c = QUINTIC
     x = matrix.to(torch.bfloat16 if matrix.is_cuda else torch.float32)
-    tall = x.shape[0] > x.shape[1]
-    x = x.T if tall else x  # the product with its own transpose is then the smaller one
-    x = x / (x.norm() + 1e-7)
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x  # the product with its own transpose is then the smaller one
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(steps):
-        gram = x @ x.T
+        gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x.T if tall else x).to(matrix.dtype)
+    return (x.mT if tall else x).to(matrix.dtype)
 
 
 class Muon(Optimizer):
@@ -71,19 +71,27 @@ class Muon(Optimizer):
         if closure is not None:
             raise InvalidRequest("Muon takes gradients that are there already, not a closure.")
         for group in self.param_groups:
+            alike: dict[torch.Size, list[Tensor]] = {}
             for weight in group["params"]:
                 if weight.grad is not None:
-                    self._move(weight, weight.grad, group)
+                    alike.setdefault(weight.shape, []).append(weight)
+            for weights in alike.values():
+                self._move(weights, group)
 
-    def _move(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[weight]
-        if not state:
-            state["momentum"] = torch.zeros_like(weight)
-        state["momentum"].lerp_(gradient, 1 - group["momentum"])
-        ahead = gradient.lerp(state["momentum"], group["momentum"])  # Nesterov
-        scale = max(1.0, weight.shape[0] / weight.shape[1]) ** 0.5
-        weight.mul_(1 - group["lr"] * group["weight_decay"])
-        weight.add_(orthogonalise(ahead), alpha=-group["lr"] * scale)
+    def _move(self, weights: list[Tensor], group: dict[str, Any]) -> None:
+        """Weights of one shape together: their products are too small to keep a GPU busy one by one."""
+        gradients = torch.stack([weight.grad for weight in weights])  # type: ignore[misc]
+        for weight in weights:
+            if not self.state[weight]:
+                self.state[weight]["momentum"] = torch.zeros_like(weight)
+        momenta = [self.state[weight]["momentum"] for weight in weights]
+        momentum = torch.stack(momenta).lerp_(gradients, 1 - group["momentum"])
+        ahead = gradients.lerp(momentum, group["momentum"])  # Nesterov
+        rows, columns = weights[0].shape
+        moves = orthogonalise(ahead) * (-group["lr"] * max(1.0, rows / columns) ** 0.5)
+        for weight, kept, late, move in zip(weights, momenta, momentum, moves, strict=True):
+            kept.copy_(late)
+            weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(move)
 
 
 class Optimizers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -17,11 +18,16 @@ from draftwood.nets.pointwise import HeadStack
 from draftwood.nets.recurrent import Eagle1, Eagle3, Eagle3Spec, MultiToken
 from draftwood.nets.student import Student
 from draftwood.nets.words import TargetWords
-from draftwood.train.losses import Mix
+from draftwood.train.grading import Fixed, Paced, Weighing
+from draftwood.train.losses import Mix, decay
 from draftwood.train.methods import BlockMethod, HeadStackMethod, RecurrentMethod, StudentMethod
 from draftwood.train.teacher import Teacher
 
 Made = BlockMethod | HeadStackMethod | RecurrentMethod | StudentMethod
+WEIGHINGS: Mapping[str, Callable[[int], Weighing]] = {  # of so many slots
+    "decay": lambda slots: Fixed(decay(slots, 4.0)),
+    "dpace": lambda slots: Paced(),
+}
 TRUTHS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
@@ -66,28 +72,34 @@ class Recipe:
 
     make: Callable[..., nn.Module]
     method: Callable[..., Made]
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any]  # of the network
     loss: Mapping[str, float]
     describe: str
-    training: Mapping[str, Any] = field(default_factory=dict)
+    training: Mapping[str, Any] = field(default_factory=dict)  # settings of how it learns
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # of settings that are words
     whole_vocabulary: bool = False  # it cannot be kept from guessing rare tokens, so it has to learn them too
 
     def build(self, target: Target, settings: Mapping[str, Any]) -> nn.Module:
         """The network, untrained."""
-        return self.make(target, **self.complete(settings))
+        every = self.complete(settings)
+        return self.make(target, **{name: every[name] for name in self.settings})
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """All settings, of the network and of how it learns."""
+        return {**self.settings, **self.training}
 
     def complete(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """All settings, those given checked and the others by default."""
         for name, value in settings.items():
-            if name not in self.settings:
-                raise InvalidRequest(f"There is no setting '{name}' here: choose of {', '.join(self.settings)}.")
-            default = self.settings[name]
+            if name not in self.defaults:
+                raise InvalidRequest(f"There is no setting '{name}' here: choose of {', '.join(self.defaults)}.")
+            default = self.defaults[name]
             if name in self.choices and value not in self.choices[name]:
                 raise InvalidRequest(f"{name} is one of {', '.join(self.choices[name])}, not '{value}'.")
             if type(default) is int and value < min(default, 1):
                 raise InvalidRequest(f"{name} must be at least {min(default, 1)}, not {value}.")
-        return {**self.settings, **settings}
+        return {**self.defaults, **settings}
 
     def parse(self, texts: Sequence[str]) -> dict[str, Any]:
         """Settings written `layers=2`, several with commas between them, in the types of their defaults."""
@@ -101,7 +113,7 @@ class Recipe:
         return settings
 
     def _value(self, name: str, text: str) -> Any:
-        default = self.settings.get(name, "")
+        default = self.defaults.get(name, "")
         try:
             return TRUTHS[text.lower()] if isinstance(default, bool) else type(default)(text)
         except (KeyError, ValueError):
@@ -132,6 +144,10 @@ def _block(
     return BlockNet(target.stack(layers), spec, head, table or hidden, sure)
 
 
+def _block_method(net: BlockNet, *others: Any, anchors: int, weights: str) -> BlockMethod:
+    return BlockMethod(net, *others, anchors, WEIGHINGS[weights](net.spec.guesses))
+
+
 def _heads(target: Target, heads: int, layers: int, grounded: bool) -> HeadStack:
     shared = target.head()
     config = target.config
@@ -139,10 +155,10 @@ def _heads(target: Target, heads: int, layers: int, grounded: bool) -> HeadStack
 
 
 def _student(target: Target, layers: int) -> Student:
-    """It begins as the first and the last of the target's layers, which read its words and make them."""
-    net, whole = Student(target.stack(layers)), target.config.num_layers
+    """It begins as some of the target's layers, from the first to the last."""
+    net, last = Student(target.stack(layers)), target.config.num_layers - 1
     for i, layer in enumerate(net.model.layers):  # type: ignore[arg-type]
-        target.begin_as(f"layers.{i if i < (layers + 1) // 2 else whole - layers + i}", layer)
+        target.begin_as(f"layers.{round(i * last / max(layers - 1, 1))}", layer)
     target.begin_as("norm", net.model.norm)  # type: ignore[arg-type]
     return net
 
@@ -157,15 +173,21 @@ RECIPES: Mapping[str, Recipe] = {
         {"steps": 5},
     ),
     "eagle": Recipe(
-        _eagle1, RecurrentMethod, {"layers": 1}, {"kl": 1.0}, "EAGLE-1: predicts the target's last feature"
+        _eagle1,
+        RecurrentMethod,
+        {"layers": 1},
+        {"kl": 1.0},
+        "EAGLE-1: predicts the target's last feature",
+        {"steps": 5},
     ),
     "block": Recipe(
         _block,
-        BlockMethod,
+        _block_method,
         {"layers": 2, "reads": 5, "size": 6, "rank": 64, "correction": "markov", "confidence": True},
         {"ce": 0.1, "tv": 0.9},
         "a whole block in one pass, each slot corrected for the token before it (DSpark)",
-        choices={"correction": ("markov", "hidden", "none")},
+        {"anchors": 64, "weights": "decay"},
+        {"correction": ("markov", "hidden", "none"), "weights": tuple(WEIGHINGS)},
     ),
     "medusa": Recipe(
         _heads,
@@ -210,7 +232,8 @@ def build_method(
 ) -> Made:
     """A network and how it learns, by name."""
     _, recipe = find_recipe(name)
-    return method_of(recipe, recipe.build(target, settings).to(target.words.device), target, teacher_of, mix)
+    net = recipe.build(target, settings).to(target.words.device)
+    return method_of(recipe, net, target, teacher_of, mix, settings)
 
 
 def method_of(
@@ -219,13 +242,15 @@ def method_of(
     target: Target,
     teacher_of: Callable[[tuple[int, ...]], Teacher],
     mix: Mix | None = None,
+    settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> Made:
     """How a network that is there already learns."""
     reads = getattr(net, "reads", ())
     arguments = [net, teacher_of(reads), target.words, mix or Mix(recipe.loss)]
     if isinstance(net, Student):
         arguments.insert(1, target.head())
-    return recipe.method(*arguments, **recipe.training)
+    every = recipe.complete(settings)
+    return recipe.method(*arguments, **{name: every[name] for name in recipe.training})
 
 
 def recipe_of(net: nn.Module) -> Recipe:

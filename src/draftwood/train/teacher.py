@@ -23,6 +23,10 @@ class Lesson:
     logits: Tensor  # [N, V] of each answered token, in the order of the batch
     row: Tensor  # [B, T] int64: where in `logits` the token after each place stands, if the target wrote it
 
+    def answers(self, places: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of `logits`, and tokens, of answered places of the flat batch. [N] each."""
+        return self.row.flatten()[places - 1], self.batch.tokens.flatten()[places]
+
 
 class Teacher:
     """Runs texts through the target's own paged forward, as decoding does, a page table for each text."""
@@ -32,7 +36,7 @@ class Teacher:
 
     @torch.no_grad()
     def teach(self, batch: TextBatch) -> Lesson:
-        """Everything at once; features behind the last text are zeros. Only tokens the target wrote are worth a head."""
+        """Everything at once. Features behind the last text are zeros; only tokens the target wrote get logits."""
         spans, at = self._open(batch)
         taught = torch.zeros_like(batch.answer)
         taught[:, :-1] = batch.answer[:, 1:] & batch.follows(1)
