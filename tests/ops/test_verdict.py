@@ -17,7 +17,7 @@ from draftwood.request import SamplingParams
 from draftwood.rng import KeyedRng
 from draftwood.tree import TokenTree, Verdict
 from draftwood.treebuilder import TreeBuilder
-from draftwood.verifiers import LAWS, NodeLaw
+from draftwood.verifiers import LAWS, NodeLaw, gbv
 from draftwood.verifiers.path import follow
 from draftwood.verifiers.rules import draws_behind
 
@@ -25,8 +25,12 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton", allow_module_level=True)
 
 from draftwood.ops.cuda import distinct as triton_distinct
+from draftwood.ops.cuda import draws as triton_draws
+from draftwood.ops.cuda import greatest as triton_greatest
 from draftwood.ops.cuda import kseq as triton_kseq
 from draftwood.ops.cuda import lossy as triton_lossy
+from draftwood.ops.cuda import order as triton_order
+from draftwood.ops.cuda import pooled as triton_pooled
 from draftwood.ops.cuda import residual as triton_residual
 from draftwood.ops.cuda import verdict as triton_verdict
 
@@ -38,6 +42,7 @@ GROWERS = {
     "without-replacement": Levels((3, 2), WithoutReplacement()),
     "hybrid": Levels((3, 2), Hybrid()),
     "paths": Paths(3, 3),
+    "delayed": Paths(3, 2, trunk=1),
 }
 BUSHY = ([9, 1, 2, 1, 3, 3, 0, 2], [-1, 0, 0, 1, 1, 2, 3, 6])
 CHAIN = ([8, 2, 2, 2, 1], [-1, 0, 1, 2, 3])
@@ -46,6 +51,16 @@ CHAIN = ([8, 2, 2, 2, 1], [-1, 0, 1, 2, 3])
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _several_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even of a small vocabulary: rows are shared by several programs, and nodes are looked at a few at a time."""
+    sizes = {"SLICE": 16, "BAR_SLICE": 16, "POOL_SLICE": 16, "NODES": 8}
+    for module in (triton_draws, triton_greatest, triton_kseq, triton_order, triton_pooled, triton_verdict):
+        for name, size in sizes.items():
+            if hasattr(module, name):
+                monkeypatch.setattr(module, name, size)
 
 
 @pytest.mark.parametrize("shapes", [[BUSHY, CHAIN, ([4], [-1])], [CHAIN], [([4], [-1]), ([5], [-1])]])
@@ -121,7 +136,8 @@ def assert_same(got: Verdict, want: Verdict) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "tried"), [(name, None) for name in GROWERS if name != "iid"] + [("hybrid", 1), ("paths", 1)]
+    ("name", "tried"),
+    [(name, None) for name in GROWERS if name not in ("iid", "delayed")] + [("hybrid", 1), ("paths", 1)],
 )
 def test_a_walk_ends_where_its_odds_say(name: str, tried: int | None, device: torch.device) -> None:
     tree, p, view = drawn(name, device)
@@ -170,6 +186,29 @@ def test_pooled_layers_end_where_their_odds_say(name: str, device: torch.device)
     tree, p, view = drawn(name, device)
     got = triton_verdict.pooled_layers(tree, p, view.seeds, view.lengths)
     assert_same(got, by_odds("layer", tree, p, view))
+
+
+@pytest.mark.parametrize("name", ["without-replacement", "paths"])
+def test_layers_that_have_not_settled_are_finished(
+    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a single try for each layer most of them have not."""
+    monkeypatch.setattr(triton_pooled, "TIMES", 1)
+    tree, p, view = drawn(name, device)
+    got = triton_verdict.pooled_layers(tree, p, view.seeds, view.lengths)
+    assert_same(got, by_odds("layer", tree, p, view))
+
+
+@pytest.mark.parametrize(("name", "ranked"), [("paths", 256), ("paths", 8), ("delayed", 8)])
+def test_the_greatest_path_ends_where_its_odds_say(
+    name: str, ranked: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All tokens ranked, or few of them."""
+    for module in (triton_greatest, triton_order, gbv):
+        monkeypatch.setattr(module, "RANKED", ranked)
+    tree, p, view = drawn(name, device)
+    got = triton_greatest.greatest_path(tree, p, view.seeds, view.lengths)
+    assert_same(got, by_odds("gbv", tree, p, view))
 
 
 @pytest.mark.parametrize("name", ["iid", "paths"])

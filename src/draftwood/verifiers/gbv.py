@@ -66,7 +66,7 @@ class GreedyPaths(NodeLaw):
         return Odds(_stops(tree, at, taken, hits), lambda nodes: self._left(tree, p, at, nodes))
 
     def at_once(self, tree: TokenTree, p: Tensor, view: BatchView) -> Verdict | None:
-        """There is a kernel for it, on a CPU."""
+        """There are kernels for it."""
         return greatest_path(tree, p, view.seeds, view.lengths)
 
     def _settle(self, tree: TokenTree, p: Tensor, at: _Standing, nodes: Tensor) -> Tensor:

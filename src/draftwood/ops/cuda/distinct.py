@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftwood.ops.cuda.draws import known_of
 from draftwood.ops.cuda.residual import BLOCK
 from draftwood.tree import Draw, TokenTree
 
@@ -61,7 +62,7 @@ def distinct(tree: TokenTree, q: Tensor) -> TokenTree:
     draw = torch.where(merged, int(Draw.WITHOUT_REPLACEMENT), tree.draw)
     own = torch.arange(tree.num_nodes, device=q.device)
     once = replace(tree, draw=draw, q_row=torch.where(tree.q_row >= 0, own, -1), q=rows, drawn=None)
-    once.__dict__.update(tries=tries, levels=tree.levels, max_depth=tree.max_depth, depth=tree.depth)
+    once.__dict__.update(tries=tries, levels=tree.levels, max_depth=tree.max_depth, depth=tree.depth, **known_of(tree))
     return once
 
 

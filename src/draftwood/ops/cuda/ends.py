@@ -11,6 +11,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from draftwood.ops.cuda.draws import fair_chance
+from draftwood.ops.cuda.kseq import chance_at_bar
+from draftwood.ops.cuda.overlap import wait_and_make_way
 from draftwood.ops.cuda.random import aim_at, fold, uniform
 from draftwood.rng import Purpose
 
@@ -123,7 +126,7 @@ def _outcome(tokens, tries, chance, values, mass, node, wanted, inside, W: tl.co
 
 
 @triton.jit
-def _along_path(parents, factors, node, inside, steps):
+def along_path(parents, factors, node, inside, steps):
     """The product of the factors of `node` and all nodes above it but the root."""
     product = tl.full(node.shape, 1.0, tl.float64)
     here = node
@@ -142,6 +145,7 @@ def end_of_walk(
     W: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Where the walk down one tree ends."""
+    wait_and_make_way()
     b = tl.program_id(0)
     begin = tl.load(offsets + b)
     size = (tl.load(offsets + b + 1) - begin).to(tl.int32)
@@ -159,7 +163,7 @@ def end_of_walk(
         x = at + tl.arange(0, LANES)
         inside, node = x < size, begin + x
         _, ends = _outcome(tokens, tries, chance, values, mass, node, node, inside, W)
-        tl.store(stop + node, ends * _along_path(parents, passes, node, inside, steps), mask=inside)
+        tl.store(stop + node, ends * along_path(parents, passes, node, inside, steps), mask=inside)
         at += LANES
     tl.debug_barrier()
     pick_end(parents, stop, begin, size, seeds, lengths, end, path, length, steps, b, LANES)
@@ -192,6 +196,7 @@ def end_of_search(
     W: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """The first node taken in a depth-first search of one tree from its leaves up."""
+    wait_and_make_way()
     b = tl.program_id(0)
     begin = tl.load(offsets + b)
     size = (tl.load(offsets + b + 1) - begin).to(tl.int32)
@@ -220,7 +225,7 @@ def end_of_search(
     while at < size:
         x = at + tl.arange(0, LANES)
         inside, node = x < size, begin + x
-        enters = _along_path(parents, before, node, inside, steps)
+        enters = along_path(parents, before, node, inside, steps)
         comes_back = enters * _children_fail(tries, fails, node, inside, -2, W)
         tl.store(stop + node, comes_back * _taken(parents, weight, mass, node, inside), mask=inside)
         at += LANES
@@ -236,97 +241,120 @@ def _shares(score, weight, node, inside):
 
 
 @triton.jit
-def _first_taken(tries, chance, node, wanted, inside, W: tl.constexpr):
-    """The chance that the draws that gave `wanted` are the first accepted behind `node`, and that none is."""
+def _all_missed(chance, node, inside, W: tl.constexpr):
+    """The chance that no draw behind `node` is accepted."""
     missed = tl.full(node.shape, 1.0, tl.float64)
-    given = missed * 0.0
     for j in tl.static_range(W):
-        fair = tl.load(chance + node * W + j, mask=inside, other=0.0)
-        given += tl.where(tl.load(tries + node * W + j, mask=inside, other=-1) == wanted, fair * missed, 0.0)
-        missed = missed * (1.0 - fair)
-    return given, missed
+        missed = missed * (1.0 - tl.load(chance + node * W + j, mask=inside, other=0.0))
+    return missed
 
 
 @triton.jit
-def _come_back(
-    tries, depth, offsets, chance, mass, weight, score, ends, b, layer, W: tl.constexpr, LANES: tl.constexpr
+def _given(
+    tries, tokens, wanted, said, weight, scales, bars, above, node, inside, width, KSEQ: tl.constexpr, W: tl.constexpr
 ):
-    """The chance to end at each node of a layer, once it is reached from below."""
+    """That the draws behind `above`, at most `width`, that gave `node` are the first accepted; or are, once tried."""
+    missed = tl.full(node.shape, 1.0, tl.float64)
+    given, tried = missed * 0.0, missed * 0.0
+    for j in tl.static_range(W):
+        if j < width:
+            place = above * 0 + j
+            there = inside & (tl.load(tokens + above * W + j, mask=inside, other=-1) >= 0)
+            if KSEQ:
+                fair = chance_at_bar(wanted, said, weight, bars, above, place, there, W)
+            else:
+                fair = fair_chance(wanted, said, weight, scales, above, place, there, W)
+            mine = tl.load(tries + above * W + j, mask=there, other=-1) == node
+            given += tl.where(mine, fair * missed, 0.0)
+            tried += tl.where(mine, fair, 0.0)
+            missed = missed * (1.0 - fair)
+    return given, tried
+
+
+@triton.jit(do_not_specialize=["layer", "last", "width"])
+def hand_down(
+    parents, depth, tries, offsets, tokens, wanted, said, weight, scales, bars, score, layer, last, width,
+    SHARED: tl.constexpr, KSEQ: tl.constexpr, W: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """What the children of a layer of one tree are offered, up to `width` a node, and of the layers after it up to
+    `last`, one a node: their draws' chances; SHARED: the whole layer what its draws are given together, and each node
+    its part of that.
+    """
+    wait_and_make_way()
+    b = tl.program_id(0)
     begin = tl.load(offsets + b)
     size = (tl.load(offsets + b + 1) - begin).to(tl.int32)
+    while layer <= last:
+        everything = begin.to(tl.float64) * 0.0
+        at = 0
+        while at < size:
+            x = at + tl.arange(0, LANES)
+            node = begin + x
+            below = (x < size) & (tl.load(depth + node, mask=x < size, other=-1) == layer + 1)
+            above = tl.load(parents + node, mask=below, other=0)
+            given, tried = _given(
+                tries, tokens, wanted, said, weight, scales, bars, above, node, below, width, KSEQ, W
+            )  # fmt: skip
+            if SHARED:
+                scored = tl.where(below, _shares(score, weight, above, below) * given, 0.0)
+                tl.store(score + node, scored, mask=below)
+                everything += tl.sum(scored, 0)
+            else:
+                tl.store(weight + node, tried, mask=below)
+            at += LANES
+        at = 0
+        while at < size:
+            x = at + tl.arange(0, LANES)
+            below = (x < size) & (tl.load(depth + begin + x, mask=x < size, other=-1) == layer + 1)
+            if SHARED:
+                tl.store(weight + begin + x, tl.minimum(everything, 1.0) + tl.zeros((LANES,), tl.float64), mask=below)
+            at += LANES
+        tl.debug_barrier()
+        layer += 1
+        width = width * 0 + 1
+
+
+@triton.jit
+def _layer_mass(depth, chance, weight, score, begin, size, layer, W: tl.constexpr, LANES: tl.constexpr):
+    """How likely anybody comes back up to a layer from its draws."""
     everybody = begin.to(tl.float64) * 0.0
     at = 0
     while at < size:
         x = at + tl.arange(0, LANES)
         node = begin + x
         here = (x < size) & (tl.load(depth + node, mask=x < size, other=-1) == layer)
-        _, missed = _first_taken(tries, chance, node, node, here, W)
-        comes = tl.where(here, _shares(score, weight, node, here) * missed, 0.0)
-        tl.store(ends + node, comes, mask=here)
-        everybody += tl.sum(comes, 0)
+        comes = _shares(score, weight, node, here) * _all_missed(chance, node, here, W)
+        everybody += tl.sum(tl.where(here, comes, 0.0), 0)
         at += LANES
-    tl.debug_barrier()
-    at = 0
-    while at < size:
-        x = at + tl.arange(0, LANES)
-        node = begin + x
-        here = (x < size) & (tl.load(depth + node, mask=x < size, other=-1) == layer)
-        comes = tl.load(ends + node, mask=here, other=0.0)
-        comes = tl.where(everybody > 0, comes / tl.where(everybody > 0, everybody, 1.0), 1.0)
-        left = tl.load(mass + node, mask=here, other=0.0)
-        survives = left + (1.0 - tl.load(weight + node, mask=here, other=0.0))
-        taken = tl.where(survives > 0, left / tl.where(survives > 0, survives, 1.0), 1.0)
-        tl.store(ends + node, comes * taken, mask=here)
-        at += LANES
-
-
-@triton.jit(do_not_specialize=["layer"])
-def next_layer(
-    parents, depth, tries, offsets, chance, mass, weight, score, ends, layer, W: tl.constexpr, LANES: tl.constexpr
-):  # fmt: skip
-    """After the draws behind a layer of one tree: its chances to end, and what its children are offered."""
-    b = tl.program_id(0)
-    begin = tl.load(offsets + b)
-    size = (tl.load(offsets + b + 1) - begin).to(tl.int32)
-    _come_back(tries, depth, offsets, chance, mass, weight, score, ends, b, layer, W, LANES)
-    everything = begin.to(tl.float64) * 0.0
-    at = 0
-    while at < size:
-        x = at + tl.arange(0, LANES)
-        node = begin + x
-        below = (x < size) & (tl.load(depth + node, mask=x < size, other=-1) == layer + 1)
-        above = tl.load(parents + node, mask=below, other=0)
-        given, _ = _first_taken(tries, chance, above, node, below, W)
-        scored = tl.where(below, _shares(score, weight, above, below) * given, 0.0)
-        tl.store(score + node, scored, mask=below)
-        everything += tl.sum(scored, 0)
-        at += LANES
-    at = 0
-    while at < size:
-        x = at + tl.arange(0, LANES)
-        below = (x < size) & (tl.load(depth + begin + x, mask=x < size, other=-1) == layer + 1)
-        tl.store(weight + begin + x, tl.minimum(everything, 1.0) + tl.zeros((LANES,), tl.float64), mask=below)
-        at += LANES
+    return everybody
 
 
 @triton.jit(do_not_specialize=["steps"])
 def end_of_layers(
-    parents, depth, offsets, ends, seeds, lengths, stop, end, path, length, steps, LANES: tl.constexpr
+    parents, depth, offsets, chance, mass, weight, score, seeds, lengths, stop, end, path, length, steps,
+    W: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Where one tree's path ends, from the deepest layer up."""
+    wait_and_make_way()
     b = tl.program_id(0)
     begin = tl.load(offsets + b)
     size = (tl.load(offsets + b + 1) - begin).to(tl.int32)
     passed = begin.to(tl.float64) * 0.0 + 1.0
     layer = steps
     while layer >= 0:
+        whole = _layer_mass(depth, chance, weight, score, begin, size, layer, W, LANES)
         everybody = passed * 0.0
         at = 0
         while at < size:
             x = at + tl.arange(0, LANES)
             node = begin + x
             here = (x < size) & (tl.load(depth + node, mask=x < size, other=-1) == layer)
-            ending = tl.load(ends + node, mask=here, other=0.0)
+            comes = _shares(score, weight, node, here) * _all_missed(chance, node, here, W)
+            comes = tl.where(whole > 0, comes / tl.where(whole > 0, whole, 1.0), 1.0)
+            left = tl.load(mass + node, mask=here, other=0.0)
+            survives = left + (1.0 - tl.load(weight + node, mask=here, other=0.0))
+            taken = tl.where(survives > 0, left / tl.where(survives > 0, survives, 1.0), 1.0)
+            ending = tl.where(here, comes * taken, 0.0)
             tl.store(stop + node, ending * passed, mask=here)
             everybody += tl.sum(ending, 0)
             at += LANES

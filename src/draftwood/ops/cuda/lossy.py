@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftwood.ops.cuda.ends import _along_path, write_path
+from draftwood.ops.cuda.draws import Drawn, Weights, reject_all
+from draftwood.ops.cuda.ends import along_path, write_path
 from draftwood.ops.cuda.residual import PADDED, ROW_BLOCK
-from draftwood.ops.cuda.verdict import NODES, _Draw, _Ends, _verdict, _walked, _weigh_nodes
+from draftwood.ops.cuda.verdict import NODES, Ends, bonus_after, walked
 from draftwood.ops.verdict import Rule
 from draftwood.tree import TokenTree, Verdict
 
@@ -33,11 +34,11 @@ def _unknown(tree: TokenTree) -> Tensor:
 
 def lenient_walk(tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor, lenience: float) -> Verdict:
     """Recursive rejection with its bar lowered."""
-    draw = _Draw.of(tree, p, seeds, lengths)
-    w = draw.nothing_weighed()
-    _weigh_nodes(draw, w, None, tree.tries.shape[1], pass_on=False)
+    draw = Drawn.of(tree, p, seeds, lengths)
+    w = Weights.looked_up(draw)
+    reject_all(draw, w, draw.width)
     w.chance.div_(lenience).clamp_(max=1)
-    return replace(_verdict(draw, w, _walked(draw, w), children=False), drift=_unknown(tree))
+    return replace(bonus_after(draw, w, walked(draw, w), children=False), drift=_unknown(tree))
 
 
 @triton.jit
@@ -65,8 +66,8 @@ def _lower_bars(p, tries, tokens, single, total, chance, mass, W: tl.constexpr, 
 
 def lowered_walk(tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor, single: float, total: float) -> Verdict:
     """Plain target sampling with lowered bars."""
-    draw = _Draw.of(tree, p, seeds, lengths)
-    w = draw.nothing_weighed()
+    draw = Drawn.of(tree, p, seeds, lengths)
+    w = Weights.looked_up(draw)
     w.scales.zero_()
     w.values.zero_()
     tries, tokens, _ = draw.links
@@ -74,7 +75,7 @@ def lowered_walk(tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor, sin
         draw.p, tries, tokens, _number(single, p), _number(total, p), w.chance, w.mass,
         tries.shape[1], p.shape[1], num_warps=1,
     )  # fmt: skip
-    return replace(_verdict(draw, w, _walked(draw, w), children=False), drift=_unknown(tree))
+    return replace(bonus_after(draw, w, walked(draw, w), children=False), drift=_unknown(tree))
 
 
 @triton.jit
@@ -117,18 +118,18 @@ def _add_up(parents, away, end, drift):
 
 def mixture_walk(tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor, weight: float) -> Verdict:
     """Recursive rejection against a mixture of target and draft."""
-    given, mixed = _Draw.of(tree, p, seeds, lengths), torch.empty_like(p, memory_format=torch.contiguous_format)
+    given, mixed = Drawn.of(tree, p, seeds, lengths), torch.empty_like(p, memory_format=torch.contiguous_format)
     away = torch.empty(tree.num_nodes, dtype=torch.float64, device=p.device)
     width = tree.tries.shape[1]
     _mix[(tree.num_nodes,)](
         given.p, given.q, *given.links, _number(weight, p), mixed, away, width, p.shape[1], ROW_BLOCK, num_warps=16
     )
     draw = replace(given, p=mixed)
-    w = draw.nothing_weighed()
-    _weigh_nodes(draw, w, None, width, pass_on=False)
-    ends, drift = _walked(draw, w), torch.empty(tree.num_trees, dtype=torch.float64, device=p.device)
+    w = Weights.looked_up(draw)
+    reject_all(draw, w, width)
+    ends, drift = walked(draw, w), torch.empty(tree.num_trees, dtype=torch.float64, device=p.device)
     _add_up[(tree.num_trees,)](tree.parents.contiguous(), away, ends.node, drift, num_warps=1)
-    return replace(_verdict(draw, w, ends, children=False), drift=drift)
+    return replace(bonus_after(draw, w, ends, children=False), drift=drift)
 
 
 @triton.jit
@@ -187,7 +188,7 @@ def _end_of_longest(parents, depth, offsets, good, end, path, length, steps, LAN
     while at < size:
         x = at + tl.arange(0, LANES)
         inside, node = x < size, begin + x
-        reached = inside & (_along_path(parents, good, node, inside, steps) > 0)
+        reached = inside & (along_path(parents, good, node, inside, steps) > 0)
         rank = tl.where(reached, tl.load(depth + node, mask=inside, other=0) * size - x, -1)
         highest = tl.max(rank, 0)
         chosen = tl.where(highest > best, tl.sum(tl.where(rank == highest, node, 0), 0), chosen)
@@ -199,16 +200,16 @@ def _end_of_longest(parents, depth, offsets, good, end, path, length, steps, LAN
 
 def typical_path(tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor, threshold: float, alpha: float) -> Verdict:
     """The longest path of typical tokens."""
-    return _longest(_judge_typical, ROW_BLOCK, _Draw.of(tree, p, seeds, lengths), threshold, alpha)
+    return _longest(_judge_typical, ROW_BLOCK, Drawn.of(tree, p, seeds, lengths), threshold, alpha)
 
 
 def relaxed_path(tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor, k: float, margin: float) -> Verdict:
     """The longest path of tokens near the top."""
-    return _longest(_judge_relaxed, JUDGED, _Draw.of(tree, p, seeds, lengths), k, margin)
+    return _longest(_judge_relaxed, JUDGED, Drawn.of(tree, p, seeds, lengths), k, margin)
 
 
-def _longest(judge, block: int, draw: _Draw, *settings: float) -> Verdict:  # type: ignore[no-untyped-def]
-    tree, ends, w = draw.tree, _Ends.of(draw.tree), draw.nothing_weighed()
+def _longest(judge, block: int, draw: Drawn, *settings: float) -> Verdict:  # type: ignore[no-untyped-def]
+    tree, ends, w = draw.tree, Ends.of(draw.tree), Weights.looked_up(draw)
     w.scales.zero_()
     good = torch.ones(tree.num_nodes, dtype=torch.float64, device=draw.p.device)
     tries, tokens, _ = draw.links
@@ -220,7 +221,7 @@ def _longest(judge, block: int, draw: _Draw, *settings: float) -> Verdict:  # ty
         tree.parents.contiguous(), tree.depth.contiguous(), tree.offsets.contiguous(), good,
         ends.node, ends.path, ends.length, tree.max_depth, NODES, num_warps=2,
     )  # fmt: skip
-    return replace(_verdict(draw, w, ends, children=True), drift=_unknown(tree))
+    return replace(bonus_after(draw, w, ends, children=True), drift=_unknown(tree))
 
 
 VERDICTS = {
