@@ -26,6 +26,8 @@ from draftwood.growers import (
     chain,
 )
 from draftwood.growers.levels import MAX_NODES
+from draftwood.growers.pickers import Frontier
+from draftwood.nets.parts import DraftHead
 from draftwood.protocols import Budget
 from draftwood.rng import KeyedRng, Purpose, derive
 from draftwood.tree import Draw, TokenTree
@@ -56,6 +58,19 @@ def test_chain() -> None:
 
 def test_levels_of_the_likeliest() -> None:
     assert paths(grown(Levels((2, 1), Best()))) == {(0,), (1,), (0, 1), (1, 2)}
+
+
+def test_the_likeliest_of_few_are_the_likeliest_of_all() -> None:
+    """A reduced draft vocabulary is looked through as it is; only whoever wants more than it has sees the others."""
+    head = DraftHead(torch.zeros(3, 1), torch.tensor([1, 3, 4]), 6, own=False)
+    logits = torch.tensor([[[0.5, 2.0, 2.0], [-1.0, -3.0, -2.0]]])
+    columns = torch.zeros(1, 2, dtype=torch.int64)
+    narrow = Frontier(columns, columns, logits, view_of(1.0, 9, 9, root=2), KeyedRng(), head)
+    wide = replace(narrow, logits=head.spread(logits), among=None)
+    assert narrow.best(1).tolist() == wide.best(1).tolist() == [[[3], [1]]]
+    assert narrow.best(2).tolist() == [[[3, 4], [1, 4]]]
+    assert [sorted(row) for row in narrow.best(9)[0].tolist()] == [list(range(6))] * 2
+    assert torch.equal(narrow.q, wide.q)
 
 
 def test_static_shape_by_rank() -> None:

@@ -8,36 +8,44 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from draftwood.drafters.block import BlockDrafter
+from draftwood.drafters.by_request import OfferedDrafters
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
 from draftwood.drafters.parallel import ParallelDrafter
-from draftwood.drafters.pointwise import HeadStackDrafter
-from draftwood.drafters.recurrent import RecurrentDrafter
+from draftwood.drafters.predicted import PredictedDrafter
 from draftwood.drafters.scripted import ScriptedDrafter
+from draftwood.drafters.student import StudentDrafter
+from draftwood.drafters.trained import drafter_of
 from draftwood.engine.controller import FixedBudget
 from draftwood.engine.engine import Engine
 from draftwood.engine.scheduler import Scheduler, SchedulerConfig
 from draftwood.engine.sequence import Sequence as Answer
 from draftwood.engine.text import TextStream
+from draftwood.engine.worker import Companion
 from draftwood.model.checkpoint import expected_shape
 from draftwood.model.config import ModelConfig
 from draftwood.model.runner import ModelRunner
 from draftwood.model.weights import FORMATS
 from draftwood.nets.block import BlockNet, BlockSpec, HiddenCorrection, Markov
+from draftwood.nets.parallel import Ahead, ParallelEagle
 from draftwood.nets.parts import DraftHead
 from draftwood.nets.pointwise import HeadStack
 from draftwood.nets.recurrent import Eagle1, Eagle3, Eagle3Spec, MultiToken
+from draftwood.nets.shallow import Kangaroo
+from draftwood.nets.shared import SharedWords
+from draftwood.nets.student import Student
 from draftwood.nets.words import TargetWords
-from draftwood.protocols import Drafter, Grower, Randomness, Verifier
+from draftwood.protocols import BatchView, Budget, Drafter, Grower, Randomness, Verifier
 from draftwood.request import Event, FinishReason, SamplingParams
 from draftwood.rng import KeyedRng
+from draftwood.tree import DraftLaw, Draw, TokenTree
 
 CPU = torch.device("cpu")
 
@@ -182,6 +190,29 @@ class LetterDecoder:
         return ""
 
 
+class NoStutter:
+    """A grammar of two rules: no token twice in a row, and every third token is even. Knows nothing but paths."""
+
+    error = None
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def allowed(self, answer: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> Tensor:
+        said = [list(answer)]
+        for token, parent in zip(tokens[1:], parents[1:], strict=True):
+            said.append([*said[parent], token])
+        return torch.stack([self._row(text) for text in said])
+
+    def _row(self, text: Sequence[int]) -> Tensor:
+        row = torch.ones(self.vocab_size, dtype=torch.bool)
+        if text:
+            row[text[-1]] = False
+        if len(text) % 3 == 2:
+            row[1::2] = False
+        return row
+
+
 @dataclass(frozen=True)
 class Ask:
     """One request of a test."""
@@ -218,6 +249,7 @@ class Harness:
         budget = FixedBudget(drafter.max_nodes)
         self.engine = Engine(target, drafter, law, budget, scheduler, rng or KeyedRng())
         self.events: list[Event] = []
+        self.companion: Companion | None = None
 
     def answer(self, i: int, ask: Ask, eos: frozenset[int] = frozenset()) -> Answer:
         params = ask.params
@@ -233,6 +265,8 @@ class Harness:
             bad_words=tuple(tuple(ord(c) - ord("a") for c in word) for word in params.bad_words),
             text=TextStream(LetterDecoder(), params.stop),
             arrived=0.0,
+            prediction=tuple(ord(c) - ord("a") for c in params.prediction),
+            constraint=NoStutter(int(params.grammar)) if params.grammar else None,
         )
 
     def run(self, asks: Sequence[Ask]) -> list[Answer]:
@@ -245,12 +279,24 @@ class Harness:
                 if ask.cancelled == step:
                     self.events += scheduler.abort(answer.request_id, FinishReason.CANCELLED)
             if scheduler.has_work:
-                self.events += self.engine.step()
+                self.events += (news := self.engine.step())
+                self.give_way(news, answers)
             self.check()
             if not scheduler.has_work and all(ask.arrives <= step for ask in asks):
                 break
             assert step < 5000, "the engine makes no progress"
         return answers
+
+    def give_way(self, news: Sequence[Event], answers: Sequence[Answer]) -> None:
+        """What a worker does behind every step."""
+        if self.companion is None:
+            return
+        for event in news:
+            if event.finish_reason is not None:
+                self.companion.hear(answers[event.request_id], event.finish_reason)
+        if self.companion.wants(busy=True) <= 0:
+            self.companion.work()
+            self.engine.was_paused()
 
     def check(self) -> None:
         self.engine.target.cache.tables.check()
@@ -310,6 +356,9 @@ NETS = {
     "eagle31": lambda config, words: Eagle3(
         _stack(config, 2), Eagle3Spec((1,), config.hidden_size, True, True, True), _head(words, (0, 3, 4, 7, 11))
     ),
+    "peagle": lambda config, words: ParallelEagle(
+        _stack(config, 2), Eagle3Spec((0, 1), config.hidden_size), _head(words), Ahead(5, 4)
+    ),
     "eagle1": lambda config, words: Eagle1(_stack(config, 1), 1, _head(words), bias=True),
     "mtp": lambda config, words: MultiToken(_stack(config, 1), 1, _head(words)),
     "dflash": lambda config, words: BlockNet(
@@ -329,6 +378,7 @@ NETS = {
     ),
     "medusa": lambda config, words: HeadStack(config.hidden_size, 1, 2, [_head(words)] * 3, grounded=False),
     "hydra": lambda config, words: HeadStack(config.hidden_size, 1, 1, [_head(words)] * 3, grounded=True),
+    "kangaroo": lambda config, words: Kangaroo(_stack(config, 2), 1, _head(words, (0, 1, 3, 4, 6, 7, 9, 10, 11))),
 }
 
 
@@ -343,7 +393,10 @@ def _head(words: TargetWords, tokens: tuple[int, ...] | None = None) -> DraftHea
 
 def random_net(kind: str, words: TargetWords, seed: int = 3) -> torch.nn.Module:
     """A network of some kind with random weights, sharp enough to disagree with itself if anything is misplaced."""
-    net = NETS[kind](words.config, words).to(words.device, words.dtype)
+    return randomised(NETS[kind](words.config, words).to(words.device, words.dtype), seed)
+
+
+def randomised(net: torch.nn.Module, seed: int) -> Any:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in net.parameters():
@@ -356,13 +409,75 @@ def random_net(kind: str, words: TargetWords, seed: int = 3) -> torch.nn.Module:
 def with_net(
     kind: str, grower: Grower, checkpoint: TinyCheckpoint | None = None, device: torch.device = CPU
 ) -> DraftMaker:
-    """A drafter that reads the tiny target's features."""
+    """A drafter with a network on the tiny target."""
 
     def make(dtype: torch.dtype) -> Drafter:
         words = TargetWords(checkpoint or TinyCheckpoint(tiny_config()), device, dtype)
-        net = random_net(kind, words)
-        if isinstance(net, HeadStack):
-            return HeadStackDrafter(net, words, grower)
-        return BlockDrafter(net, words, grower) if isinstance(net, BlockNet) else RecurrentDrafter(net, words, grower)
+        return drafter_of(random_net(kind, words), words, grower)
+
+    return make
+
+
+class Expecting(PredictedDrafter):
+    """Every other sequence comes with a prediction: what it will say, with a few tokens wrong, missing or new."""
+
+    extra = 12
+
+    def __init__(self, drafter: Drafter, expected: Callable[[Sequence[int]], Sequence[int]]) -> None:
+        super().__init__(drafter)
+        self.expected = expected
+
+    @property
+    def law(self) -> DraftLaw:
+        return DraftLaw(self.drafter.law.draws | {Draw.POINT}, chain=False)
+
+    @property
+    def max_nodes(self) -> int:
+        return self.drafter.max_nodes + self.extra
+
+    def propose(self, view: BatchView, budget: Budget, rng: Randomness) -> TokenTree:
+        prompts = [tokens[:n] for tokens, n in zip(view.tokens, view.prompt_lengths, strict=True)]
+        predictions = [
+            tuple(self.expected(p)) if i % 2 == 0 else () for i, p in zip(view.seq_ids, prompts, strict=True)
+        ]
+        own = Budget(min(budget.max_nodes, self.drafter.max_nodes))
+        return super().propose(replace(view, predictions=tuple(predictions)), own, rng)
+
+
+class Offering(OfferedDrafters):
+    """Sequences are drafted for by one drafter after the other, and some by the default under another name."""
+
+    @property
+    def law(self) -> DraftLaw:
+        laws = [drafter.law for drafter in self._all]
+        return DraftLaw(frozenset().union(*(law.draws for law in laws)), chain=all(law.chain for law in laws))
+
+    def propose(self, view: BatchView, budget: Budget, rng: Randomness) -> TokenTree:
+        names = [None, *self.others]
+        params = [replace(p, drafter=names[i % len(names)]) for i, p in zip(view.seq_ids, view.params, strict=True)]
+        return super().propose(replace(view, params=tuple(params)), budget, rng)
+
+
+def expecting(maker: DraftMaker, expected: Callable[[Sequence[int]], Sequence[int]]) -> DraftMaker:
+    return lambda dtype: Expecting(maker(dtype), expected)
+
+
+def offering(*makers: DraftMaker) -> DraftMaker:
+    def make(dtype: torch.dtype) -> Drafter:
+        default, *others = (maker(dtype) for maker in makers)
+        return Offering(default, {"same": default} | {f"other-{i}": other for i, other in enumerate(others)})
+
+    return make
+
+
+def with_student(grower: Grower, seed: int = 3) -> DraftMaker:
+    """A layer between the tiny target's words, with random weights."""
+
+    def make(dtype: torch.dtype) -> Drafter:
+        target = TinyCheckpoint(tiny_config())
+        net = randomised(Student(_stack(target.config, 1)).double(), seed)
+        own = {name: value.to(dtype) for name, value in net.state_dict().items()}
+        student = SharedWords("student", net.config, own, target)
+        return StudentDrafter(student, ModelRunner.load(student, dtype, CPU, 200, 4), grower, max_rows=16)
 
     return make

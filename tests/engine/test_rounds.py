@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 
+from draftwood.assembly import offer
 from draftwood.cache.seats import Kind
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
@@ -16,6 +18,8 @@ from draftwood.engine.rounds import PATIENCE
 from draftwood.growers import Coupled, Independent, Levels, chain
 from draftwood.growers.pickers import Best
 from draftwood.request import SamplingParams
+from draftwood.train.online import AdaptConfig, Adapter
+from draftwood.train.optim import OptimConfig
 from draftwood.verifiers import LAWS
 from in_rounds import DEVICE, GPU, RoundHarness, runner
 from tiny import Ask, Harness, Regime, TinyCheckpoint, generated, with_arrivals, with_net
@@ -58,6 +62,7 @@ DRAFTERS = {
     "block tree": lambda **_: feature_drafter("dflash", Levels((2, 2), Best())),
     "medusa": lambda **_: feature_drafter("medusa", Levels((2, 1, 1), Best())),
     "hydra": lambda **_: feature_drafter("hydra", Levels((2, 2, 1), Best())),
+    "kangaroo": lambda **_: feature_drafter("kangaroo", Levels((2, 2, 1), Best())),
     "eagle1 sampled": lambda **_: feature_drafter("eagle1", Levels((1, 1, 1), Independent())),
 }
 
@@ -120,6 +125,17 @@ def test_requests_that_need_the_host_share_the_engine() -> None:
     assert any(event.logprobs for event in harness.events)
 
 
+@pytest.mark.parametrize("name", ["ngram", "chain", "eagle3"])
+def test_requests_with_wishes_about_guesses_share_the_engine(name: str) -> None:
+    """Another drafter, fewer nodes, a prediction, a grammar: step by step while they run, in rounds otherwise."""
+    drafter = DRAFTERS[name]()
+    offered = offer(drafter, {"own": drafter, "none": NoDrafter(), "other": NgramDrafter(nodes=3, shortest=1)})
+    wishes = [{}, {"max_nodes": 2}, {"prediction": "abcabc"}, {"drafter": "other", "max_depth": 1}, {"grammar": "13"}]
+    wanted = [replace(a, params=replace(a.params, **w)) for a, w in zip(asks(1.0), wishes, strict=True)]
+    mixed = with_arrivals([asks(1.0)[4], *wanted], every=4)
+    assert generated(RoundHarness(offered, "match").run(mixed)) == plain(mixed)
+
+
 def test_cancelled_answers_leave_their_neighbours_alone() -> None:
     wanted = asks(1.0, 5)
     wanted[2] = Ask(wanted[2].prompt, wanted[2].params, cancelled=4)
@@ -129,6 +145,48 @@ def test_cancelled_answers_leave_their_neighbours_alone() -> None:
     assert [got[i] for i in kept] == [want[i] for i in kept]
     assert want[2][: len(got[2])] == got[2]
     assert not harness.engine.pipeline.rounds.seats.seated
+
+
+@pytest.mark.parametrize("name", ["eagle3", "block", "medusa", "hydra"])
+def test_new_weights_reach_rounds_that_are_ready(name: str) -> None:
+    """Captured graphs read weights in place: who changed its mind guesses like one that always thought so."""
+    first = [Ask((3, i), SamplingParams(max_tokens=30)) for i in range(4)]
+    then = [Ask((i, 7), SamplingParams(max_tokens=60)) for i in range(5)]
+    runs = []
+    for warmed in (True, False):
+        drafter = DRAFTERS[name]()
+        harness = RoundHarness(drafter, "match")
+        if warmed:
+            harness.run(first)
+            harness.events.clear()
+        generator = torch.Generator().manual_seed(8)
+        drafter.update(
+            {
+                name: weight + 0.3 * weight.std() * torch.randn(weight.shape, generator=generator).to(weight)
+                for name, weight in drafter.module.named_parameters()
+            }
+        )
+        answers = harness.run(then)
+        assert generated(answers) == plain(then)
+        runs.append([(answer.steps, answer.accepted) for answer in answers])
+    assert runs[0] == runs[1]
+    untouched = RoundHarness(DRAFTERS[name](), "match").run(then)
+    assert runs[0] != [(answer.steps, answer.accepted) for answer in untouched]
+
+
+def test_a_drafter_learns_between_rounds() -> None:
+    wanted = [Ask((i, (3 * i + 1) % 13, 5), SamplingParams(max_tokens=40)) for i in range(6)]
+    harness, rates = RoundHarness(DRAFTERS["eagle3"](), "match"), []
+    fast = OptimConfig(lr=5e-3, muon_lr=0.03, weight_decay=0.0)
+    config = AdaptConfig(share=1.0, length=96, window=2, repeats=6, optimizer=fast)
+    harness.companion = adapter = Adapter(harness.engine, config, clock=lambda: 0.0)
+    for _ in range(5):
+        answers = harness.run(wanted)
+        assert generated(answers) == plain(wanted)
+        rates.append(sum(a.num_generated for a in answers) / sum(a.steps for a in answers))
+        while adapter.wants(busy=False) <= 0:
+            adapter.work()
+    assert rates[-1] > 1.25 * rates[0], rates
 
 
 def test_rounds_without_graphs_are_the_same() -> None:

@@ -18,10 +18,12 @@ from draftwood.nets.block import BlockNet, BlockSpec, Confidence, HiddenCorrecti
 from draftwood.nets.export import export
 from draftwood.nets.export import layer_config as exported_layers
 from draftwood.nets.layouts import build_net, open_drafter, self_test
-from draftwood.nets.layouts.recognition import _Rows, _try_block, _try_heads, _try_recurrent
+from draftwood.nets.layouts.recognition import _Rows, _try_block, _try_heads, _try_recurrent, _try_shallow
+from draftwood.nets.parallel import Ahead, ParallelEagle
 from draftwood.nets.parts import DraftHead, LowRankHead
 from draftwood.nets.pointwise import HeadStack
 from draftwood.nets.recurrent import Eagle3, Eagle3Spec
+from draftwood.nets.shallow import Kangaroo
 from nets.published import TARGET, WORDS, layer_config, random, write
 from tiny import NETS, random_net, tiny_folder
 
@@ -56,6 +58,9 @@ MORE = {
     "low rank": lambda: eagle3(LowRankHead(32, 4, 13)),
     "biases": lambda: Eagle3(dataclasses.replace(ONE, qkv_bias=True, mlp_bias=True), Eagle3Spec((1,), 32), own_head()),
     "qwen3": lambda: Eagle3(dataclasses.replace(ONE, qk_norm=True), Eagle3Spec((1,), 32), own_head()),
+    "peagle, own embedding": lambda: ParallelEagle(
+        ONE, Eagle3Spec((1, 2), 32), own_head(), Ahead(5, 3), embedding=random(13, 32)
+    ),
     "published treeflash": treeflash,
     "confident": lambda: unsure(Markov(13, 5, 3)),
     "confident alone": lambda: unsure(None),
@@ -77,13 +82,16 @@ def outputs(net: torch.nn.Module) -> dict[str, torch.Tensor]:
     with torch.no_grad():
         if isinstance(net, BlockNet):
             return _try_block(net, rows)
+        if isinstance(net, Kangaroo):
+            return _try_shallow(net, rows)
         return _try_heads(net, rows) if isinstance(net, HeadStack) else _try_recurrent(net, rows)  # type: ignore
 
 
 def facts(net: torch.nn.Module) -> tuple[object, ...]:
     head = net.heads[0] if isinstance(net, HeadStack) else net.head
     tokens = None if head.tokens is None else head.tokens.tolist()
-    return net.reads, getattr(net, "spec", None), getattr(net, "guesses", None), tokens, type(net)
+    numbers = tuple(getattr(net, name, None) for name in ("spec", "guesses", "ahead", "exit_layer"))
+    return net.reads, numbers, tokens, type(net)
 
 
 @pytest.mark.parametrize("kind", [*NETS, *MORE])
@@ -99,6 +107,8 @@ def test_a_round_trip_changes_nothing(tmp_path: Path, kind: str) -> None:
     assert expected.keys() == found.keys()
     for what in expected:
         assert torch.equal(found[what], expected[what]), what
+    kept = {name: value for name, value in net.named_parameters() if not name.startswith("head.")}
+    assert all(torch.equal(loaded.get_parameter(name), value) for name, value in kept.items())
     assert json.loads((tmp_path / "config.json").read_text())["draftwood"]["info"] == {"steps": 3}
 
 
@@ -139,7 +149,7 @@ def test_an_export_replaces_a_drafter_and_nothing_else(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="holds a language model"):
         export(net, model, "t", {})
     assert (model / "model.safetensors").read_bytes() == before
-    other = write(tmp_path / "other", {"speculators_model_type": "peagle"}, {"x": random(2)})
+    other = write(tmp_path / "other", {"speculators_model_type": "xpress"}, {"x": random(2)})
     with pytest.raises(CheckpointError, match="no drafter"):
         export(net, other, "t", {})
     (other / "config.json").unlink()

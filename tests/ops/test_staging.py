@@ -8,7 +8,7 @@ import torch
 from draftwood.cache.seats import Kind, Seats
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.points import PointTree
-from draftwood.ops.cuda.choice import likeliest
+from draftwood.ops.cuda.choice import likeliest, ranked
 from draftwood.ops.cuda.lookup import suffix_lookup
 from draftwood.ops.cuda.seats import closed, opened
 from draftwood.ops.cuda.softmax import tempered as by_kernel
@@ -103,6 +103,18 @@ def test_the_likeliest_token_is_the_first_of_the_best(vocabulary: int) -> None:
     if DEVICE == "cuda":  # the interpreter warns of it
         logits[2, 2] = float("nan")
         assert 0 <= int(likeliest(logits.to(DEVICE))[2, 2]) < vocabulary
+
+
+@pytest.mark.parametrize(("vocabulary", "count"), [(5, 4), (2049, 3), (5000, 16)])
+def test_ranks_are_those_of_a_stable_sort(vocabulary: int, count: int) -> None:
+    """Equal ones come in their order, also where nothing is left but what has no chance."""
+    torch.manual_seed(vocabulary)
+    logits = torch.randint(-9, 9, (2, 3, vocabulary)).float()
+    logits[1, 1, 1:] = float("-inf")
+    tokens = torch.arange(vocabulary).mul(3).add(1)
+    want = logits.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    assert torch.equal(ranked(logits.to(DEVICE), count).cpu(), want)
+    assert torch.equal(ranked(logits.to(DEVICE), count, tokens.to(DEVICE)).cpu(), tokens[want])
 
 
 @pytest.mark.parametrize("vocabulary", [13, 2048, 5000])

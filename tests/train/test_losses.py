@@ -250,16 +250,24 @@ def test_dpace_is_the_gradient_of_the_expected_length_by_log_chances() -> None:
     logs.exp().cumprod(1).sum().backward()
     torch.testing.assert_close(losses.dpace(chances), logs.grad)
     torch.testing.assert_close(losses.dpace(torch.tensor([0.5, 0.1]), 0.0), torch.tensor([0.55, 0.05]))
+    mask = torch.tensor([[True, False, True], [False, True, True]])
+    torch.testing.assert_close(losses.dpace(chances, 0.0, mask=mask)[0], torch.tensor([0.9 + 0.54, 0.0, 0.54]))
+    torch.testing.assert_close(losses.dpace(chances, 0.0, mask=mask)[1], torch.tensor([0.0, 0.5, 0.0]))
 
 
-def test_running_acceptance_is_a_mean_without_a_bias_to_zero() -> None:
-    running = losses.Running(2, memory=0.9)
-    assert running.chances().tolist() == [1.0, 1.0]
-    running.update(torch.tensor([[0.2, 1.0], [0.4, 0.0]]))
-    torch.testing.assert_close(running.chances(), torch.tensor([0.3, 0.5]))
-    running.update(torch.tensor([[0.5, 0.5]]))
-    expected = torch.tensor([0.9 * 0.3 + 0.5, 0.9 * 0.5 + 0.5]) / 1.9
-    torch.testing.assert_close(running.chances(), expected)
-    assert set(running.state_dict()) == {"mean", "updates"}
-    with pytest.raises(InvalidRequest):
-        losses.Running(2, memory=1.0)
+def test_acceptance_has_a_gradient_only_where_whole_drafts_are_made_of_it() -> None:
+    p, q, targets, outside = example(0.3)
+    q.requires_grad_()
+    for text, wanted in (("kl", False), ("tv", False), ("e2e", True), ("tv=0.5,e2e=2", True)):
+        mix = losses.parse_mix(text)
+        _, accept = mix.graded(p, q, targets, outside)
+        assert accept.requires_grad == wanted
+        for chunk in (2, ROWS):
+            rows, again = mix.graded(p, q, targets, outside, chunk=chunk)
+            torch.testing.assert_close(again, 1 - losses.tv(p, q, outside=outside))
+            torch.testing.assert_close(rows, mix(p, q, targets, outside))
+    assert not losses.parse_mix("e2e")(p, q, targets, outside).any()
+    again.sum().backward()
+    slope, q.grad = q.grad, None
+    (1 - losses.tv(p, q, outside=outside)).sum().backward()
+    torch.testing.assert_close(slope, q.grad)

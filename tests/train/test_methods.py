@@ -10,13 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftwood.drafters.model import ModelDrafter
 from draftwood.growers import Best, Levels, chain
+from draftwood.nets.parallel import ParallelEagle
+from draftwood.nets.shallow import Kangaroo
 from draftwood.nets.words import TargetWords
 from draftwood.request import SamplingParams
 from draftwood.train.attention import Unrolled, causal_mask
 from draftwood.train.data import Corpus, PackedBatches, TextBatch
 from draftwood.train.losses import Mix
-from draftwood.train.methods import BlockMethod
+from draftwood.train.masked import Masks, ParallelEagleMethod
+from draftwood.train.methods import BlockMethod, ShallowMethod
 from draftwood.train.teacher import Teacher
 from draftwood.verifiers import LAWS
 from in_rounds import RoundHarness
@@ -32,18 +36,22 @@ class Listening:
     def __init__(self, kind: str, grower) -> None:  # type: ignore[no-untyped-def]
         self.drafter = with_net(kind, grower)(F64)
         self.heard: list[tuple[tuple[int, ...], int, Tensor]] = []  # committed tokens, depth, logits
-        begin = self.drafter.begin  # type: ignore[attr-defined]
+        name = "start" if isinstance(self.drafter, ModelDrafter) else "begin"
+        begin = getattr(self.drafter, name)
 
         def listen(view, ready):  # type: ignore[no-untyped-def]
             growth = begin(view, ready)
             return _Ear(growth, self.heard, ready)
 
-        self.drafter.begin = listen  # type: ignore[attr-defined]
+        setattr(self.drafter, name, listen)
 
 
 class _Ear:
     def __init__(self, growth: Any, heard: list, ready: Sequence[int]) -> None:
         self.growth, self.heard, self.ready = growth, heard, ready
+
+    def keep(self, columns: Tensor, length: Tensor) -> None:
+        self.growth.keep(columns, length)
 
     def begin(self, view):  # type: ignore[no-untyped-def]
         logits = self.growth.begin(view)
@@ -82,6 +90,8 @@ def trained_view(kind: str, text: list[int], depth: int) -> Tensor:
     batch = batch_of([text])
     lesson = teacher_of(net.reads).teach(batch)
     root = len(text) - depth - 1
+    if isinstance(net, ParallelEagle):
+        return _behind_masks(net, words, text[: root + 1])[depth]
     if hasattr(net, "fuse"):
         features = words.final_norm(lesson.features) if net.normed else lesson.features
         places = root
@@ -96,8 +106,22 @@ def trained_view(kind: str, text: list[int], depth: int) -> Tensor:
         hidden = output[0, 0, net.spec.block_size - net.spec.guesses + depth]
         before = torch.tensor(text[-1])
         return net.head.spread(net.corrected(hidden, net.head(hidden), before, words.embed(before)))
+    if isinstance(net, Kangaroo):
+        method = ShallowMethod(net, teacher_of(net.reads), words, Mix({"kl": 1.0}))
+        return net.head.spread(net.head(method.outputs(lesson)[0, -1]))
     path = words.embed(batch.tokens[0, root:])
     return net.heads[depth].spread(net.logits(depth, words.final_norm(lesson.features[0, root - 1]), path))
+
+
+def _behind_masks(net: ParallelEagle, words: TargetWords, text: list[int]) -> Tensor:
+    """Of all slots behind `text`. [guesses, V]."""
+    method = ParallelEagleMethod(net, teacher_of(net.reads), words, Mix({"kl": 1.0}))
+    row, guesses = len(text) - 2, net.ahead.guesses
+    batch = batch_of([[*text, *range(guesses)]])  # what is to be guessed stands there in training
+    kept = torch.zeros(*batch.tokens.shape, guesses - 1, dtype=torch.bool)
+    kept[0, row] = True
+    hidden = method.outputs(method.teacher.teach(batch), Masks.of(kept))[0]
+    return net.head.spread(net.logits(hidden[[row, *range(batch.tokens.shape[1], len(hidden))]]))
 
 
 @pytest.mark.parametrize("kind", list(NETS))
@@ -129,20 +153,25 @@ def _heard_in_rounds(kind: str, grower) -> list[tuple[tuple[int, ...], int, Tens
         seated = [b for b, seat in enumerate(view.rows.tolist()) if seat != nobody and view.lengths[b] > 1]
         return {b: tuple(view.history[view.rows[b], : view.lengths[b]].tolist()) for b in seated}
 
+    def whole(level: int, logits: Tensor) -> Tensor:
+        return logits if resident.among(level) is None else resident.among(level).spread(logits)
+
     def listen_first(view):  # type: ignore[no-untyped-def]
         logits, state = begin(view)
-        heard.extend((text, 0, logits[b, 0].clone()) for b, text in texts(view).items())
+        spread = whole(0, logits)
+        heard.extend((text, 0, spread[b, 0].clone()) for b, text in texts(view).items())
         return logits, state
 
     def listen_on(view, shape, number, tokens, state):  # type: ignore[no-untyped-def]
         logits, state = extend(view, shape, number, tokens, state)
+        spread = whole(number, logits)
         for b, text in texts(view).items():
             for k in range(tokens[-1].shape[1]):
                 at, path = k, [int(tokens[-1][b, k])]
                 for level in range(number, 1, -1):
                     at = int(shape.parents[level][b, at])
                     path.append(int(tokens[level - 1][b, at]))
-                heard.append(((*text, *path[::-1]), number, logits[b, k].clone()))
+                heard.append(((*text, *path[::-1]), number, spread[b, k].clone()))
         return logits, state
 
     resident.begin, resident.extend = listen_first, listen_on
@@ -151,7 +180,7 @@ def _heard_in_rounds(kind: str, grower) -> list[tuple[tuple[int, ...], int, Tens
     return heard
 
 
-@pytest.mark.parametrize("kind", list(NETS))
+@pytest.mark.parametrize("kind", [kind for kind in NETS if kind != "peagle"])  # which does not live on a device yet
 @pytest.mark.parametrize("shape", ["chain", "tree"])
 def test_a_draft_in_rounds_is_what_was_trained(kind: str, shape: str) -> None:
     grower = chain(3) if shape == "chain" else Levels((2, 2, 1), Best())

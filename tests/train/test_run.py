@@ -32,6 +32,7 @@ from draftwood.train import run as running
 from draftwood.train.attention import Causal, causal_mask
 from draftwood.train.data import Corpus, PackedBatches
 from draftwood.train.evaluate import Tally, held_out_batches, held_out_figures
+from draftwood.train.grading import Paced
 from draftwood.train.loop import TrainConfig, Trainer
 from draftwood.train.recipes import RECIPES, find_recipe
 from draftwood.train.run import TrainJob, build, run
@@ -40,11 +41,14 @@ from tiny import CPU, tiny_folder
 SMALL = ("--steps", "4", "--rows", "2", "--length", "64", "--answers", "16", "--held-out", "4", "--device", "cpu")
 SETTINGS = {
     "eagle3": ("layers=1,reads=2",),
+    "peagle": ("layers=1", "reads=2", "guesses=3"),
     "eagle": (),
     "block": ("layers=1", "size=4", "rank=8", "reads=2"),
     "medusa": ("heads=3",),
     "hydra": ("heads=2", "layers=1"),
+    "kangaroo": ("exit_layer=1",),
     "student": ("layers=1",),
+    "pard": ("layers=2", "guesses=3"),
 }
 
 
@@ -103,7 +107,7 @@ def info(out: Path, method: str = "eagle3") -> dict[str, Any]:
 
 @pytest.mark.parametrize("method", list(RECIPES))
 def test_every_method_ends_in_a_drafter_that_decodes(method: str, target: str, prompts: str, out: Path) -> None:
-    result = train(method, target, prompts, out, *(() if method == "student" else ("--vocabulary", "200")))
+    result = train(method, target, prompts, out, *(() if RECIPES[method].whole_vocabulary else ("--vocabulary", "200")))
     assert result.exit_code == 0, result.stderr
     drafter = out / method / "drafter"
     assert f'draftwood generate "…" --model {target} --drafter {drafter}\n' in result.stdout
@@ -302,6 +306,19 @@ def test_settings_take_the_types_of_their_defaults() -> None:
         recipe.parse(["weights=heavy"])
     with pytest.raises(InvalidRequest, match="no setting 'x'"):
         recipe.complete({"x": 1})
+
+
+def test_drafts_may_be_weighed_by_their_acceptance_and_lost_as_a_whole(
+    target: str, prompts: str, tmp_path: Path
+) -> None:
+    result = train("block", target, prompts, tmp_path, "--set", "weights=dpace", "--loss", "tv=1,e2e=0.5")
+    assert result.exit_code == 0, result.stderr
+    figures = info(tmp_path, "block")
+    assert figures["settings"]["weights"] == "dpace"
+    assert figures["loss"] == {"tv": 1.0, "e2e": 0.5}
+    job = TrainJob("block", target, (), tmp_path, {"weights": "dpace"}, rows=2, length=64, device="cpu", vocabulary=0)
+    method = build(job, open_checkpoint(target), Corpus.of([(range(5), range(40, 60))]))
+    assert isinstance(method.weigh, Paced)
 
 
 # --- figures

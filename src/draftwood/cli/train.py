@@ -52,7 +52,7 @@ class TrainFlags:
     temperatures: Annotated[str, _option("At which the target answers, separated by commas.", "Data")] = "0,1"
     held_out: Annotated[int, _option("Texts to judge by, never learnt from; 0: a tenth, at most 200.", "Data")] = 0
     settings: Annotated[
-        list[str] | None, _option("Of the network, such as layers=2; may be given several times.", "Network", "--set")
+        list[str] | None, _option("Of the method, such as layers=2; may be given several times.", "Network", "--set")
     ] = None
     loss: Annotated[str | None, _option("What is minimised, such as ce=0.1,tv=0.9.", "Network")] = None
     vocabulary: Annotated[
@@ -207,7 +207,7 @@ def recipes_table() -> Table:
     table = Table("Name", "Settings (--set)", "Loss (--loss)", "What it is")
     for name, recipe in RECIPES.items():
         others = [other for other, own in OTHER_NAMES.items() if own == name]
-        settings = ", ".join(f"{key}={str(value).lower()}" for key, value in recipe.settings.items())
+        settings = ", ".join(f"{key}={str(value).lower()}" for key, value in recipe.defaults.items())
         loss = ",".join(f"{key}={value:g}" for key, value in recipe.loss.items())
         table.add_row(" or ".join([name, *others]), settings, loss, recipe.describe)
     return table

@@ -19,7 +19,7 @@ from draftwood.growers.levels import fixed_shape
 from draftwood.model.batch import ForwardBatch, Pages
 from draftwood.model.runner import ModelRunner
 from draftwood.nets.block import BlockNet
-from draftwood.nets.native import NativeLayers, native_layers
+from draftwood.nets.native import NativeLayers, native_layers, native_linear
 from draftwood.nets.words import TargetWords
 from draftwood.protocols import BatchView, FrontierModel, Grower, Span
 from draftwood.treebuilder import TreeBuilder
@@ -44,11 +44,16 @@ class BlockDrafter(FeatureDrafter):
         """Its layers run on the target's kernels where they can."""
         super().attach(target)
         net, possible = self.net, not self.net.spec.norm_in_head
-        self._native = native_layers(net, net.config, net.head, self.words.dtype) if possible else None
+        self._native = native_layers(net, net.config, net.head, self.words) if possible else None
+
+    def refresh(self) -> None:
+        """The kernels have weights of their own."""
+        if self._native is not None:
+            self._native.refresh()
 
     def digest(self, features: Tensor) -> Tensor:
         """What the layers make keys and values of."""
-        return self.net.context(features)
+        return self.net.hidden_norm(native_linear(self.net.fc)(features))
 
     def has_room(self, seq_id: int, length: int) -> bool:
         """A block is written behind the text, however small the tree will be."""
@@ -66,8 +71,14 @@ class BlockDrafter(FeatureDrafter):
         with torch.inference_mode():
             context = torch.cat([self._pending[span.seq_id].take(span.end - span.start) for span in spans])
             batch = self.target.cache.stage(spans, None)
-            for layer in range(self.net.config.num_layers):
-                write(self.pages, layer, batch.slots, *self.net.keys_values(layer, context, batch.positions))
+            self.keep(context, batch.positions, batch.slots, self.pages)
+
+    def keep(self, context: Tensor, positions: Tensor, slots: Tensor, pages: Pages) -> None:
+        """Keys and values of rows of context [N, hidden], every layer's own."""
+        if self._native is not None and self._native.write_context is not None:
+            return self._native.write_context(context, positions, slots, pages)
+        for layer in range(self.net.config.num_layers):
+            write(pages, layer, slots, *self.net.keys_values(layer, context, positions))
 
     def begin(self, view: BatchView, ready: Sequence[int]) -> FrontierModel:
         """Write what is pending, then run the block."""
@@ -86,7 +97,7 @@ class BlockDrafter(FeatureDrafter):
         owner = torch.arange(count, device=device).repeat_interleave(size)
         nodes = NodeRows(owner, number, tokens.reshape(-1), number, every)
         batch = self.target.cache.stage(text_ends(view, ready), nodes, torch.arange(count * size, device=device))
-        output, logits = self._through(batch, embedded.flatten(0, 1))
+        output, logits = self.through(batch, self.pages, embedded.flatten(0, 1))
         first = size - spec.guesses
         return output.view(count, size, -1)[:, first:], logits.view(count, size, -1)[:, first:]
 
@@ -105,12 +116,12 @@ class BlockDrafter(FeatureDrafter):
         levels = fixed_shape(self.grower)
         return None if levels is None else ResidentBlock(self, levels, target)
 
-    def _through(self, batch: ForwardBatch, embedded: Tensor) -> tuple[Tensor, Tensor]:
-        """[N, hidden] -> [N, hidden], [N, R]."""
+    def through(self, batch: ForwardBatch, pages: Pages, embedded: Tensor) -> tuple[Tensor, Tensor]:
+        """Outputs and logits of the rows of blocks. [N, hidden] -> [N, hidden], [N, R]."""
         if self._native is not None:
-            hidden, logits = self._native.run(batch, self.pages, embedded, None)
+            hidden, logits = self._native.run(batch, pages, embedded, None)
             return self.net.norm(hidden), logits
-        attend = PagedAttend(batch, self.pages, self.net.config)
+        attend = PagedAttend(batch, pages, self.net.config)
         output = self.net.run(embedded, batch.positions, attend)
         return output, self.net.head(output)
 

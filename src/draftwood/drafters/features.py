@@ -7,12 +7,12 @@ Keys and values of the network lie under the target's own pages, so what the tar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from draftwood.model.batch import AttentionShape, ForwardBatch, Pages
 from draftwood.model.config import ModelConfig
@@ -81,7 +81,7 @@ def text_ends(view: BatchView, ready: Sequence[int]) -> list[Span]:
 
 
 class Net(Protocol):
-    """What the base asks of a network."""
+    """What the base asks of a network, which is a module besides."""
 
     reads: tuple[int, ...]
 
@@ -168,6 +168,24 @@ class FeatureDrafter:
     def release(self, seq_id: int) -> None:
         """Forget it."""
         self._pending.pop(seq_id, None)
+
+    @property
+    def module(self) -> nn.Module:
+        """Its network, with the weights it guesses with."""
+        return self.net  # type: ignore[return-value]
+
+    def update(self, weights: Mapping[str, Tensor]) -> None:
+        """Guess with these weights of its network from now on. Only between steps; what was read before stays.
+
+        In place: captured graphs know nothing but addresses.
+        """
+        with torch.no_grad():
+            for name, weight in self.module.named_parameters():
+                weight.copy_(weights[name])
+        self.refresh()
+
+    def refresh(self) -> None:
+        """The network's weights are others now; subclasses renew what they have made of them."""
 
     def _digested(self, features: Features) -> Tensor:
         with torch.inference_mode():

@@ -21,6 +21,20 @@ from draftwood.treebuilder import TreeBuilder
 GUESSES = 8  # tokens ahead that PARD's drafters are trained for
 
 
+def chain_of_masks(count: int, each: int, mask: int, device: torch.device) -> NodeRows | None:
+    """So many masks behind each of `count` texts."""
+    if not each:
+        return None
+    number = torch.arange(1, each + 1, device=device).repeat(count)
+    return NodeRows(
+        span=torch.arange(count, device=device).repeat_interleave(each),
+        index=number,
+        tokens=torch.full_like(number, mask),
+        depth=number,
+        ancestors=((1 << number) - 1)[:, None],
+    )
+
+
 @dataclass
 class _Growth(Growth):
     """One forward, and the slots it gave."""
@@ -37,9 +51,10 @@ class _Growth(Growth):
         self.slots = self.slots.to(self.runner.model.dtype)
         if self.seats:
             spans = [self._pending(b) for b in self.seats]
-            out = self.runner.forward(self.runner.cache.stage(spans, self._masks()))
+            masks = chain_of_masks(len(spans), self.guesses - 1, self.mask, self.runner.device)
+            out = self.runner.forward(self.runner.cache.stage(spans, masks))
             count = len(spans)
-            behind = out.logits[count:].view(count, self.guesses - 1, -1)
+            behind = out.logits[count:].view(count, self.guesses - 1, config.vocab_size)
             self.slots[self.seats] = torch.cat([out.logits[:count, None], behind], 1)
             for span in spans:
                 self.runner.cache.tables.advance(span.seq_id, span.end, span.tokens)
@@ -59,18 +74,6 @@ class _Growth(Growth):
                 nowhere = torch.empty(0, dtype=torch.int64, device=self.runner.device)
                 self.runner.forward(self.runner.cache.stage([piece], None, nowhere))
                 self.runner.cache.tables.advance(piece.seq_id, piece.end, piece.tokens)
-
-    def _masks(self) -> NodeRows:
-        """A chain of masks behind every root."""
-        device, count, each = self.runner.device, len(self.seats), self.guesses - 1
-        number = torch.arange(1, each + 1, device=device).repeat(count)
-        return NodeRows(
-            span=torch.arange(count, device=device).repeat_interleave(each),
-            index=number,
-            tokens=torch.full_like(number, self.mask),
-            depth=number,
-            ancestors=((1 << number) - 1)[:, None],
-        )
 
     def extend(self, builder: TreeBuilder, columns: Tensor) -> Tensor:
         """The slots of their depths. [B, k] -> [B, k, V]."""

@@ -18,8 +18,9 @@ from draftwood.drafters.resident_features import ResidentRecurrent
 from draftwood.growers.levels import fixed_shape
 from draftwood.model.batch import ForwardBatch, Pages
 from draftwood.model.runner import ModelRunner
-from draftwood.nets.native import NativeLayers, native_layers
-from draftwood.nets.recurrent import Eagle3, RecurrentNet
+from draftwood.nets.native import NativeLayers, native_layers, native_linear
+from draftwood.nets.recurrent import Eagle3, Eagle3Layer, RecurrentNet
+from draftwood.ops.side_by_side import side_by_side
 from draftwood.protocols import BatchView, FrontierModel, Span
 from draftwood.treebuilder import TreeBuilder
 
@@ -41,13 +42,18 @@ class RecurrentDrafter(FeatureDrafter):
         """Its layers run on the target's kernels where they can."""
         super().attach(target)
         net = self.net
-        self._native = native_layers(net, net.config, net.head, self.words.dtype) if isinstance(net, Eagle3) else None
+        self._native = native_layers(net, net.config, net.head, self.words) if isinstance(net, Eagle3) else None
+
+    def refresh(self) -> None:
+        """The kernels have weights of their own."""
+        if self._native is not None:
+            self._native.refresh()
 
     def digest(self, features: Tensor) -> Tensor:
         """Fused, in the network's own width."""
-        if self.net.normed:
-            features = self.words.final_norm(features)
-        return self.net.fuse(features)
+        if isinstance(self.net, Eagle3):
+            return native_linear(self.net.fc)(self.net.unfused(features))
+        return self.net.fuse(self.words.final_norm(features) if self.net.normed else features)
 
     def settle(self, spans: Sequence[Span]) -> None:
         """Read long texts at once; the last feature waits for its token."""
@@ -65,17 +71,28 @@ class RecurrentDrafter(FeatureDrafter):
         """Run pending rows [start, end) of each; output and logits of the last row of each. [S, hidden], [S, R]."""
         features = torch.cat([self._pending[span.seq_id].take(span.end - span.start) for span in spans])
         shifted = [Span(span.seq_id, span.tokens[1:], span.start, span.end) for span in spans]
-        return self.run(self.target.cache.stage(shifted, None), features)
+        batch = self.target.cache.stage(shifted, None)
+        return self.run(batch, self.pages, features, torch.arange(len(features), device=features.device))
 
-    def run(self, batch: ForwardBatch, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows of a forward; outputs and logits at its `logit_rows`. [N, hidden] -> [K, hidden], [K, R]."""
-        embedded = self.words.embed(batch.tokens)
-        if self._native is not None and isinstance(self.net, Eagle3):
-            hidden, logits = self._native.run(batch, self.pages, *self.net.inputs(embedded, features))
-            return self.net.handed_on(hidden[batch.logit_rows]), logits
-        attend = PagedAttend(batch, self.pages, self.net.config)
-        output = self.net.run(embedded, features, batch.positions, attend)[batch.logit_rows]
-        return output, self.net.logits(output)
+    def run(self, batch: ForwardBatch, pages: Pages, features: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows of a forward, on `rows` [N] of `features` [M, hidden]; outputs and logits at its `logit_rows`.
+
+        [K, hidden], [K, R].
+        """
+        net = self.net
+        if self._native is not None and isinstance(net, Eagle3):
+            hidden, logits = self._native.run(batch, pages, *self._inputs(net.first, batch.tokens, features, rows))
+            return net.handed_on(batch.at_logits(hidden)), logits
+        attend = PagedAttend(batch, pages, net.config)
+        output = net.run(self.words.embed(batch.tokens), features[rows], batch.positions, attend)
+        output = batch.at_logits(output)
+        return output, net.logits(output)
+
+    def _inputs(self, layer: Eagle3Layer, tokens: Tensor, features: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        table = self.words.table
+        if table is None:
+            return layer.inputs(self.words.embed(tokens), features[rows])
+        return side_by_side(table, tokens, features, rows, layer.norms)
 
     def pending(self, seq_id: int) -> Pending:
         """What it has still to read of a sequence."""
@@ -140,11 +157,15 @@ class _Growth:
             index = self.view.lengths[owner] + builder.depth[owner, column] - 2
             seq_ids = [self.view.seq_ids[b] for b in owner.tolist()]
             tokens = builder.tokens[owner, column]
-            return self.drafter.run(self.drafter.target.cache.stage_next(seq_ids, index, tokens), features)
+            return self._through(self.drafter.target.cache.stage_next(seq_ids, index, tokens), features)
         nodes = NodeRows.of_growth(builder, columns, runs, self.ready)
         ended = text_ends(self.view, self.ready)
         batch = self.drafter.target.cache.stage(ended, nodes, torch.arange(len(owner), device=columns.device))
         # Rows come in another order than nodes: sequence by sequence.
         placed = torch.empty_like(features)
         placed[batch.logit_rows] = features
-        return self.drafter.run(batch, placed)
+        return self._through(batch, placed)
+
+    def _through(self, batch: ForwardBatch, features: Tensor) -> tuple[Tensor, Tensor]:
+        every = torch.arange(len(features), device=features.device)
+        return self.drafter.run(batch, self.drafter.pages, features, every)

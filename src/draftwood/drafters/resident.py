@@ -13,13 +13,15 @@ from draftwood.cache.kv import Places, stage_behind
 from draftwood.cache.resident import NeedsNothing
 from draftwood.cache.seats import Kind, SeatedView
 from draftwood.growers.levels import Levels
-from draftwood.growers.pickers import Frontier
+from draftwood.growers.pickers import Frontier, Guessable
 from draftwood.model.batch import ForwardBatch
 from draftwood.model.runner import ModelRunner
 from draftwood.ops.lookup import suffix_lookup
 from draftwood.protocols import BatchView, Randomness, Verifier
 from draftwood.tree import POINT_CHAIN, DraftLaw, Draw, TokenTree
 from draftwood.treebuilder import TreeBuilder
+
+State = tuple[Tensor, ...]  # what a level of a tree leaves for the next one
 
 
 def round_sizes(most: int) -> list[int]:
@@ -125,6 +127,7 @@ class Shape:
     widths: tuple[int, ...]
     levels: list[Level]
     parents: list[Tensor]  # [B, k] each: where in the level above the parents of a level's nodes stand
+    sources: list[Tensor]  # [B * k] each: the same among the nodes of all trees in the level above
 
     @classmethod
     def of(cls, grower: Levels, size: int, device: torch.device) -> Shape:
@@ -155,7 +158,9 @@ class Shape:
             else torch.arange(own.shape[1], device=device).expand_as(own) % up.shape[1]
             for own, up in zip(grown, above, strict=False)
         ]
-        return cls(tree, grower.widths, levels, parents)
+        breadth = [1, *(own.shape[1] for own in grown)]
+        sources = [(own + count * every).view(-1) for own, count in zip(parents, breadth, strict=False)]
+        return cls(tree, grower.widths, levels, parents, sources)
 
 
 def _draws(grower: Levels, width: int) -> list[Draw]:
@@ -218,9 +223,10 @@ class LevelTrees:
             level = shape.levels[number]
             if number:
                 logits, state = self.extend(view, shape, number, tokens, state)
-            frontier = Frontier(level.columns, level.depth, logits, view, rng)
+            frontier = Frontier(level.columns, level.depth, logits, view, rng, self.among(number))
             children = list(self.grower.picker.children(frontier, width))
-            tokens.append(torch.cat([child.tokens for child in children], 1))
+            chosen = [child.tokens for child in children]
+            tokens.append(chosen[0] if width == 1 else torch.cat(chosen, 1))
             laws += [child.q.flatten(0, 1) for child in children if child.q is not None]
         return shape.tree.refilled(torch.cat(tokens, 1).view(-1), torch.cat(laws) if laws else None)
 
@@ -231,14 +237,18 @@ class LevelTrees:
             self._shapes[size, nodes] = Shape.of(grower, size, self._device)
         return self._shapes[size, nodes]
 
-    def begin(self, view: SeatedView) -> tuple[Tensor, Tensor]:
-        """Logits at the roots [B, 1, V], and whatever the next level needs of it."""
+    def among(self, number: int) -> Guessable | None:
+        """The tokens that logits at level `number` are of; None: all."""
+        return None
+
+    def begin(self, view: SeatedView) -> tuple[Tensor, State]:
+        """Logits at the roots [B, 1, R], and whatever the next level needs of it."""
         raise NotImplementedError
 
     def extend(
-        self, view: SeatedView, shape: Shape, number: int, tokens: list[Tensor], state: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Logits at the nodes of level `number`, whose tokens [B, k] are the last of all levels'. [B, k, V]."""
+        self, view: SeatedView, shape: Shape, number: int, tokens: list[Tensor], state: State
+    ) -> tuple[Tensor, State]:
+        """Logits at the nodes of level `number`, whose tokens [B, k] are the last of all levels'. [B, k, R]."""
         raise NotImplementedError
 
 
@@ -255,15 +265,15 @@ class ResidentModel(LevelTrees, NeedsNothing):
         self.runner = runner
         self._ends: dict[int, tuple[Places, Tensor]] = {}
 
-    def begin(self, view: SeatedView) -> tuple[Tensor, Tensor]:
+    def begin(self, view: SeatedView) -> tuple[Tensor, State]:
         """Logits at the roots, once the token before each has been run again."""
         places, last = self._last_two(len(view.rows))
         tokens = view.history[view.rows[:, None], (view.lengths[:, None] + places.index).clamp(min=0)]
-        return self._run(view, tokens, places, last)[:, None], view.roots
+        return self._run(view, tokens, places, last)[:, None], ()
 
     def extend(
-        self, view: SeatedView, shape: Shape, number: int, tokens: list[Tensor], state: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        self, view: SeatedView, shape: Shape, number: int, tokens: list[Tensor], state: State
+    ) -> tuple[Tensor, State]:
         """The cache knows their parents."""
         return self._run(view, tokens[-1], shape.levels[number].places).view(*tokens[-1].shape, -1), state
 

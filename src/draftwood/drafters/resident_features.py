@@ -14,11 +14,13 @@ from torch import Tensor
 
 from draftwood.cache.kv import Places, stage_behind
 from draftwood.cache.seats import SeatedView
-from draftwood.drafters.features import FeatureDrafter, PagedAttend, pages_under, write
-from draftwood.drafters.resident import LevelTrees, Shape
+from draftwood.drafters.features import FeatureDrafter, pages_under
+from draftwood.drafters.resident import LevelTrees, Shape, State
 from draftwood.growers.levels import Levels
+from draftwood.growers.pickers import Guessable
 from draftwood.model.batch import ForwardBatch
 from draftwood.model.runner import ModelRunner
+from draftwood.ops.staging import staged
 from draftwood.protocols import Features
 from draftwood.tree import TokenTree
 
@@ -36,6 +38,7 @@ class ResidentFeatures(LevelTrees):
     def __init__(self, drafter: FeatureDrafter, grower: Levels, target: ModelRunner) -> None:
         super().__init__(grower, target.device, drafter.deepest)
         self.drafter, self.target, self.words = drafter, target, drafter.words
+        self._steps: dict[tuple[int, int, int], Tensor] = {}
 
     @property
     def needs(self) -> frozenset[int]:
@@ -50,33 +53,35 @@ class ResidentFeatures(LevelTrees):
 
     def take_in(self, batch: ForwardBatch, features: Features) -> None:
         """Keep what the target made of rows of text."""
-        self.store(batch.slots, batch.positions, self._digested(features))
+        self.store(batch.slots, batch.positions, self.drafter.digest(self._joined(features)))
 
     def learn(self, view: SeatedView, path: Tensor, features: Features) -> None:
         """Keep what it made of a path. What lies behind the accepted part is written over before anybody looks."""
-        rows = {layer: part[path.clamp(min=0).reshape(-1)] for layer, part in features.items()}
-        steps = torch.arange(-1, path.shape[1] - 1, device=path.device)
-        positions = (view.lengths[:, None] + steps).clamp(min=0)
-        self.store(self.slots(view, positions).reshape(-1), positions.reshape(-1), self._digested(rows))
+        rows = self._joined(features).index_select(0, path.clamp(min=0).reshape(-1))
+        self.store(*self.around_end(view, -1, path.shape[1] - 1), self.drafter.digest(rows))
 
-    def slots(self, view: SeatedView, positions: Tensor) -> Tensor:
-        """Where positions [B, k] of each sequence lie. [B, k]."""
-        size = self.target.cache.page_size
-        page = view.block_table.gather(1, (positions // size).clamp(max=view.block_table.shape[1] - 1))
-        return page * size + positions % size
+    def around_end(self, view: SeatedView, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """Slots and positions of the tokens `start` … `end` - 1 behind each length. 2 x [B * (end - start)]."""
+        key = len(view.rows), start, end
+        if key not in self._steps:
+            steps = torch.arange(start, end, device=self.target.device)
+            self._steps[key] = steps.expand(len(view.rows), -1).contiguous()
+        steps, (highest, page_size) = self._steps[key], self._limits
+        positions, slots, _ = staged(view.lengths, view.block_table, steps, steps, 0, page_size, highest - 1, True)
+        return slots, positions
 
-    def _digested(self, features: Features) -> Tensor:
-        joined = torch.cat([features[layer] for layer in self.drafter.net.reads], -1)
-        return self.drafter.digest(joined.to(self.words.dtype))
+    @property
+    def _limits(self) -> tuple[int, int]:
+        """The target's positions, and tokens of its pages."""
+        return self.target.model.config.max_positions, self.target.cache.page_size
 
-    def stage(self, view: SeatedView, tokens: Tensor, places: Places, logit_rows: Tensor | None = None) -> ForwardBatch:
+    def _joined(self, features: Features) -> Tensor:
+        return torch.cat([features[layer] for layer in self.drafter.net.reads], -1).to(self.words.dtype)
+
+    def stage(self, view: SeatedView, tokens: Tensor, places: Places) -> ForwardBatch:
         """Rows behind all but the last token, which the target has not run."""
-        highest, page_size = self.target.model.config.max_positions, self.target.cache.page_size
-        lengths = view.lengths - 1
-        batch = stage_behind(lengths, view.block_table, tokens, places, page_size, highest, logit_rows)
-        there = (lengths[:, None] + places.index).reshape(-1) >= 0  # a short text has fewer rows than are asked for
-        slots = torch.where(there, batch.slots, self.target.cache.scratch_page * page_size)
-        return replace(batch, slots=slots, num_keys=batch.num_keys.clamp(min=1))
+        highest, page_size = self._limits
+        return stage_behind(view.num_run, view.block_table, tokens, places, page_size, highest)
 
     def store(self, slots: Tensor, positions: Tensor, rows: Tensor) -> None:
         """Keep `rows` [N, width] of positions [N] at their slots [N]."""
@@ -88,13 +93,10 @@ class _Kept:
 
     def __init__(self, target: ModelRunner, width: int) -> None:
         slots = target.cache.memory.store.shape[3]
-        self._rows = torch.zeros(slots, width, dtype=target.model.dtype, device=target.device)
+        self.rows = torch.zeros(slots, width, dtype=target.model.dtype, device=target.device)
 
     def put(self, slots: Tensor, rows: Tensor) -> None:
-        self._rows.index_copy_(0, slots, rows.to(self._rows.dtype))
-
-    def at(self, slots: Tensor) -> Tensor:
-        return self._rows[slots]
+        self.rows.index_copy_(0, slots, rows.to(self.rows.dtype))
 
 
 class ResidentRecurrent(ResidentFeatures):
@@ -132,21 +134,24 @@ class ResidentRecurrent(ResidentFeatures):
             num_keys=(batch.num_keys - 1).clamp(min=1),
             logit_rows=batch.logit_rows[:0],
         )
-        self._run(shifted)
+        self.drafter.run(shifted, self._pages, self._kept.rows, shifted.slots)
 
-    def _run(self, batch: ForwardBatch, features: Tensor | None = None) -> Tensor:
-        """Outputs of all rows, on the features kept at their slots unless others are given. [N, hidden]."""
-        net = self.drafter.net
-        features = self._kept.at(batch.slots) if features is None else features
-        attend = PagedAttend(batch, self._pages, net.config)
-        return net.run(self.words.embed(batch.tokens), features, batch.positions, attend)
+    def among(self, number: int) -> Guessable:
+        """What its head knows."""
+        return self.drafter.net.head
 
-    def begin(self, view: SeatedView) -> tuple[Tensor, Tensor]:
-        """[B, 1, V], and outputs [B, 1, hidden]."""
+    def begin(self, view: SeatedView) -> tuple[Tensor, State]:
+        """[B, 1, R], and outputs [B, hidden]."""
         places, last = self._last(len(view.rows))
-        tokens = view.history[view.rows[:, None], (view.lengths[:, None] + places.index).clamp(min=0)]
-        output = self._run(self.stage(view, tokens, places))[last][:, None]
-        return self._logits(output), output
+        index = view.lengths[:, None] + places.index
+        tokens = view.history[view.rows[:, None], index.clamp(min=0)]
+        batch = self.stage(view, tokens, places)
+        there = index.view(-1) > 0  # a short text has fewer rows than are asked for
+        slots = torch.where(there, batch.slots, self.target.cache.scratch_page * self.target.cache.page_size)
+        num_keys = batch.num_keys.clamp(min=1)
+        batch = replace(batch, slots=slots, num_keys=num_keys, logit_rows=last)
+        output, logits = self.drafter.run(batch, self._pages, self._kept.rows, batch.slots)
+        return logits[:, None], (output,)
 
     def _last(self, size: int) -> tuple[Places, Tensor]:
         """The rows that a round can have added, and which of them are the last."""
@@ -157,19 +162,12 @@ class ResidentRecurrent(ResidentFeatures):
         return self._ends[size]
 
     def extend(
-        self, view: SeatedView, shape: Shape, number: int, tokens: list[Tensor], state: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        self, view: SeatedView, shape: Shape, number: int, tokens: list[Tensor], state: State
+    ) -> tuple[Tensor, State]:
         """On the outputs of their parents."""
-        level = shape.levels[number]
-        parents = shape.parents[number]
-        features = state.gather(1, parents[..., None].expand(-1, -1, state.shape[-1]))
-        output = self._run(self.stage(view, tokens[-1], level.places), features.flatten(0, 1))
-        output = output.view(*tokens[-1].shape, -1)
-        return self._logits(output), output
-
-    def _logits(self, output: Tensor) -> Tensor:
-        net = self.drafter.net
-        return net.head.spread(net.logits(output))
+        batch = self.stage(view, tokens[-1], shape.levels[number].places)
+        output, logits = self.drafter.run(batch, self._pages, state[0], shape.sources[number])
+        return logits.view(*tokens[-1].shape, -1), (output,)
 
 
 class ResidentBlock(ResidentFeatures):
@@ -184,18 +182,20 @@ class ResidentBlock(ResidentFeatures):
 
     def store(self, slots: Tensor, positions: Tensor, rows: Tensor) -> None:
         """Keys and values of every layer."""
-        for layer in range(self.drafter.net.config.num_layers):
-            write(self._pages, layer, slots, *self.drafter.net.keys_values(layer, rows, positions))
+        self.drafter.keep(rows, positions, slots, self._pages)
 
-    def begin(self, view: SeatedView) -> tuple[Tensor, Tensor]:
-        """[B, 1, V], and outputs and base logits of all slots side by side."""
-        net, count = self.drafter.net, len(view.rows)
+    def among(self, number: int) -> Guessable:
+        """What its head knows."""
+        return self.drafter.net.head
+
+    def begin(self, view: SeatedView) -> tuple[Tensor, State]:
+        """[B, 1, R], and outputs and base logits of all slots. [B, guesses, hidden], [B, guesses, R]."""
+        spec, count = self.drafter.net.spec, len(view.rows)
         tokens, embedded = self.drafter.block(view.roots)
         batch = self.stage(view, tokens, self._places(count))
-        output = net.run(embedded.flatten(0, 1), batch.positions, PagedAttend(batch, self._pages, net.config))
-        output = output.view(count, net.spec.block_size, -1)[:, net.spec.block_size - net.spec.guesses :]
-        state = torch.cat([output, net.head(output).to(output.dtype)], -1)
-        return self._logits(state[:, :1], view.roots[:, None]), state
+        found = self.drafter.through(batch, self._pages, embedded.flatten(0, 1))
+        state = tuple(part.view(count, spec.block_size, -1)[:, spec.block_size - spec.guesses :] for part in found)
+        return self._logits(0, view.roots[:, None], state), state
 
     def _places(self, size: int) -> Places:
         if size not in self._blocks:
@@ -206,15 +206,14 @@ class ResidentBlock(ResidentFeatures):
         return self._blocks[size]
 
     def extend(
-        self, view: SeatedView, shape: Shape, number: int, tokens: list[Tensor], state: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        self, view: SeatedView, shape: Shape, number: int, tokens: list[Tensor], state: State
+    ) -> tuple[Tensor, State]:
         """The slot of their depth, corrected for each of them."""
-        return self._logits(state[:, number : number + 1].expand(-1, tokens[-1].shape[1], -1), tokens[-1]), state
+        return self._logits(number, tokens[-1], state), state
 
-    def _logits(self, slot: Tensor, before: Tensor) -> Tensor:
-        net = self.drafter.net
-        output, base = slot.split_with_sizes((net.config.hidden_size, net.head.size), -1)
-        return net.head.spread(net.corrected(output, base, before, self.words.embed(before)))
+    def _logits(self, slot: int, before: Tensor, state: State) -> Tensor:
+        output, base = (part[:, slot : slot + 1].expand(-1, before.shape[1], -1) for part in state)
+        return self.drafter.net.corrected(output, base, before, self.words.embed(before))
 
 
 class ResidentHeads(ResidentFeatures):
@@ -230,22 +229,27 @@ class ResidentHeads(ResidentFeatures):
         """Normed features."""
         self._kept.put(slots, rows)
 
-    def begin(self, view: SeatedView) -> tuple[Tensor, Tensor]:
-        """[B, 1, V], and the feature [B, 1, hidden]."""
-        feature = self._kept.at(self.slots(view, (view.lengths - 2).clamp(min=0)[:, None]))
-        return self._logits(0, feature, view.roots[:, None, None]), feature
+    def among(self, number: int) -> Guessable:
+        """What the head of that depth knows."""
+        return self.drafter.net.heads[number]
+
+    def begin(self, view: SeatedView) -> tuple[Tensor, State]:
+        """[B, 1, R], and the feature [B, 1, hidden]."""
+        slots, _ = self.around_end(view, -2, -1)
+        feature = self._kept.rows.index_select(0, slots)[:, None]
+        return self._logits(0, feature, view.roots[:, None, None]), (feature,)
 
     def extend(
-        self, view: SeatedView, shape: Shape, number: int, tokens: list[Tensor], state: Tensor
-    ) -> tuple[Tensor, Tensor]:
+        self, view: SeatedView, shape: Shape, number: int, tokens: list[Tensor], state: State
+    ) -> tuple[Tensor, State]:
         """Behind the path to each of them."""
-        at, path = torch.arange(tokens[-1].shape[1], device=state.device).expand_as(tokens[-1]), [tokens[-1]]
+        (feature,) = state
+        at, path = torch.arange(tokens[-1].shape[1], device=feature.device).expand_as(tokens[-1]), [tokens[-1]]
         for depth in range(number, 0, -1):
             at = shape.parents[depth].gather(1, at)
             path.append(tokens[depth - 1].gather(1, at))
         behind = torch.stack(path[::-1], -1)
-        return self._logits(number, state.expand(-1, behind.shape[1], -1), behind), state
+        return self._logits(number, feature.expand(-1, behind.shape[1], -1), behind), state
 
     def _logits(self, number: int, feature: Tensor, path: Tensor) -> Tensor:
-        net = self.drafter.net
-        return net.heads[number].spread(net.logits(number, feature, self.words.embed(path)))
+        return self.drafter.net.logits(number, feature, self.words.embed(path))

@@ -76,7 +76,7 @@ class Levels:
     ) -> Tensor:
         added = []
         for child in self.picker.children(frontier, width):
-            wanted = child.exists & parents_alive
+            wanted = parents_alive if child.exists is None else child.exists & parents_alive
             # Room is shared out by place, never by what was drawn.
             fits = wanted & (wanted.cumsum(1) <= (limits - builder.sizes)[:, None])
             if child.q is None:

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from draftwood.ops.choice import likeliest
+from draftwood.ops.choice import ranked
 from draftwood.protocols import BatchView, Randomness
 from draftwood.rng import Purpose, derive
 from draftwood.sampling import draft_distribution
@@ -22,9 +22,22 @@ class Children:
     """One child for each of k frontier nodes, and how it was chosen."""
 
     tokens: Tensor  # [B, k]
-    exists: Tensor  # [B, k] bool
+    exists: Tensor | None  # [B, k] bool; None: all of them
     draw: Draw
     q: Tensor | None = None  # [B, k, V]
+
+
+class Guessable(Protocol):
+    """The tokens that a draft knows of, where it does not know all."""
+
+    @property
+    def tokens(self) -> Tensor | None:
+        """[R] ascending; None: all."""
+        ...
+
+    def spread(self, logits: Tensor) -> Tensor:
+        """Logits over the whole vocabulary. [*, R] -> [*, V]."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -33,15 +46,27 @@ class Frontier:
 
     columns: Tensor  # [B, k]
     depth: Tensor  # [B, k]
-    logits: Tensor  # [B, k, V]
+    logits: Tensor  # [B, k, R]
     view: BatchView
     rng: Randomness
+    among: Guessable | None = None  # whose logits these are; None: of all tokens
+
+    @cached_property
+    def spread(self) -> Tensor:
+        """Logits of all tokens. [B, k, V]."""
+        return self.logits if self.among is None else self.among.spread(self.logits)
 
     @cached_property
     def q(self) -> Tensor:
         """The draft law after each node. [B, k, V]."""
         temperature = self.view.temperature[:, None].expand_as(self.columns)
-        return draft_distribution(self.logits.flatten(0, 1), temperature.reshape(-1)).view_as(self.logits)
+        return draft_distribution(self.spread.flatten(0, 1), temperature.reshape(-1)).view_as(self.spread)
+
+    def best(self, count: int) -> Tensor:
+        """The likeliest tokens after each node, at most `count`, likeliest first. [B, k, count]."""
+        if self.among is None or count > self.logits.shape[-1]:
+            return ranked(self.spread, min(count, self.spread.shape[-1]))
+        return ranked(self.logits, count, self.among.tokens)
 
     def pick(self, weights: Tensor, trial: int) -> Tensor:
         """A token for each node in proportion to `weights` [B, k, V]; `trial` tells its siblings apart. [B, k]."""
@@ -90,12 +115,8 @@ class Best:
 
     def children(self, frontier: Frontier, width: int) -> Iterator[Children]:
         """In falling order of likelihood."""
-        if width == 1:  # the same token, found several times faster
-            ranked = likeliest(frontier.logits)[..., None]
-        else:
-            ranked = frontier.logits.topk(min(width, frontier.logits.shape[-1]), -1).indices
-        for token in ranked.unbind(-1):
-            yield Children(token, torch.ones_like(token, dtype=torch.bool), Draw.POINT)
+        for token in frontier.best(width).unbind(-1):
+            yield Children(token, None, Draw.POINT)
 
 
 class Independent:
@@ -108,7 +129,7 @@ class Independent:
         """In the order drawn."""
         for trial in range(width):
             token = frontier.pick(frontier.q, trial)
-            yield Children(token, torch.ones_like(token, dtype=torch.bool), Draw.IID, frontier.q)
+            yield Children(token, None, Draw.IID, frontier.q)
 
 
 class WithoutReplacement:
@@ -139,11 +160,11 @@ class Hybrid:
 
     def children(self, frontier: Frontier, width: int) -> Iterator[Children]:
         """The tail draw, then the chosen ones in falling order."""
-        fixed = frontier.logits.topk(min(width - 1, frontier.logits.shape[-1]), -1).indices
+        fixed = frontier.best(width - 1)
         q, exists = _normalised(frontier.q.scatter(-1, fixed, 0.0))
         yield Children(frontier.pick(q, 0), exists, Draw.TAIL, q)
         for token in fixed.unbind(-1):
-            yield Children(token, torch.ones_like(token, dtype=torch.bool), Draw.POINT)
+            yield Children(token, None, Draw.POINT)
 
 
 class Coupled:
@@ -157,8 +178,8 @@ class Coupled:
 
     def children(self, frontier: Frontier, width: int) -> Iterator[Children]:
         """The winners of the race, first to last."""
-        for token in frontier.race(min(width, frontier.logits.shape[-1])).unbind(-1):
-            yield Children(token, torch.ones_like(token, dtype=torch.bool), Draw.POINT)
+        for token in frontier.race(min(width, frontier.q.shape[-1])).unbind(-1):
+            yield Children(token, None, Draw.POINT)
 
 
 def _normalised(weights: Tensor) -> tuple[Tensor, Tensor]:

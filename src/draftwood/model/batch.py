@@ -33,6 +33,20 @@ class ForwardBatch:
     linear: bool = False  # no row is a tree node: `ancestors` is empty everywhere
     max_nodes: int | None = None  # keys staged behind a sequence's text; None: as many as `ancestors` has bits
     max_depth: int | None = None  # of the deepest tree node; None: as many as `ancestors` has bits
+    logits_in_order: bool = False  # `logit_rows` rise: if there are as many as rows, they are all of them
+
+    def at_logits(self, rows: Tensor) -> Tensor:
+        """Of something that all rows have, what those have whose logits are wanted. [N, *] -> [K, *]."""
+        every = self.logits_in_order and len(self.logit_rows) == len(rows)
+        return rows if every else rows.index_select(0, self.logit_rows)
+
+
+@dataclass(frozen=True)
+class GivenRows:
+    """What a forward begins with instead of tokens; contiguous, in the model's dtype. It may be written over."""
+
+    residual: Tensor  # [N, hidden]
+    wide: Tensor | None = None  # [N, inputs of the first layer's attention], normed already
 
 
 @dataclass(frozen=True)

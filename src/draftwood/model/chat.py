@@ -22,15 +22,16 @@ from ..errors import TokenizerError
 
 def render(
     template: str,
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[Mapping[str, Any]],
     special_tokens: Mapping[str, str],
     *,
     add_generation_prompt: bool,
+    tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:
     """The prompt for `messages`; whatever a template objects to is a `TokenizerError` with its words."""
     _check_messages(messages)
     variables: dict[str, Any] = {**special_tokens, "messages": [dict(message) for message in messages]}
-    variables |= {"tools": None, "documents": None, "add_generation_prompt": add_generation_prompt}
+    variables |= {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
     try:
         return _compile(template).render(variables)
     except TemplateError as error:
@@ -39,7 +40,7 @@ def render(
         raise TokenizerError(f"The model's chat template failed on the conversation: {error!r}") from error
 
 
-def _check_messages(messages: Sequence[Mapping[str, str]]) -> None:
+def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
     for index, message in enumerate(messages):
         if not isinstance(message.get("role"), str) or "content" not in message:
             raise TokenizerError(

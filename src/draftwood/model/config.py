@@ -72,6 +72,10 @@ class ModelConfig:
         )
         self.rope.inverse_frequencies(self.head_dim)  # refuses a wrong number of factors here and now
 
+    def first(self, count: int) -> ModelConfig:
+        """Its first layers alone."""
+        return replace(self, num_layers=count, windows=self.windows[:count])
+
     def with_layers(self, count: int) -> ModelConfig:
         """So many layers like these, each of which sees all of the text."""
         return replace(self, num_layers=count, windows=(None,) * count)

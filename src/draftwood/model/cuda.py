@@ -5,8 +5,9 @@ Made strict, it sums every number in an order that does not depend on the other 
 
 from __future__ import annotations
 
+import copy
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache as cached
 from pathlib import Path
@@ -16,10 +17,10 @@ import triton
 from torch import Tensor
 
 from draftwood.errors import InvalidRequest
-from draftwood.model.batch import AttentionShape, ForwardBatch, ForwardOutput, Pages
+from draftwood.model.batch import AttentionShape, ForwardBatch, ForwardOutput, GivenRows, Pages
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.config import ModelConfig
-from draftwood.model.layers import Rotary
+from draftwood.model.layers import Rotary, write_over
 from draftwood.model.native import Progress
 from draftwood.model.weights import (
     FORMATS,
@@ -56,6 +57,27 @@ class Layer:
     gate_up: CudaLinear
     down: CudaLinear
 
+    def views(self, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+        """Its parts by the names that checkpoints have for them."""
+        own, shared = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        inner = config.intermediate_size
+        yield "input_layernorm.weight", self.attention_norm.weight
+        yield "post_attention_layernorm.weight", self.mlp_norm.weight
+        for part, weight in zip("qk", self.head_norm or (), strict=False):
+            yield f"self_attn.{part}_norm.weight", weight
+        yield from _split("self_attn", self.qkv, {"q_proj": own, "k_proj": shared, "v_proj": shared})
+        yield from _split("self_attn", self.output, {"o_proj": config.hidden_size})
+        yield from _split("mlp", self.gate_up, {"gate_proj": inner, "up_proj": inner})
+        yield from _split("mlp", self.down, {"down_proj": config.hidden_size})
+
+
+def _split(place: str, linear: CudaLinear, outputs: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
+    """What lies one below the other in a matrix, each under its own name."""
+    for kind, whole in (("weight", linear.weight.codes), ("bias", linear.bias)):
+        if whole is not None:
+            names = [f"{place}.{name}.{kind}" for name in outputs]
+            yield from zip(names, whole.split(list(outputs.values())), strict=True)
+
 
 class CudaTransformer:
     """Weights and the forward over paged keys and values."""
@@ -76,7 +98,7 @@ class CudaTransformer:
         self.weights = weights
         self.strict = strict
         self.implementation = implementation()
-        loader = _Loader(checkpoint, dtype, device, weights, strict, progress)
+        loader = self._loader(checkpoint, progress)
         # The largest first: rounding them needs a second copy, which costs least while nothing else is there.
         self._head, self._embedding = loader.head_and_embedding()
         self._layers = [loader.layer(i) for i in range(config.num_layers)]
@@ -86,24 +108,64 @@ class CudaTransformer:
         rotary = Rotary(frequencies, scale, torch.float32, device)
         self._rotations = torch.view_as_real(rotary.table(config.max_positions))  # [positions, D / 2, 2]
 
-    def forward(self, batch: ForwardBatch, cache: Pages, needs: frozenset[int] = frozenset()) -> ForwardOutput:
+    def _loader(self, checkpoint: Checkpoint, progress: Progress = lambda *_: None) -> _Loader:
+        return _Loader(checkpoint, self.dtype, self.device, self.weights, self.strict, progress)
+
+    def first(self, count: int) -> CudaTransformer:
+        """Its first layers as a model, in the same memory."""
+        part = copy.copy(self)
+        part.config, part._layers = self.config.first(count), self._layers[:count]
+        return part
+
+    def refresh(self, checkpoint: Checkpoint) -> None:
+        """Compute with the layers and the last norm of `checkpoint` from now on; words stay."""
+        loader = self._loader(checkpoint)
+        for i, layer in enumerate(self._layers):
+            write_over([layer], [loader.layer(i)])
+        write_over([self._final_norm], [loader.norm("model.norm")])
+
+    def views(self) -> dict[str, Tensor]:
+        """Its weights under the names of a checkpoint, as views of what the kernels read; where they are no codes."""
+        assert {self.weights.head, self.weights.layers} <= set(_DENSE), self.weights.name
+        named = {"model.norm.weight": self._final_norm.weight, "model.embed_tokens.weight": self._embedding}
+        if not self.config.tied_head:
+            named["lm_head.weight"] = self._head.weight.codes
+        for i, layer in enumerate(self._layers):
+            named |= {f"model.layers.{i}.{name}": view for name, view in layer.views(self.config)}
+        return named
+
+    def forward(
+        self, batch: ForwardBatch, cache: Pages, needs: frozenset[int] = frozenset(), given: GivenRows | None = None
+    ) -> ForwardOutput:
         """Run the rows of `batch`, writing their keys and values to `cache`. Logits are float32."""
         config = self.config
         attention = {window: self._plan(batch, cache, window) for window in set(config.windows)}
         norms = [layer.attention_norm for layer in self._layers[1:]] + [self._final_norm]
-        stream = Stream(self._embedding.index_select(0, batch.tokens), self._layers[0].attention_norm)
+        first = self._embedding.index_select(0, batch.tokens) if given is None else given.residual
+        stream = Stream(first, self._layers[0].attention_norm)
+        read = stream if given is None or given.wide is None else Stream(given.wide)
         features: dict[int, Tensor] = {}
         for i, layer in enumerate(self._layers):
             query = rotate_and_store(
-                layer.qkv(stream), batch.positions, batch.slots, cache.store[i], self._rotations,
+                layer.qkv(read), batch.positions, batch.slots, cache.store[i], self._rotations,
                 config.num_heads, config.num_kv_heads, layer.head_norm, config.norm_eps,
             )  # fmt: skip
             mixed = attention[config.windows[i]].run(i, query)
             stream = layer.output.add_to(stream.hidden, mixed, layer.mlp_norm)
-            stream = layer.down.add_to(stream.hidden, layer.gate_up.gated(stream, config.activation), norms[i])
-            if i in needs:
-                features[i] = stream.hidden.clone()  # the next layer may write over it
-        return ForwardOutput(self._head(stream.rows(batch.logit_rows), torch.float32), features)
+            read = stream = layer.down.add_to(stream.hidden, layer.gate_up.gated(stream, config.activation), norms[i])
+            if i in needs:  # the next layer may write over it
+                features[i] = stream.hidden.clone() if i + 1 < len(self._layers) else stream.hidden
+        return ForwardOutput(self._head(stream.each(batch.at_logits), torch.float32), features)
+
+    def write_context(self, rows: Tensor, positions: Tensor, slots: Tensor, cache: Pages) -> None:
+        """Write the keys and values that every layer makes of the same rows [N, hidden], not normed, to `slots`."""
+        config = self.config
+        for i, layer in enumerate(self._layers):
+            made = layer.qkv.outputs_from(config.num_heads * config.head_dim)(Stream(rows))
+            rotate_and_store(
+                made, positions, slots, cache.store[i], self._rotations,
+                0, config.num_kv_heads, layer.head_norm, config.norm_eps,
+            )  # fmt: skip
 
     def _plan(self, batch: ForwardBatch, cache: Pages, window: int | None) -> TreeAttention:
         shape = AttentionShape(window, self.config.head_dim**-0.5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -87,3 +89,21 @@ def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     if x.dtype == wide:
         return (x.view(rotation.dtype) * rotation).view(wide)
     return (x.to(wide).view(rotation.dtype) * rotation).view(wide).to(x.dtype)
+
+
+def tensors_of(holders: Iterable[object]) -> Iterator[Tensor]:
+    """Every tensor these objects hold, and the objects they hold."""
+    for holder in holders:
+        if isinstance(holder, Tensor):
+            yield holder
+        elif isinstance(holder, tuple):
+            yield from tensors_of(holder)
+        elif hasattr(holder, "__dict__"):
+            yield from tensors_of(vars(holder).values())
+
+
+def write_over(old: Iterable[object], new: Iterable[object]) -> None:
+    """Copy every tensor of `new` to where the like objects `old` have theirs: captured graphs know addresses only."""
+    with torch.inference_mode():
+        for place, value in zip(tensors_of(old), tensors_of(new), strict=True):
+            place.copy_(value)

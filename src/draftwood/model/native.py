@@ -6,9 +6,9 @@ bit for bit, whatever tree, batch or chunk it is computed in.
 
 from __future__ import annotations
 
+import copy
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftwood.machine import zeroed_memory
-from draftwood.model.batch import ForwardBatch, ForwardOutput, Pages
+from draftwood.model.batch import ForwardBatch, ForwardOutput, GivenRows, Pages
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.config import ModelConfig
 from draftwood.model.layers import Rotary
@@ -45,31 +45,43 @@ class _Arena:
     """Memory for weights, in large pages where the system has them: fewer misses when all of it is read every step."""
 
     def __init__(self) -> None:
-        self.num_bytes = 0
         self._blocks: list[Tensor] = []  # the kernels know addresses only: this keeps them valid
+        self.rewind()
+
+    def rewind(self) -> None:
+        """Hand the same memory out again: who asks for the same in the same order gets the same addresses."""
+        self.num_bytes = 0
+        self._again = iter(tuple(self._blocks))
         self._free = torch.empty(0, dtype=torch.uint8)
 
     def take(self, num_bytes: int) -> Tensor:
-        """Some zeroed bytes, aligned to a cache line."""
+        """Some bytes, aligned to a cache line: zeros, or what lay there before the arena was rewound."""
         size = -(-num_bytes // 64) * 64
         if size > len(self._free):
-            self._free = torch.frombuffer(zeroed_memory(max(size, _ARENA), large_pages=True), dtype=torch.uint8)
-            self._blocks.append(self._free)
+            self._free = self._next_block(size)
         taken, self._free = self._free[:num_bytes], self._free[size:]
         self.num_bytes += num_bytes
         return taken
 
+    def _next_block(self, size: int) -> Tensor:
+        known = next(self._again, None)
+        if known is not None and len(known) >= size:
+            return known
+        self._blocks.append(torch.frombuffer(zeroed_memory(max(size, _ARENA), large_pages=True), dtype=torch.uint8))
+        return self._blocks[-1]
+
 
 class _Packer:
-    """Turns a checkpoint's tensors into the structs that the kernels read; owns their memory."""
+    """Turns a checkpoint's tensors into the structs that the kernels read, in the memory of an arena."""
 
-    def __init__(self, library: Kernels, checkpoint: Checkpoint, weights: WeightFormat, progress: Progress) -> None:
+    def __init__(
+        self, library: Kernels, checkpoint: Checkpoint, arena: _Arena, progress: Progress, packed: int = 0
+    ) -> None:
         self._library = library
         self._checkpoint = checkpoint
-        self._weights = weights
+        self._arena = arena
         self._progress = progress
-        self._packed = 0
-        self.arena = _Arena()
+        self._packed = packed  # matrices, those of others included
 
     def floats(self, name: str, present: bool = True) -> int | None:
         """A vector in float32, by its address."""
@@ -107,9 +119,9 @@ class _Packer:
 
     def _allocate(self, storage: Storage, outputs: int, inputs: int) -> structs.Matrix:
         halves = outputs * inputs // GROUP * 2
-        scale = self.arena.take(halves).data_ptr() if storage >= Storage.INT8 else None
-        minimum = self.arena.take(halves).data_ptr() if storage == Storage.INT4 else None
-        words = self.arena.take(outputs * inputs * _BITS[storage] // 8).data_ptr()
+        scale = self._arena.take(halves).data_ptr() if storage >= Storage.INT8 else None
+        minimum = self._arena.take(halves).data_ptr() if storage == Storage.INT4 else None
+        words = self._arena.take(outputs * inputs * _BITS[storage] // 8).data_ptr()
         return structs.Matrix(storage, outputs, inputs, words, scale, minimum, None)
 
     def _fill(self, packed: structs.Matrix, rows: Matrix, start: int) -> None:
@@ -131,7 +143,7 @@ class _Packer:
             )
 
     def _keep(self, tensor: Tensor) -> int:
-        own = self.arena.take(tensor.numel() * 4).view(torch.float32)
+        own = self._arena.take(tensor.numel() * 4).view(torch.float32)
         own.copy_(tensor.flatten())
         return own.data_ptr()
 
@@ -145,14 +157,6 @@ def _padded(size: int) -> int:
 
 def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
-
-
-@dataclass(frozen=True)
-class GivenRows:
-    """What a forward begins with instead of tokens; contiguous float32."""
-
-    residual: Tensor  # [N, hidden]
-    wide: Tensor | None = None  # [N, inputs of the first layer's attention], normed already
 
 
 class NativeTransformer:
@@ -169,9 +173,9 @@ class NativeTransformer:
         self.weights = weights
         self.implementation = Path(library._name).stem
         self._library = library
-        packer = _Packer(library, checkpoint, weights, progress)
-        self._arena = packer.arena
-        self._layers, self._model = _build(packer, config, weights)
+        self._arenas = _Arena(), _Arena()  # of words, and of all else
+        self._words = self._pack_words(checkpoint, progress)
+        self._model = self._pack_layers(checkpoint, progress)
         self._scratch = _Scratch(library, self._model)
         frequencies, scale = config.rope.inverse_frequencies(config.head_dim)
         self._rotary = Rotary(frequencies, scale, torch.float32, self.device)
@@ -180,7 +184,46 @@ class NativeTransformer:
     @property
     def num_bytes(self) -> int:
         """Memory of all weights."""
-        return self._arena.num_bytes
+        return sum(arena.num_bytes for arena in self._arenas)
+
+    def first(self, count: int) -> NativeTransformer:
+        """Its first layers as a model, in the same memory."""
+        part = copy.copy(self)
+        part.config, part._model = self.config.first(count), structs.Model.from_buffer_copy(self._model)
+        part._model.num_layers = count
+        return part
+
+    def refresh(self, checkpoint: Checkpoint) -> None:
+        """Compute with the layers and the last norm of `checkpoint` from now on, packed over its own; words stay."""
+        self._arenas[1].rewind()
+        self._model = self._pack_layers(checkpoint)
+
+    def refresh_words(self, checkpoint: Checkpoint) -> None:
+        """The same of embedding and head."""
+        self._arenas[0].rewind()
+        self._words = self._pack_words(checkpoint)
+        self._model.embedding, self._model.head = self._words
+
+    def _pack_words(
+        self, checkpoint: Checkpoint, progress: Progress = lambda *_: None
+    ) -> tuple[structs.Matrix, structs.Matrix]:
+        packer = _Packer(self._library, checkpoint, self._arenas[0], progress)
+        embedding = packer.matrix(["model.embed_tokens"], self.weights.head)
+        return embedding, embedding if self.config.tied_head else packer.matrix(["lm_head"], self.weights.head)
+
+    def _pack_layers(self, checkpoint: Checkpoint, progress: Progress = lambda *_: None) -> structs.Model:
+        """The whole model: words that are there already, and layers."""
+        config, weights = self.config, self.weights
+        packer = _Packer(self._library, checkpoint, self._arenas[1], progress, 1 if config.tied_head else 2)
+        # The model points to this array, so it must live as long.
+        self._layers = (structs.Layer * config.num_layers)(
+            *(_layer(packer, config, weights.layers, i) for i in range(config.num_layers))
+        )
+        return structs.Model(
+            *self._words, self._layers, packer.floats("model.norm.weight"), config.num_layers, config.hidden_size,
+            config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size,
+            ACTIVATIONS[config.activation], weights.byte_activations, config.norm_eps,
+        )  # fmt: skip
 
     def forward(
         self, batch: ForwardBatch, cache: Pages, needs: frozenset[int] = frozenset(), given: GivenRows | None = None
@@ -220,21 +263,6 @@ _ARRAYS = (
     "tokens", "positions", "slots", "visible", "ancestors", "row_offsets", "tree_base", "num_keys", "block_table",
     "logit_rows",
 )  # fmt: skip
-
-
-def _build(packer: _Packer, config: ModelConfig, weights: WeightFormat) -> tuple[ctypes.Array, structs.Model]:
-    """The structs of a whole model; the array of layers must live as long as the model that points to it."""
-    embedding = packer.matrix(["model.embed_tokens"], weights.head)
-    head = embedding if config.tied_head else packer.matrix(["lm_head"], weights.head)
-    layers = (structs.Layer * config.num_layers)(
-        *(_layer(packer, config, weights.layers, i) for i in range(config.num_layers))
-    )
-    model = structs.Model(
-        embedding, head, layers, packer.floats("model.norm.weight"), config.num_layers, config.hidden_size,
-        config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size,
-        ACTIVATIONS[config.activation], weights.byte_activations, config.norm_eps,
-    )  # fmt: skip
-    return layers, model
 
 
 def _layer(packer: _Packer, config: ModelConfig, storage: Storage | None, i: int) -> structs.Layer:

@@ -41,6 +41,17 @@ class Model(Protocol):
         """Run the rows of `batch`, writing their keys and values to `cache`."""
         ...
 
+    def first(self, count: int) -> Model:
+        """Its first layers as a model, in the same memory; what its head says of them means nothing."""
+        ...
+
+    def refresh(self, checkpoint: Checkpoint) -> None:
+        """Compute with the layers and the last norm of `checkpoint` from now on, of the same shapes; words stay.
+
+        In place, and only between forwards: captured graphs know nothing but addresses.
+        """
+        ...
+
 
 def load_model(
     checkpoint: Checkpoint,

@@ -123,7 +123,18 @@ class Tokenizer:
         stream = Detokenizer(self, skip_special=skip_special)
         return stream.push(ids) + stream.flush()
 
-    def render_chat(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = True) -> str:
+    @property
+    def knows_tools(self) -> bool:
+        """Whether the model says how tools are described to it."""
+        return "tools" in (self._conventions.chat_template or "")
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> str:
         """The prompt for a conversation, by the model's own template."""
         template = self._conventions.chat_template
         if template is None:
@@ -132,7 +143,7 @@ class Tokenizer:
                 "the model's instruction-tuned version."
             )
         special = self._conventions.special_tokens
-        return chat.render(template, messages, special, add_generation_prompt=add_generation_prompt)
+        return chat.render(template, messages, special, add_generation_prompt=add_generation_prompt, tools=tools)
 
     def piece(self, token: int, *, skip_special: bool = True) -> bytes:
         """The bytes one id stands for; none for ids that only pad the embedding."""

@@ -5,7 +5,8 @@ Shapes: N rows of a forward · H heads · K key heads · D head size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from draftwood.model.batch import AttentionShape, ForwardBatch, ForwardOutput, Pages
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.config import ModelConfig
-from draftwood.model.layers import ACTIVATIONS, RMSNorm, Rotary, pair_adjacent, rotate
+from draftwood.model.layers import ACTIVATIONS, RMSNorm, Rotary, pair_adjacent, rotate, tensors_of, write_over
 from draftwood.model.weights import FORMATS, Storage, WeightFormat, as_numbers, round_inputs, store_as
 from draftwood.ops import plan_attention
 from draftwood.ops.linear import Linear, RoundedInputs, make_linear, make_tied_head
@@ -62,8 +63,20 @@ class Transformer:
     @property
     def num_bytes(self) -> int:
         """Memory of all weights."""
-        tensors = list(_tensors_of([self.head, self.final_norm, self.embedding, *self.layers]))
+        tensors = list(tensors_of([self.head, self.final_norm, self.embedding, *self.layers]))
         return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
+
+    def first(self, count: int) -> Transformer:
+        """Its first layers as a model, in the same memory."""
+        part = copy.copy(self)
+        part.config, part.layers = self.config.first(count), self.layers[:count]
+        return part
+
+    def refresh(self, checkpoint: Checkpoint) -> None:
+        """Compute with the layers and the last norm of `checkpoint` from now on; words stay."""
+        loader = _WeightLoader(checkpoint, self.dtype, self.device, self.weights)
+        fresh = [loader.layer(i) for i in range(self.config.num_layers)]
+        write_over([*self.layers, self.final_norm], [*fresh, loader.norm("model.norm")])
 
     def forward(self, batch: ForwardBatch, cache: Pages, needs: frozenset[int] = frozenset()) -> ForwardOutput:
         """Run the rows of `batch`, writing their keys and values to `cache`."""
@@ -186,12 +199,3 @@ class _WeightLoader:
 def _joined(biases: Sequence[Tensor | None]) -> Tensor | None:
     present = [bias for bias in biases if bias is not None]
     return torch.cat(present) if present else None
-
-
-def _tensors_of(holders: Iterable[object]) -> Iterator[Tensor]:
-    """Every tensor these objects hold, and the objects they hold."""
-    for holder in holders:
-        if isinstance(holder, Tensor):
-            yield holder
-        elif hasattr(holder, "__dict__"):
-            yield from _tensors_of(vars(holder).values())

@@ -21,10 +21,12 @@ from draftwood.errors import CheckpointError, InvalidRequest
 from draftwood.model.config import ModelConfig
 from draftwood.nets.block import BlockNet, HiddenCorrection, Markov
 from draftwood.nets.layouts import Layout, open_drafter, recognise
+from draftwood.nets.parallel import ParallelEagle
 from draftwood.nets.parts import DraftHead, LowRankHead, NormedHead, VocabularyHead
 from draftwood.nets.pointwise import HeadStack
-from draftwood.nets.recurrent import Eagle1, Eagle3, MultiToken
-from draftwood.nets.student import Student
+from draftwood.nets.recurrent import Eagle1, Eagle3, Eagle3Spec, MultiToken
+from draftwood.nets.shallow import Kangaroo
+from draftwood.nets.student import MaskedStudent, Student
 
 SPECULATORS_VERSION = "0.9.0"
 PRECISIONS = (torch.bfloat16, torch.float16, torch.float32)
@@ -193,18 +195,31 @@ def _with_head(head: VocabularyHead, config: dict[str, Any], tensors: dict[str, 
 
 
 def _eagle3(net: Eagle3, target_name: str) -> Written:
-    spec = net.spec
+    named = _speculators("eagle3", "Eagle3Speculator", net.config, target_name, _SPECULATIVE_TOKENS)
+    config = {**named, **_eagle3_switches(net.spec), "embed_requires_grad": False}
+    return _with_head(net.head, config, _parameters(net, ("lm_head.", "head.")))
+
+
+def _peagle(net: ParallelEagle, target_name: str) -> Written:
     config = {
-        **_speculators("eagle3", "Eagle3Speculator", net.config, target_name, _SPECULATIVE_TOKENS),
+        **_speculators("peagle", "PEagleSpeculator", net.config, target_name, net.ahead.guesses),
+        **_eagle3_switches(net.spec),
+        "mask_token_id": net.ahead.mask_token,
+        "embed_requires_grad": net.embed_tokens is not None,
+    }
+    tensors = _parameters(net, ("lm_head.", "head."))
+    return _with_head(net.head, config, {**tensors, "mask_hidden": net.mask_hidden.view(1, 1, -1)})
+
+
+def _eagle3_switches(spec: Eagle3Spec) -> dict[str, Any]:
+    return {
         "norm_before_residual": spec.norm_before_residual,
         "norm_before_fc": spec.norm_before_fc,
         "fc_norm": spec.fc_norm,
         "norm_output": spec.norm_output,
         "target_hidden_size": spec.target_hidden,
         "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in spec.reads],
-        "embed_requires_grad": False,
     }
-    return _with_head(net.head, config, _parameters(net, ("lm_head.", "head.")))
 
 
 def _eagle1(net: Eagle1, target_name: str) -> Written:
@@ -325,6 +340,23 @@ def _stack_config(net: HeadStack) -> dict[str, Any]:
     return {"model_type": "medusa", "architectures": ["MedusaModel"], "medusa_fc_bias": True, **numbers}
 
 
+def _kangaroo(net: Kangaroo, target_name: str) -> Written:
+    config = {
+        **layer_config(net.config),
+        "architectures": ["KangarooAdapter"],
+        "exit_layer": net.exit_layer,
+        "base_model_name_or_path": target_name,
+    }
+    return _with_head(net.head, config, _parameters(net, ("head.",)))
+
+
+def _masked_student(net: MaskedStudent, target_name: str) -> Written:
+    """As PARD's own, but for the words."""
+    config, tensors = _student(net, target_name)
+    ours = {**config["draftwood"], "guesses": net.guesses}
+    return {**config, "spd_type": "pard", "pard_token": net.mask_token, "draftwood": ours}, tensors
+
+
 def _student(net: Student, target_name: str) -> Written:
     """As a Llama checkpoint, but for the words."""
     layers = layer_config(net.config)
@@ -339,10 +371,13 @@ def _student(net: Student, target_name: str) -> Written:
 
 
 _WRITERS: dict[type[nn.Module], Callable[[Any, str], Written]] = {
+    ParallelEagle: _peagle,
     Eagle3: _eagle3,
     Eagle1: _eagle1,
     MultiToken: _mtp,
     BlockNet: _block,
     HeadStack: _heads,
+    Kangaroo: _kangaroo,
+    MaskedStudent: _masked_student,
     Student: _student,
 }

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from draftwood.model.config import ModelConfig
 from draftwood.nets.parts import Attend, DecoderLayer, Mlp, SelfAttention, VocabularyHead
+from draftwood.ops.side_by_side import PairNorms
 
 
 class RecurrentNet(Protocol):
@@ -62,6 +63,13 @@ class Eagle3Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(hidden, eps)
         self.mlp = Mlp(config)
 
+    @property
+    def norms(self) -> PairNorms:
+        """What stands before attention, for kernels that do as `inputs` does."""
+        eps = self.hidden_norm.eps
+        assert eps is not None, "given when it was made"
+        return PairNorms(self.input_layernorm.weight, self.hidden_norm.weight, eps, self.norm_before_residual)
+
     def inputs(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
         """What the stream begins with, and what attention reads. [*, hidden] each -> [*, hidden], [*, 2 * hidden]."""
         normed = self.hidden_norm(features)
@@ -96,10 +104,14 @@ class Eagle3(nn.Module):
 
     def fuse(self, features: Tensor) -> Tensor:
         """[*, len(reads) * target hidden] -> [*, hidden]."""
+        return self.fc(self.unfused(features))
+
+    def unfused(self, features: Tensor) -> Tensor:
+        """As `fc` reads them. [*, len(reads) * target hidden] -> the same."""
         if len(self.fc_norm):
             parts = features.chunk(len(self.fc_norm), -1)
             features = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], -1)
-        return self.fc(features if self.input_norm is None else self.input_norm(features))
+        return features if self.input_norm is None else self.input_norm(features)
 
     def run(self, embedded: Tensor, features: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """[*, hidden] each -> [*, hidden]."""
@@ -108,9 +120,10 @@ class Eagle3(nn.Module):
             hidden = layer(hidden, positions, i, attend)
         return self.handed_on(hidden)
 
-    def inputs(self, embedded: Tensor, features: Tensor) -> tuple[Tensor, Tensor]:
-        """What its first layer makes of a row; see there."""
-        return self.layers[0].inputs(embedded, features)  # type: ignore[operator]
+    @property
+    def first(self) -> Eagle3Layer:
+        """The layer that reads tokens and features."""
+        return self.layers[0]  # type: ignore[return-value]
 
     def handed_on(self, hidden: Tensor) -> Tensor:
         """What the next row takes of the last layer's output. [*, hidden] -> [*, hidden]."""

@@ -24,3 +24,15 @@ class Student(nn.Module):
         for i, layer in enumerate(self.model.layers):  # type: ignore[arg-type]
             hidden = layer(hidden, positions, i, attend)
         return self.model.norm(hidden)  # type: ignore[operator]
+
+
+class MaskedStudent(Student):
+    """One that guesses several tokens at once: behind a text and masks, what stands after each (PARD).
+
+    The mask is a token of the target's that texts do not have, and as all words it stays what it is: the layers learn
+    what it stands for.
+    """
+
+    def __init__(self, config: ModelConfig, mask_token: int, guesses: int) -> None:
+        super().__init__(config)
+        self.mask_token, self.guesses = mask_token, guesses

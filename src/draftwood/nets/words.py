@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,23 @@ class TargetWords:
         self._embedding = self._moved(checkpoint.matrix("model.embed_tokens.weight"))
         self._head = self._embedding if config.tied_head else checkpoint.matrix("lm_head.weight")
         self._norm = checkpoint.tensor("model.norm.weight").to(device, dtype)
+
+    def to(self, dtype: torch.dtype) -> TargetWords:
+        """The same words as numbers of another kind; in memory they are the same."""
+        words = copy.copy(self)
+        words.dtype = dtype
+        return words
+
+    def with_embedding(self, matrix: Tensor) -> TargetWords:
+        """The same words read through another embedding [V, hidden]."""
+        words = copy.copy(self)
+        words._embedding = matrix
+        return words
+
+    @property
+    def table(self) -> Tensor | None:
+        """The embedding as numbers of some kind, where that is how it is kept. [V, hidden]."""
+        return self._embedding if isinstance(self._embedding, Tensor) else None
 
     def embed(self, tokens: Tensor) -> Tensor:
         """[*] -> [*, hidden]."""
@@ -43,4 +62,4 @@ class TargetWords:
         """On a CPU as it is stored; elsewhere memory is cheaper than the many small steps of making numbers of it."""
         if self.device.type == "cpu":
             return matrix
-        return as_numbers(matrix)[:, : self.config.hidden_size].to(self.device, self.dtype)
+        return as_numbers(matrix)[:, : self.config.hidden_size].to(self.device, self.dtype).contiguous()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from draftwood.assembly import DEFAULT_TREE, TREE_OF, build_grower, student_drafter
+from draftwood.assembly import DEFAULT_TREE, TREE_OF, build_grower, load_parallel, student_drafter
 from draftwood.config import EngineConfig
 from draftwood.drafters.trained import drafter_of
 from draftwood.engine.controller import FixedBudget
@@ -21,7 +21,7 @@ from draftwood.engine.worker import ComputeThread
 from draftwood.errors import DraftwoodError, InvalidRequest
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.nets.shared import SharedWords
-from draftwood.nets.student import Student
+from draftwood.nets.student import MaskedStudent, Student
 from draftwood.nets.words import TargetWords
 from draftwood.protocols import Drafter, StepReport
 from draftwood.request import FinishReason, SamplingParams
@@ -145,6 +145,10 @@ def drafter_for(net: nn.Module, checkpoint: Checkpoint, tree: str, config: Engin
     """A copy of a network as drafter, so that training can go on with the network itself."""
     if isinstance(net, Student):
         own = {name: value.detach().to("cpu", copy=True) for name, value in net.state_dict().items()}
-        return student_drafter(SharedWords("student", net.config, own, checkpoint), tree, config)
+        student = SharedWords("student", net.config, own, checkpoint)
+        if isinstance(net, MaskedStudent):
+            marks = {"pard_token": net.mask_token, "draftwood": {"guesses": net.guesses}}
+            return load_parallel(student, marks, tree, checkpoint, config)
+        return student_drafter(student, tree, config)
     words = TargetWords(checkpoint, config.torch_device(), config.torch_dtype())
     return drafter_of(copy.deepcopy(net), words, build_grower(tree))

@@ -52,7 +52,8 @@ class Truth:
 
     def at(self, rows: Tensor) -> Truth:
         """Some of it, in another order."""
-        return Truth(*(part if part is None else part[rows] for part in (self.logits, self.outside, self.within)))
+        outside, within = (None if part is None else part[rows] for part in (self.outside, self.within))
+        return Truth(self.logits[rows], outside, within)
 
 
 @dataclass

@@ -315,7 +315,8 @@ def dpace(chances: Tensor, smoothing: float = 0.5, *, mask: Tensor | None = None
     """[..., K]: D-PACE's weights (arXiv 2605.18810) w_j = sum_{m>=j} prod_{i<=m} c_i, c = (1 - s) chance + s.
 
     They are the gradient of the expected accepted length by log c_j: large where a failure costs most now. Chances are
-    of each row's own slots [N, K], exp(-ce) in the paper; no gradient, no norm. Slots outside the bool `mask` neither end a draft nor count.
+    of each row's own slots [N, K], exp(-ce) in the paper; no gradient, no norm. Slots outside the bool `mask` neither
+    end a draft nor count.
     """
     if not 0 <= smoothing <= 1:
         raise InvalidRequest(f"The smoothing must be between 0 and 1, not {smoothing}.")

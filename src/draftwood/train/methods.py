@@ -12,6 +12,7 @@ from draftwood.nets.block import BlockNet
 from draftwood.nets.parts import VocabularyHead
 from draftwood.nets.pointwise import HeadStack
 from draftwood.nets.recurrent import RecurrentNet
+from draftwood.nets.shallow import Kangaroo
 from draftwood.nets.student import Student
 from draftwood.nets.words import TargetWords
 from draftwood.train.attention import Blocks, Causal, Unrolled, causal_mask
@@ -182,7 +183,9 @@ class HeadStackMethod:
 class StudentMethod:
     """A small language model learns the target's next-token law (DistillSpec)."""
 
-    def __init__(self, net: Student, head: VocabularyHead, teacher: Teacher, words: TargetWords, mix: Mix) -> None:
+    def __init__(
+        self, net: Student | Kangaroo, head: VocabularyHead, teacher: Teacher, words: TargetWords, mix: Mix
+    ) -> None:
         self.net, self.head, self.teacher, self.words = net, head, teacher, words
         self.mix, self.grade, self.weigh = mix, Grader(mix, head), Fixed(torch.ones(1))
 
@@ -196,9 +199,25 @@ class StudentMethod:
         row, place = _answered(batch, 1)
         lesson = self.teacher.teach(batch)
         at = (row * batch.tokens.shape[1] + place).to(lesson.row.device, non_blocking=True)
-        batch = lesson.batch
-        hidden = self.net.run(self.words.embed(batch.tokens), batch.positions, Causal(causal_mask(batch)))
+        hidden = self.outputs(lesson)
         rows, tokens = lesson.answers(at + 1)
         truth = Truth.of(self.head, lesson.logits).at(rows)
         grade = self.grade(self.head(hidden.flatten(0, 1)[at]), truth, tokens, at, lesson.row.numel())
         return summed([grade], self.mix, self.weigh)
+
+    def outputs(self, lesson: Lesson) -> Tensor:
+        """What the head reads at every place. [B, T, hidden]."""
+        batch = lesson.batch
+        return self.net.run(self.words.embed(batch.tokens), batch.positions, Causal(causal_mask(batch)))
+
+
+class ShallowMethod(StudentMethod):
+    """An adapter learns to say after the target's first layers what the target says after all of them (Kangaroo)."""
+
+    def __init__(self, net: Kangaroo, teacher: Teacher, words: TargetWords, mix: Mix) -> None:
+        super().__init__(net, net.head, teacher, words, mix)
+
+    def outputs(self, lesson: Lesson) -> Tensor:
+        """[B, T, hidden]."""
+        features = lesson.features.to(self.words.dtype)
+        return self.net.run(features, lesson.batch.positions, Causal(causal_mask(lesson.batch)))

@@ -19,14 +19,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from draftwood.drafters.by_request import OfferedDrafters
 from draftwood.drafters.features import FeatureDrafter
+from draftwood.drafters.predicted import PredictedDrafter
+from draftwood.drafters.shallow import ShallowDrafter
 from draftwood.drafters.student import StudentDrafter
 from draftwood.drafters.trimmed import TrimmedDrafter
 from draftwood.engine.engine import Engine
 from draftwood.engine.llm import LLM
 from draftwood.engine.sequence import Sequence
 from draftwood.engine.worker import ComputeThread
-from draftwood.errors import IncompatibleParts, InvalidRequest
+from draftwood.errors import CheckpointError, IncompatibleParts, InvalidRequest
 from draftwood.model.runner import ModelRunner
 from draftwood.nets.export import export
 from draftwood.protocols import Drafter
@@ -35,6 +38,7 @@ from draftwood.train.data import TextBatch
 from draftwood.train.evaluate import held_out_figures
 from draftwood.train.optim import OptimConfig, build_optimizer
 from draftwood.train.recipes import Target, method_of, recipe_of
+from draftwood.train.run import target_name
 from draftwood.train.teacher import Lesson, Teacher
 from draftwood.train.traffic import Traffic
 
@@ -92,8 +96,8 @@ class TimeShare:
 
     def spend(self, seconds: float) -> None:
         """A piece took so long."""
-        self._save()
         self._saved, self._price = self._saved - seconds, seconds
+        self._save()
 
     def _save(self) -> None:
         now = self._clock()
@@ -130,6 +134,9 @@ class _Attentive(Teacher):
             self._last = batch, super().teach(batch)
         return self._last[1]
 
+    def forget(self) -> None:
+        self._last = None
+
 
 class Adapter:
     """Teaches an engine's drafter; a `Companion`, so all it does happens on the compute thread."""
@@ -138,19 +145,19 @@ class Adapter:
         self,
         engine: Engine,
         config: AdaptConfig | None = None,
-        target_name: str = "",
+        target: str = "",  # its name, for what is saved
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._config = config = config or AdaptConfig()
         self._drafter = _learner(engine.drafter)
-        self._target_name, self._clock = target_name, clock
+        self._target, self._clock = target, clock
         length = min(config.length, engine.target.model.config.max_positions)
         self._traffic = Traffic(length, config.lessons)
         # Pages of its own: it takes none from those who are answered, and evicts nobody's prefix.
         runner = ModelRunner(engine.target.model, -(-3 * length // PAGE), PAGE)
         net, words = _trainable(self._drafter.module), self._drafter.words.to(torch.float32)
-        target = Target(words.config, words, None)
-        self._method = method_of(recipe_of(net), net, target, lambda reads: _Attentive(runner, reads))
+        self._teacher = _Attentive(runner, getattr(net, "reads", ()))
+        self._method = method_of(recipe_of(net), net, Target(words.config, words, None), lambda _: self._teacher)
         self._weights = dict(net.named_parameters())
         self._start: Weights = self._snapshot()
         self._running = self._start
@@ -172,18 +179,17 @@ class Adapter:
 
     def wants(self, *, busy: bool) -> float:
         """As soon as it has saved the time for it, rather while nobody is answered."""
-        return self._pace.wait(busy=busy) if self._owed or self._traffic.fresh else math.inf
+        return self._pace.wait(busy=busy) if self._owed or self._traffic.num_fresh else math.inf
 
     def work(self) -> None:
         """Put a lesson to the test, or take a step."""
         started = self._clock()
         if self._owed:
             self._practise(self._next_lesson())
+            self._teacher.forget()
             self._owed -= 1
-        elif self._traffic.fresh:
-            lesson = self._traffic.fresh.popleft()
-            self._test(lesson)
-            self._traffic.known.append(lesson)
+        elif self._traffic.num_fresh:
+            self._test(self._traffic.take())
             self._owed = self._config.repeats
         spent = self._clock() - started
         self._pace.spend(spent)
@@ -203,12 +209,15 @@ class Adapter:
         return Progress(**self._counts, seconds=self._seconds, scores=dict(self._contest.means))
 
     def _finish(self) -> None:
-        while self._owed or self._traffic.fresh:
+        while self._owed or self._traffic.num_fresh:
             self.work()
 
     def _export(self, folder: str | Path) -> Path:
-        with self._wearing(self._running):
-            return export(self._method.module, folder, self._target_name, {"adapted": asdict(self.progress)})
+        try:
+            with self._wearing(self._running):
+                return export(self._method.module, folder, self._target, {"adapted": asdict(self.progress)})
+        except OSError as error:
+            raise CheckpointError(f"The drafter could not be written to {folder}: {error}.") from error
 
     def _next_lesson(self) -> TextBatch:
         """The one just tested, then any."""
@@ -291,22 +300,31 @@ class Adapter:
 
 def adapt(llm: LLM, config: AdaptConfig | None = None) -> Adapter:
     """Let the drafter of an LLM learn from its answers from now on; `llm.accompany(None)` ends it."""
-    name = Path(llm.checkpoint.name).name  # one that means something on other machines too
-    adapter = ComputeThread.shared().call(lambda: Adapter(llm.engine, config, name))
+    adapter = ComputeThread.shared().call(lambda: Adapter(llm.engine, config, target_name(llm.checkpoint.name)))
     llm.accompany(adapter)
     return adapter
 
 
-def _learner(drafter: Drafter) -> FeatureDrafter | StudentDrafter:
-    """The drafter that has something to learn with."""
-    if isinstance(drafter, TrimmedDrafter):
-        return _learner(drafter.drafter)
-    if isinstance(drafter, FeatureDrafter | StudentDrafter):
-        return drafter
+def _learner(drafter: Drafter) -> FeatureDrafter | ShallowDrafter | StudentDrafter:
+    """The first drafter that has something to learn with."""
+    for guesser in _guessers(drafter):
+        if isinstance(guesser, FeatureDrafter | ShallowDrafter | StudentDrafter):
+            return guesser
     raise IncompatibleParts(
-        f"Only trained drafters can be adapted, such as eagle3 or a folder that `draftwood train` wrote; a "
-        f"{type(drafter).__name__} has no weights that could learn."
+        "Only trained drafters can be adapted, such as eagle3 or a folder that `draftwood train` wrote: n-grams, "
+        "second models and plain decoding have nothing that could learn here."
     )
+
+
+def _guessers(drafter: Drafter) -> Iterator[Drafter]:
+    """Itself, or those whose guesses it passes on."""
+    if isinstance(drafter, TrimmedDrafter | PredictedDrafter):
+        yield from _guessers(drafter.drafter)
+    elif isinstance(drafter, OfferedDrafters):
+        for offered in (drafter.default, *drafter.others.values()):
+            yield from _guessers(offered)
+    else:
+        yield drafter
 
 
 def _trainable(module: nn.Module) -> nn.Module:

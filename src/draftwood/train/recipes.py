@@ -13,17 +13,20 @@ from torch import Tensor, nn
 from draftwood.errors import InvalidRequest
 from draftwood.model.config import ModelConfig
 from draftwood.nets.block import BlockNet, BlockSpec, Confidence, HiddenCorrection, Markov
+from draftwood.nets.parallel import Ahead, ParallelEagle
 from draftwood.nets.parts import DraftHead, LowRankHead, VocabularyHead
 from draftwood.nets.pointwise import HeadStack
 from draftwood.nets.recurrent import Eagle1, Eagle3, Eagle3Spec, MultiToken
-from draftwood.nets.student import Student
+from draftwood.nets.shallow import Kangaroo
+from draftwood.nets.student import MaskedStudent, Student
 from draftwood.nets.words import TargetWords
 from draftwood.train.grading import Fixed, Paced, Weighing
 from draftwood.train.losses import Mix, decay
-from draftwood.train.methods import BlockMethod, HeadStackMethod, RecurrentMethod, StudentMethod
+from draftwood.train.masked import MaskedMethod, ParallelEagleMethod
+from draftwood.train.methods import BlockMethod, HeadStackMethod, RecurrentMethod, ShallowMethod, StudentMethod
 from draftwood.train.teacher import Teacher
 
-Made = BlockMethod | HeadStackMethod | RecurrentMethod | StudentMethod
+Made = BlockMethod | HeadStackMethod | MaskedMethod | ParallelEagleMethod | RecurrentMethod | StudentMethod
 WEIGHINGS: Mapping[str, Callable[[int], Weighing]] = {  # of so many slots
     "decay": lambda slots: Fixed(decay(slots, 4.0)),
     "dpace": lambda slots: Paced(),
@@ -117,7 +120,7 @@ class Recipe:
         try:
             return TRUTHS[text.lower()] if isinstance(default, bool) else type(default)(text)
         except (KeyError, ValueError):
-            kind = "true or false" if isinstance(default, bool) else "a whole number"
+            kind = {bool: "true or false", float: "a number"}.get(type(default), "a whole number")
             raise InvalidRequest(f"{name} is {kind}, not '{text}'.") from None
 
 
@@ -133,6 +136,13 @@ def _eagle1(target: Target, layers: int) -> Eagle1:
     return Eagle1(target.stack(layers), target.config.num_layers - 1, target.head(), bias=True)
 
 
+def _peagle(target: Target, layers: int, reads: int, guesses: int) -> ParallelEagle:
+    """The vocabulary's last token is its mask, as a student's."""
+    whole = _eagle3(target, layers, reads, 0, False)
+    ahead = Ahead(target.config.vocab_size - 1, guesses)
+    return ParallelEagle(whole.config, whole.spec, whole.head, ahead)
+
+
 def _block(
     target: Target, layers: int, reads: int, size: int, rank: int, correction: str, confidence: bool
 ) -> BlockNet:
@@ -145,7 +155,7 @@ def _block(
 
 
 def _block_method(net: BlockNet, *others: Any, anchors: int, weights: str) -> BlockMethod:
-    return BlockMethod(net, *others, anchors, WEIGHINGS[weights](net.spec.guesses))
+    return BlockMethod(net, *others, anchors=anchors, weigh=WEIGHINGS[weights](net.spec.guesses))
 
 
 def _heads(target: Target, heads: int, layers: int, grounded: bool) -> HeadStack:
@@ -154,13 +164,34 @@ def _heads(target: Target, heads: int, layers: int, grounded: bool) -> HeadStack
     return HeadStack(config.hidden_size, config.num_layers - 1, layers, [shared] * heads, grounded)
 
 
+def _kangaroo(target: Target, exit_layer: int, layers: int) -> Kangaroo:
+    """It begins with the target's last norm, and its attention adds nothing yet."""
+    net = Kangaroo(target.stack(layers), min(exit_layer, target.config.num_layers), target.head())
+    target.begin_as("norm", net.norm)
+    for layer in net.layers:
+        nn.init.zeros_(layer.self_attn.o_proj.weight)  # type: ignore[union-attr,arg-type]
+    return net
+
+
 def _student(target: Target, layers: int) -> Student:
-    """It begins as some of the target's layers, from the first to the last."""
-    net, last = Student(target.stack(layers)), target.config.num_layers - 1
+    net = Student(target.stack(layers))
+    _begin_as_some_layers(net, target)
+    return net
+
+
+def _pard(target: Target, layers: int, guesses: int) -> MaskedStudent:
+    """The vocabulary's last token is its mask: one that pads it, or the rarest of all."""
+    net = MaskedStudent(target.stack(layers), target.config.vocab_size - 1, guesses)
+    _begin_as_some_layers(net, target)
+    return net
+
+
+def _begin_as_some_layers(net: Student, target: Target) -> None:
+    """Of the target's, from the first to the last."""
+    layers, last = net.config.num_layers, target.config.num_layers - 1
     for i, layer in enumerate(net.model.layers):  # type: ignore[arg-type]
         target.begin_as(f"layers.{round(i * last / max(layers - 1, 1))}", layer)
     target.begin_as("norm", net.model.norm)  # type: ignore[arg-type]
-    return net
 
 
 RECIPES: Mapping[str, Recipe] = {
@@ -171,6 +202,14 @@ RECIPES: Mapping[str, Recipe] = {
         {"kl": 1.0},
         "one layer on fused features of three of the target's, trained on its own outputs",
         {"steps": 5},
+    ),
+    "peagle": Recipe(
+        _peagle,
+        ParallelEagleMethod,
+        {"layers": 2, "reads": 3, "guesses": 8},
+        {"kl": 1.0},
+        "EAGLE-3 that guesses several tokens in one pass, behind masks (P-EAGLE)",
+        {"keep": 0.7, "least": 0.2},
     ),
     "eagle": Recipe(
         _eagle1,
@@ -203,6 +242,13 @@ RECIPES: Mapping[str, Recipe] = {
         {"kl": 1.0},
         "heads that see the path they are on",
     ),
+    "kangaroo": Recipe(
+        _kangaroo,
+        ShallowMethod,
+        {"exit_layer": 2, "layers": 1},
+        {"kl": 1.0},
+        "an attention on the target's own first layers, which draft together",
+    ),
     "student": Recipe(
         _student,
         StudentMethod,
@@ -211,8 +257,27 @@ RECIPES: Mapping[str, Recipe] = {
         "a small language model between the target's own words",
         whole_vocabulary=True,
     ),
+    "pard": Recipe(
+        _pard,
+        MaskedMethod,
+        {"layers": 4, "guesses": 8},
+        {"ce": 0.1, "kl": 1.0},
+        "the same, guessing several tokens at once behind masks (PARD)",
+        {"keep": 0.7, "least": 0.2},
+        whole_vocabulary=True,
+    ),
 }
 OTHER_NAMES: Mapping[str, str] = {"distill": "student"}
+RECIPE_OF: Mapping[type, str] = {
+    Eagle3: "eagle3",
+    ParallelEagle: "peagle",
+    Eagle1: "eagle",
+    MultiToken: "eagle",
+    BlockNet: "block",
+    Kangaroo: "kangaroo",
+    Student: "student",
+    MaskedStudent: "pard",
+}
 
 
 def find_recipe(name: str) -> tuple[str, Recipe]:
@@ -257,10 +322,9 @@ def recipe_of(net: nn.Module) -> Recipe:
     """The one that makes networks of this kind, whoever made this one."""
     if isinstance(net, HeadStack):
         return RECIPES["hydra" if net.grounded else "medusa"]
-    kinds = {Eagle3: "eagle3", Eagle1: "eagle", MultiToken: "eagle", BlockNet: "block", Student: "student"}
-    if type(net) not in kinds:
+    if type(net) not in RECIPE_OF:
         raise InvalidRequest(f"Nobody knows how a {type(net).__name__} learns.")
-    return RECIPES[kinds[type(net)]]
+    return RECIPES[RECIPE_OF[type(net)]]
 
 
 def num_parameters(net: nn.Module) -> int:

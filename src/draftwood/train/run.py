@@ -129,7 +129,7 @@ def run(job: TrainJob, say: Say = print, log: Say | None = None) -> Outcome:
         net, checkpoint, asked, max_tokens=min(job.answers, MAX_TOKENS), device=job.device, seed=job.training.seed
     )
     info = _info(job, corpus, held, summary) | {"held_out": held_figures, "decoding": decoded}
-    export(net, job.place / DRAFTER, _target_name(job.model), info, dtype=DTYPES[job.export])
+    export(net, job.place / DRAFTER, target_name(job.model), info, dtype=DTYPES[job.export])
     return Outcome(job.place / DRAFTER, _exported(job), summary)
 
 
@@ -326,6 +326,6 @@ def _info(job: TrainJob, corpus: Corpus, held: Corpus, summary: Summary) -> dict
     }
 
 
-def _target_name(model: str) -> str:
+def target_name(model: str) -> str:
     """A name that means something on other machines too."""
     return Path(model).expanduser().resolve().name if Path(model).expanduser().exists() else model

@@ -13,29 +13,38 @@ Piece = tuple[Sequence[int], Sequence[int]]  # what is given, and what the targe
 
 
 class Traffic:
-    """The latest lessons, each a batch of one row: those that nobody has looked at yet, and those that are known."""
+    """The latest lessons: those that nobody has looked at yet, and those that are known, as batches of one row."""
 
     def __init__(self, length: int, lessons: int) -> None:
         if length < 4 * SHORTEST or lessons < 1:
             raise InvalidRequest(f"Lessons have at least {4 * SHORTEST} tokens, and at least one is kept.")
-        self.fresh: deque[TextBatch] = deque(maxlen=lessons)
         self.known: deque[TextBatch] = deque(maxlen=lessons)
+        self._fresh: deque[list[Piece]] = deque(maxlen=lessons)  # a batch is made of one when its turn comes, if ever
         self._length = length
         self._open: list[Piece] = []
         self._room = length
 
     def add(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """One more answer. A lesson is fresh as soon as the next piece does not fit into it any more."""
+        """One more answer. A lesson is complete as soon as the next piece does not fit into it any more."""
         for piece in pieces(prompt, answer, self._length):
             size = len(piece[0]) + len(piece[1])
             if size > self._room:
-                self._close()
+                self._fresh.append(self._open)
+                self._open, self._room = [], self._length
             self._open.append(piece)
             self._room -= size
 
-    def _close(self) -> None:
-        self.fresh.append(next(PackedBatches(Corpus.of(self._open), 1, self._length - self._room).epoch(0, 0)))
-        self._open, self._room = [], self._length
+    @property
+    def num_fresh(self) -> int:
+        """Complete lessons that nobody has looked at."""
+        return len(self._fresh)
+
+    def take(self) -> TextBatch:
+        """The first fresh lesson, which is known from now on."""
+        lesson = self._fresh.popleft()
+        size = sum(len(given) + len(written) for given, written in lesson)
+        self.known.append(next(PackedBatches(Corpus.of(lesson), 1, size).epoch(0, 0)))
+        return self.known[-1]
 
 
 def pieces(prompt: Sequence[int], answer: Sequence[int], length: int) -> Iterator[Piece]:

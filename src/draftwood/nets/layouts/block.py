@@ -16,6 +16,7 @@ from draftwood.nets.layouts.common import (
     Tensors,
     check_embedding,
     draft_config,
+    mask_token,
     misfit,
     read_head,
     read_layers,
@@ -118,14 +119,7 @@ def _block(files: DrafterFiles, target: ModelConfig, words: TargetWords, facts: 
 
 
 def _mask_token(files: DrafterFiles, sizes: Mapping[str, Any], tensors: Tensors, target: ModelConfig) -> int | None:
-    if "mask_embedding" in tensors:
-        return None
-    token = sizes.get("mask_token_id")
-    if not isinstance(token, int) or isinstance(token, bool):
-        raise refused(files, f"its mask_token_id is {token!r}, and it has no mask_embedding instead")
-    if not 0 <= token < target.vocab_size:
-        raise misfit(files, f"its mask_token_id is {token}, and the target has {target.vocab_size} tokens")
-    return token
+    return None if "mask_embedding" in tensors else mask_token(files, sizes, target)
 
 
 def _mask_embedding(tensors: Tensors, hidden: int) -> Tensor:

@@ -178,6 +178,16 @@ def whole_number(files: DrafterFiles, given: Mapping[str, Any], key: str) -> int
     return value
 
 
+def mask_token(files: DrafterFiles, given: Mapping[str, Any], target: ModelConfig) -> int:
+    """The target's token that stands for what is to be guessed."""
+    token = given.get("mask_token_id")
+    if not isinstance(token, int) or isinstance(token, bool):
+        raise refused(files, f"its mask_token_id is {token!r}, which is no token")
+    if not 0 <= token < target.vocab_size:
+        raise misfit(files, f"its mask_token_id is {token}, and the target has {target.vocab_size} tokens")
+    return token
+
+
 def read_layers(files: DrafterFiles, ids: object, shift: int, target: ModelConfig) -> tuple[int, ...]:
     """Layers whose outputs are read, from ids that count `shift` higher than ours."""
     listed = list(ids) if isinstance(ids, Sequence) else []

@@ -28,18 +28,22 @@ from draftwood.nets.layouts.recurrent import (
     eagle3_speculators,
     mtp_inside_target,
     mtp_speculators,
+    peagle_speculators,
 )
+from draftwood.nets.layouts.shallow import kangaroo
 from draftwood.nets.pointwise import HeadStack
 from draftwood.nets.recurrent import Eagle1, Eagle3, MultiToken
+from draftwood.nets.shallow import Kangaroo
 from draftwood.nets.words import TargetWords
 
-DraftNet = Eagle3 | Eagle1 | MultiToken | BlockNet | HeadStack
+DraftNet = Eagle3 | Eagle1 | MultiToken | BlockNet | HeadStack | Kangaroo
 
 
 class Layout(StrEnum):
     """The ways in which drafters are published."""
 
     SPECULATORS_EAGLE3 = "speculators eagle3"
+    SPECULATORS_PEAGLE = "speculators peagle"
     SPECULATORS_EAGLE1 = "speculators eagle"
     SPECULATORS_BLOCK = "speculators dflash or dspark"
     SPECULATORS_MTP = "speculators mtp"
@@ -50,15 +54,18 @@ class Layout(StrEnum):
     MEDUSA = "Medusa"
     MEDUSA_VLLM = "Medusa for vLLM"
     HYDRA = "Hydra"
+    KANGAROO = "Kangaroo"
     EAGLE3 = "EAGLE-3"
     EAGLE1 = "EAGLE-1"
     MTP = "multi-token prediction inside a target"
     STUDENT = "a student without words of its own"
+    MASKED_STUDENT = "a student that guesses behind masks, without words of its own"
     LANGUAGE_MODEL = "a language model"
 
 
 _BUILDERS: dict[Layout, Callable[[DrafterFiles, ModelConfig, TargetWords], DraftNet]] = {
     Layout.SPECULATORS_EAGLE3: eagle3_speculators,
+    Layout.SPECULATORS_PEAGLE: peagle_speculators,
     Layout.SPECULATORS_EAGLE1: eagle1_speculators,
     Layout.SPECULATORS_BLOCK: block_speculators,
     Layout.SPECULATORS_MTP: mtp_speculators,
@@ -68,18 +75,20 @@ _BUILDERS: dict[Layout, Callable[[DrafterFiles, ModelConfig, TargetWords], Draft
     Layout.MEDUSA: medusa_official,
     Layout.MEDUSA_VLLM: medusa_vllm,
     Layout.HYDRA: hydra,
+    Layout.KANGAROO: kangaroo,
     Layout.EAGLE3: eagle3_official,
     Layout.EAGLE1: eagle1_official,
     Layout.MTP: mtp_inside_target,
 }
 _SPECULATORS = {
     "eagle3": Layout.SPECULATORS_EAGLE3,
+    "peagle": Layout.SPECULATORS_PEAGLE,
     "eagle": Layout.SPECULATORS_EAGLE1,
     "dflash": Layout.SPECULATORS_BLOCK,
     "dspark": Layout.SPECULATORS_BLOCK,
     "mtp": Layout.SPECULATORS_MTP,
 }
-_LATER_SPECULATORS = {"peagle": "P-EAGLE", "dflash2": "DFlash2", "xpress": "XPress", "mlp": "an MLP speculator"}
+_LATER_SPECULATORS = {"dflash2": "DFlash2", "xpress": "XPress", "mlp": "an MLP speculator"}
 _LATER_TENSORS = {
     "candidate_selector.": "DFlash2",
     "prefix_gru.": "Domino",
@@ -94,7 +103,7 @@ def recognise(files: DrafterFiles) -> Layout:
     config = files.config
     ours = config.get("draftwood")
     if isinstance(ours, dict) and ours.get("student"):
-        return Layout.STUDENT
+        return Layout.MASKED_STUDENT if "pard_token" in config else Layout.STUDENT
     kind = config.get("speculators_model_type")
     if kind in _SPECULATORS:
         return _SPECULATORS[kind]
@@ -145,6 +154,8 @@ def _by_tensors(files: DrafterFiles) -> Layout:
     named = " ".join(config.get("architectures") or [])
     if "block_size" in config and "target_layer_ids" in config:
         return Layout.DEEPSPEC_BLOCK
+    if files.has("layers.0.self_attn.") and not files.has("layers.0.mlp."):
+        return Layout.KANGAROO
     eagle3 = any(files.has(name) for name in ("midlayer.", "model.midlayer.", "d2t", "draft_id_to_target_id"))
     if eagle3 or "Eagle3" in named or files.has("layers.0.hidden_norm."):
         return Layout.EAGLE3
@@ -175,6 +186,8 @@ def self_test(net: nn.Module, words: TargetWords) -> None:
             outputs = _try_block(net, rows)
         elif isinstance(net, HeadStack):
             outputs = _try_heads(net, rows)
+        elif isinstance(net, Kangaroo):
+            outputs = _try_shallow(net, rows)
         elif isinstance(net, Eagle3 | Eagle1 | MultiToken):
             outputs = _try_recurrent(net, rows)
         else:
@@ -215,17 +228,23 @@ def _attention(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tenso
     return mixed[0].transpose(0, 1).flatten(1)
 
 
+def _causal(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return _attention(query, key, value, causal=True)
+
+
 def _try_recurrent(net: Eagle3 | Eagle1 | MultiToken, rows: _Rows) -> dict[str, Tensor]:
     features = rows.features(4, len(net.reads) * rows.words.config.hidden_size)
     fused = net.fuse(features)
     embedded, positions = rows.embedded(rows.tokens(4)), torch.arange(4, device=rows.device)
-
-    def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return _attention(query, key, value, causal=True)
-
-    once = net.run(embedded, fused, positions, attend)
-    twice = net.run(embedded, once, positions, attend)  # on its own outputs, as it will be from the second token on
+    once = net.run(embedded, fused, positions, _causal)
+    twice = net.run(embedded, once, positions, _causal)  # on its own outputs, as it will be from the second token on
     return {"fused features": fused, "outputs": twice, "logits": net.logits(twice)}
+
+
+def _try_shallow(net: Kangaroo, rows: _Rows) -> dict[str, Tensor]:
+    features, positions = rows.features(4, rows.words.config.hidden_size), torch.arange(4, device=rows.device)
+    output = net.run(features, positions, _causal)
+    return {"outputs": output, "logits": net.head(output)}
 
 
 def _try_block(net: BlockNet, rows: _Rows) -> dict[str, Tensor]:

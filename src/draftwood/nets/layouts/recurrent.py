@@ -6,19 +6,25 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from draftwood.model.config import ModelConfig
 from draftwood.nets.layouts.common import (
     Tensors,
     check_embedding,
     draft_config,
+    mask_token,
     misfit,
     read_head,
     read_layers,
     read_vocabulary,
     refused,
     stripped,
+    whole_number,
 )
 from draftwood.nets.layouts.files import DrafterFiles
+from draftwood.nets.parallel import Ahead, ParallelEagle
+from draftwood.nets.parts import DraftHead, LowRankHead
 from draftwood.nets.recurrent import Eagle1, Eagle3, Eagle3Spec, MultiToken
 from draftwood.nets.words import TargetWords
 
@@ -32,6 +38,7 @@ _EAGLE_NAMES = {
     "transformer.": "layers.0.",
 }
 _HEADS = ("lm_head.", "head.")  # read apart, before the network is built
+USUAL_GUESSES = 8  # what P-EAGLE is trained for where a file does not say
 _ASSUMED = {  # what ModelOpt's switches must say for the network to be EAGLE-3
     "use_aux_hidden_state": True,
     "use_input_layernorm_in_first_layer": True,
@@ -98,8 +105,41 @@ def nested_layers(files: DrafterFiles) -> Mapping[str, Any]:
     return layers
 
 
+def peagle_speculators(files: DrafterFiles, target: ModelConfig, words: TargetWords) -> ParallelEagle:
+    """`speculators_model_type: peagle`, and ours."""
+    reads = _aux_layers(files, files.config.get("eagle_aux_hidden_state_layer_ids"), target)
+    tensors = Tensors(files, _eagle_name)
+    config, spec, head = _eagle3_parts(tensors, target, words, _Eagle3Facts(nested_layers(files), reads))
+    ahead = Ahead(mask_token(files, files.config, target), _speculative_tokens(files))
+    shape = (target.vocab_size, target.hidden_size)
+    own = tensors.take("embed_tokens.weight", shape) if tensors.stored("embed_tokens.weight") else None
+    net = ParallelEagle(config, spec, head, ahead, own)
+    with torch.no_grad():
+        net.mask_hidden.copy_(tensors.take("mask_hidden", (1, 1, len(net.mask_hidden))).view(-1))
+    tensors.fill(net, skip=(*_HEADS, "mask_hidden", "embed_tokens."))
+    tensors.finish()
+    return net
+
+
+def _speculative_tokens(files: DrafterFiles) -> int:
+    """How many tokens a pass is meant to guess; the files say it among what they propose."""
+    proposed = (files.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    return whole_number(files, {"speculative_tokens": USUAL_GUESSES, **proposed[0]}, "speculative_tokens")
+
+
 def _eagle3(files: DrafterFiles, target: ModelConfig, words: TargetWords, facts: _Eagle3Facts) -> Eagle3:
-    given, tensors = files.config, Tensors(files, _eagle_name)
+    tensors = Tensors(files, _eagle_name)
+    net = Eagle3(*_eagle3_parts(tensors, target, words, facts))
+    tensors.fill(net, skip=_HEADS)
+    check_embedding(tensors, words)
+    tensors.finish()
+    return net
+
+
+def _eagle3_parts(
+    tensors: Tensors, target: ModelConfig, words: TargetWords, facts: _Eagle3Facts
+) -> tuple[ModelConfig, Eagle3Spec, DraftHead | LowRankHead]:
+    files, given = tensors.files, tensors.files.config
     check_equal_hidden(files, target)
     config = draft_config(files, facts.layers, target, tensors)
     spec = Eagle3Spec(
@@ -112,11 +152,7 @@ def _eagle3(files: DrafterFiles, target: ModelConfig, words: TargetWords, facts:
     )
     if spec.fc_norm and spec.norm_before_fc:
         raise refused(files, "it asks for fc_norm and norm_before_fc at once")
-    net = Eagle3(config, spec, read_head(tensors, words, read_vocabulary(tensors, given, target)))
-    tensors.fill(net, skip=_HEADS)
-    check_embedding(tensors, words)
-    tensors.finish()
-    return net
+    return config, spec, read_head(tensors, words, read_vocabulary(tensors, given, target))
 
 
 def _norm_before_fc(given: Mapping[str, Any], tensors: Tensors) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,13 +21,19 @@ class Stream:
     """The residual stream between two products, and the norm through which the next one reads it."""
 
     hidden: Tensor  # [N, width]
-    norm: Norm
+    norm: Norm | None = None  # None: as it is
     normed: Tensor | None = None  # [N, width], where whoever wrote the stream had it at hand
 
-    def rows(self, index: Tensor) -> Stream:
-        """Some of its rows."""
-        normed = None if self.normed is None else self.normed.index_select(0, index)
-        return Stream(self.hidden.index_select(0, index), self.norm, normed)
+    def each(self, change: Callable[[Tensor], Tensor]) -> Stream:
+        """The same choice of rows made of all its parts."""
+        normed = None if self.normed is None else change(self.normed)
+        return Stream(change(self.hidden), self.norm, normed)
+
+    def read(self) -> Tensor:
+        """As the next product reads it. [N, width]."""
+        if self.norm is None:
+            return self.hidden
+        return rows.rms_norm(self.hidden, self.norm) if self.normed is None else self.normed
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,14 @@ class CudaLinear:
             return Stream(hidden, norm, normed)
         return Stream(self._other_ways(x, around), norm)
 
+    def outputs_from(self, start: int) -> CudaLinear:
+        """The product with the outputs from `start` on alone, in the same memory."""
+        weight = self.weight
+        parts = {name: getattr(weight, name) for name in ("codes", "scale", "minimum")}
+        behind = {name: None if part is None else part[start:] for name, part in parts.items()}
+        bias = None if self.bias is None else self.bias[start:]
+        return CudaLinear(replace(weight, **behind), bias, self.strict)
+
     def _few(self, x: Tensor) -> bool:
         """Rows that our product of several rows is best for."""
         return len(x) != 1 and (len(x) <= FAST_ROWS or self.weight.storage != DENSE.value)
@@ -61,8 +75,7 @@ class CudaLinear:
     def _of_stream(self, x: Stream, around: Around) -> Tensor:
         if not self.strict and len(x.hidden) == 1:
             return gemv(x.hidden, self.weight, around)  # which norms while it reads
-        normed = rows.rms_norm(x.hidden, x.norm) if x.normed is None else x.normed
-        around = replace(around, norm=None)
+        normed, around = x.read(), replace(around, norm=None)
         return (
             skinny(normed, self.weight, around)
             if self.strict or self._few(normed)
