@@ -31,6 +31,16 @@ if kernels() is not None:  # children of tests, with homes of their own, need no
     os.environ.setdefault(library.SWITCH, str(library.build()))
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--thorough", action="store_true", help="fuzz and load the server for minutes, not for seconds")
+
+
+@pytest.fixture(scope="session")
+def thorough(request: pytest.FixtureRequest) -> bool:
+    """Whether time does not matter."""
+    return request.config.getoption("--thorough")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     """Tiny models gain nothing from a second core, and spinning threads of two tests' engines would fight over it."""

@@ -67,6 +67,7 @@ class RoundHarness(Harness):
         budget = Moody(drafter.max_nodes) if moody else FixedBudget(drafter.max_nodes)
         self.engine = Engine(target, drafter, verifier, budget, scheduler, KeyedRng(), rounds)
         self.events = []
+        self.companion = None
         self.resident, self.seats = resident, seats
 
     def check(self) -> None:

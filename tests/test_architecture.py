@@ -19,7 +19,7 @@ LAYERS = [  # each may import what stands above it
     ("nets",),
     ("growers", "drafters", "verifiers"),
     ("engine", "assembly", "calibration", "rehearsal"),
-    ("lab", "train"),
+    ("lab", "train", "server"),
     ("cli", "__main__", "__init__"),
 ]
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}

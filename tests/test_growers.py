@@ -56,6 +56,29 @@ def test_chain() -> None:
     assert paths(grown(chain(3))) == {(0,), (0, 1), (0, 1, 0)}
 
 
+class Fluent(TableModel):
+    """One that guesses on by itself, or says that it cannot."""
+
+    answers: list[int] | None = None
+
+    def chain(self, view, depth: int):  # type: ignore[no-untyped-def]
+        return None if self.answers is None else torch.tensor([self.answers[:depth]])
+
+
+@pytest.mark.parametrize(("nodes", "depth", "budget"), [(100, 100, 100), (2, 100, 100), (100, 2, 100), (100, 100, 2)])
+def test_a_model_that_guesses_on_by_itself_is_asked_once_and_within_limits(nodes: int, depth: int, budget: int) -> None:
+    fluent = Fluent(draft)
+    view = view_of(1.0, nodes, depth, root=2)
+    stepwise, _ = chain(3).grow(fluent, view, Budget(budget), KeyedRng()).build()
+    fluent.answers = [0, 1, 0]
+    at_once, _ = chain(3).grow(fluent, view, Budget(budget), KeyedRng()).build()
+    at_once.validate()
+    assert paths(at_once) == paths(stepwise)
+    assert len(paths(at_once)) == min(3, nodes, depth, budget)
+    drawn, _ = Levels((1, 1), Independent()).grow(fluent, view, Budget(budget), KeyedRng()).build()
+    assert drawn.q is not None, "who draws has to see every law"
+
+
 def test_levels_of_the_likeliest() -> None:
     assert paths(grown(Levels((2, 1), Best()))) == {(0,), (1,), (0, 1), (1, 2)}
 

@@ -15,10 +15,13 @@ import torch
 
 from draftwood.cache.seats import Seats
 from draftwood.config import EngineConfig
+from draftwood.drafters.by_request import OfferedDrafters
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
-from draftwood.drafters.parallel import ParallelDrafter
+from draftwood.drafters.parallel import GUESSES, ParallelDrafter
+from draftwood.drafters.predicted import PredictedDrafter
+from draftwood.drafters.student import StudentDrafter
 from draftwood.drafters.trained import drafter_of
 from draftwood.engine.memory import (
     automatic_cache_tokens,
@@ -49,9 +52,12 @@ from draftwood.model.runner import ModelRunner, require_strict
 from draftwood.nets.block import BlockNet
 from draftwood.nets.layouts import Layout, build_net, open_drafter, recognise, self_test
 from draftwood.nets.layouts.student import student_words
+from draftwood.nets.parallel import ParallelEagle
 from draftwood.nets.pointwise import HeadStack
 from draftwood.nets.recurrent import Eagle3
+from draftwood.nets.shallow import Kangaroo
 from draftwood.nets.shared import SharedWords
+from draftwood.nets.student import MaskedStudent
 from draftwood.nets.words import TargetWords
 from draftwood.protocols import Drafter, Grower, Verifier
 from draftwood.rng import KeyedRng
@@ -61,7 +67,14 @@ from draftwood.verifiers import LAWS, ByRequest, default_law
 DEFAULT_TREE = "chain"
 TRAINED = Path(__file__).parent / "trained"  # drafters that come with the package, for the embedded model
 SHIPPED = tuple(sorted(folder.name for folder in TRAINED.glob("*") if (folder / "config.json").is_file()))
-TREE_OF: Mapping[type, str] = {Eagle3: "chain:depth=5", BlockNet: "chain:depth=6", HeadStack: "static:widths=3x2x1"}
+TREE_OF: Mapping[type, str] = {
+    Eagle3: "chain:depth=5",
+    ParallelEagle: "chain:depth=8",
+    BlockNet: "chain:depth=6",
+    HeadStack: "static:widths=3x2x1",
+    Kangaroo: "chain:depth=5",
+    MaskedStudent: "chain:depth=8",
+}
 AUTO = "auto"
 
 
@@ -200,6 +213,12 @@ def build_drafter(
     return entry.build("drafter", name, settings)
 
 
+def offer(default: Drafter, by_name: Mapping[str, Drafter]) -> OfferedDrafters:
+    """A drafter, those that a request may name instead, and predictions with each of them."""
+    predicted = {id(drafter): PredictedDrafter(drafter) for drafter in (default, *by_name.values())}
+    return OfferedDrafters(predicted[id(default)], {name: predicted[id(d)] for name, d in by_name.items()})
+
+
 def _trained_folder(spec: str) -> Path:
     """Where a trained drafter of this name would lie: in the package, or wherever the user says."""
     return TRAINED / spec if spec in SHIPPED else Path(spec).expanduser()
@@ -217,6 +236,8 @@ def load_trained(
         return load_model_drafter(open_checkpoint(path), tree, target, config)
     if layout == Layout.PARD:
         return load_parallel(open_checkpoint(path), files.config, tree, target, config)
+    if layout == Layout.MASKED_STUDENT:
+        return load_parallel(student_words(files, target), files.config, tree, target, config)
     words = TargetWords(target, config.torch_device(), config.torch_dtype())
     net = build_net(files, target.config, words)
     self_test(net, words)
@@ -231,8 +252,9 @@ def load_parallel(
     mask = given.get("pard_token")
     if not isinstance(mask, int) or not 0 <= mask < checkpoint.config.vocab_size:
         raise IncompatibleParts(f"'{checkpoint.name}' names no mask of its vocabulary: its pard_token is {mask!r}.")
-    runner = load_runner(checkpoint, config)
-    return ParallelDrafter(runner, build_grower(tree or "chain:depth=8"), mask, max_rows=config.max_rows)
+    guesses = (given.get("draftwood") or {}).get("guesses", GUESSES)
+    grower = build_grower(tree or f"chain:depth={guesses}")
+    return ParallelDrafter(load_runner(checkpoint, config), grower, mask, guesses, config.max_rows)
 
 
 def load_model_drafter(
@@ -244,9 +266,10 @@ def load_model_drafter(
     return ModelDrafter(load_runner(checkpoint, config), grower, config.max_rows)
 
 
-def student_drafter(student: SharedWords, tree: str | None, config: EngineConfig) -> ModelDrafter:
+def student_drafter(student: SharedWords, tree: str | None, config: EngineConfig) -> StudentDrafter:
     """A model that speaks with the target's own words, as drafter."""
-    return ModelDrafter(load_runner(student, config), build_grower(tree or DEFAULT_TREE), config.max_rows)
+    grower = build_grower(tree or DEFAULT_TREE)
+    return StudentDrafter(student, load_runner(student, config), grower, config.max_rows)
 
 
 def load_runner(checkpoint: Checkpoint, config: EngineConfig, progress: Progress = lambda *_: None) -> ModelRunner:
@@ -306,7 +329,7 @@ def _draft_config(drafter: str | Drafter, target: ModelConfig) -> ModelConfig | 
         return None
     if any(folder.glob("*.safetensors")):
         files = open_drafter(folder)
-        if recognise(files) in (Layout.STUDENT, Layout.LANGUAGE_MODEL, Layout.PARD):
+        if recognise(files) in (Layout.STUDENT, Layout.MASKED_STUDENT, Layout.LANGUAGE_MODEL, Layout.PARD):
             return ModelConfig.from_hf(files.config)
     return target.with_layers(4)
 

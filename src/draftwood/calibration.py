@@ -76,7 +76,7 @@ def default_controller(target: ModelRunner, drafter: Drafter) -> Controller:
     return MeasuredBudget(costs, drafter.max_nodes, chain=drafter.law.chain)
 
 
-def trimmed(drafter: Drafter, target: ModelRunner) -> Drafter:
+def trimmed(drafter: Drafter, target: ModelRunner) -> TrimmedDrafter:
     """The same drafter with its trees cut to what pays for its time on this machine."""
     costs = known_costs(target)
     if costs is None:

@@ -22,5 +22,9 @@ class InvalidRequest(DraftwoodError, ValueError):
     """A request that cannot run: empty prompt, contradictory sampling parameters, too long for the model."""
 
 
+class GrammarError(DraftwoodError):
+    """A grammar nobody can follow: malformed, beyond its limits, or without a word to go on with."""
+
+
 class IncompatibleParts(DraftwoodError, ValueError):
     """Parts that would not be exact together: a law with a draw it is not made for, two vocabularies."""

@@ -6,9 +6,9 @@ Legend: B sequences that sample in a step · M tree nodes of the batch, roots in
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -66,6 +66,21 @@ class Truncation:
         return (params.top_k or cls.OFF[0], params.top_p, params.min_p) if params.truncates else cls.OFF
 
 
+class Constraint(Protocol):
+    """What one answer may be: a grammar, somewhere along its way."""
+
+    @property
+    def error(self) -> str | None:
+        """Why nothing can follow any more, or None. From then on everything is allowed, and the answer must end."""
+        ...
+
+    def allowed(self, answer: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -> Tensor:
+        """What may follow each node of a tree behind `answer`, along the node's own path; the first node is the end of
+        the answer itself, the parents of the others count inside the tree. [n, V] bool, on the host.
+        """
+        ...
+
+
 @dataclass(frozen=True)
 class BatchView:
     """What drafters and verifiers may know of the sequences that sample in this step; nobody writes to it."""
@@ -80,6 +95,9 @@ class BatchView:
     temperature: Tensor  # [B] float32
     max_nodes: Tensor  # [B] int64 draft nodes that have room
     max_depth: Tensor  # [B] int64 draft tokens that could still be emitted
+    # Tokens that the caller expects of each answer, and what each may be; nothing at all where nobody asks for it.
+    predictions: tuple[tuple[int, ...], ...] = field(default=(), kw_only=True)
+    constraints: tuple[Constraint | None, ...] = field(default=(), kw_only=True)
 
     @cached_property
     def roots(self) -> Tensor:
@@ -108,6 +126,8 @@ class BatchView:
             temperature=self.temperature[rows],
             max_nodes=self.max_nodes[rows],
             max_depth=self.max_depth[rows],
+            predictions=tuple(self.predictions[b] for b in rows) if self.predictions else (),
+            constraints=tuple(self.constraints[b] for b in rows) if self.constraints else (),
         )
 
 
@@ -180,6 +200,15 @@ class FrontierModel(Protocol):
 
     def extend(self, builder: TreeBuilder, columns: Tensor) -> Tensor:
         """Logits at the living nodes in `columns` [B, k]; dead ones get any row. [B, k, V]."""
+        ...
+
+
+@runtime_checkable
+class ChainModel(FrontierModel, Protocol):
+    """One that can guess several tokens on end by itself, which saves the steps in between."""
+
+    def chain(self, view: BatchView, depth: int) -> Tensor | None:
+        """The likeliest token after each text, the likeliest after that, …; None: ask step by step. [B, depth]."""
         ...
 
 

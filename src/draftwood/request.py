@@ -46,6 +46,11 @@ class SamplingParams:
     n: int = 1
     logprobs: int | None = None  # None: none; k: the chosen token's and the k best alternatives'
     law: str | None = None  # an acceptance law for this request alone, such as "block"; None: the engine's
+    drafter: str | None = None  # one of the drafters the engine offers; None: its own
+    max_nodes: int | None = None  # draft nodes a step; 0: plain decoding; None: as many as the engine likes
+    max_depth: int | None = None  # draft tokens one behind the other; None: as many as the engine likes
+    prediction: str = ""  # what the answer will probably resemble: guessed along with the drafter's own ideas
+    grammar: str | None = None  # what the answer may be, see `model.grammar`
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _as_tuple(self.stop))
@@ -87,10 +92,6 @@ class SamplingParams:
                 "logprobs must be None or an integer from 0 to 100",
             ),
             (
-                self.law is None or (isinstance(self.law, str) and self.law != ""),
-                "law must be the name of an acceptance law, or None for the engine's own",
-            ),
-            (
                 all(isinstance(s, str) and s for s in self.stop),
                 "stop strings must be texts of at least one character",
             ),
@@ -107,7 +108,27 @@ class SamplingParams:
                 "logit_bias must map token ids to finite numbers",
             ),
         )
-        return [f"{message}." for holds, message in checks if not holds]
+        return [f"{message}." for holds, message in (*checks, *self._guessing_checks()) if not holds]
+
+    def _guessing_checks(self) -> tuple[tuple[bool, str], ...]:
+        return (
+            (
+                self.law is None or (isinstance(self.law, str) and self.law != ""),
+                "law must be the name of an acceptance law, or None for the engine's own",
+            ),
+            (
+                self.drafter is None or (isinstance(self.drafter, str) and self.drafter != ""),
+                "drafter must be the name of a drafter that the engine offers, or None for its own",
+            ),
+            (
+                self.max_nodes is None or (_integer(self.max_nodes) and self.max_nodes >= 0),
+                "max_nodes must be None or an integer >= 0 (0 is plain decoding)",
+            ),
+            (
+                self.max_depth is None or (_integer(self.max_depth) and self.max_depth >= 1),
+                "max_depth must be None or an integer >= 1",
+            ),
+        )
 
     @property
     def greedy(self) -> bool:
@@ -118,6 +139,16 @@ class SamplingParams:
     def truncates(self) -> bool:
         """Whether tokens are removed from the distribution before drawing."""
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether something comes between the model's logits and the temperature."""
+        return bool(self.logit_bias or self.bad_words or self.grammar) or self.penalises
+
+    @property
+    def steers_guesses(self) -> bool:
+        """Whether it wants other guesses than everybody else."""
+        return bool(self.drafter or self.prediction) or self.max_nodes is not None or self.max_depth is not None
 
     @property
     def penalises(self) -> bool:
@@ -158,6 +189,7 @@ class SpeculationStats:
     cached_prompt_tokens: int = 0  # found in the prefix cache
     preemptions: int = 0
     seconds: float = 0.0  # from submission to the last token
+    queued_seconds: float = 0.0  # of them, before it first ran
     first_token_seconds: float = 0.0
     law: str = "match"
     lossless: bool = True  # whether the law keeps the model's own distribution

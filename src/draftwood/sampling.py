@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from draftwood.ops.softmax import one_hot, tempered
-from draftwood.protocols import BatchView
+from draftwood.protocols import BatchView, Constraint
 from draftwood.request import TokenLogprob
 from draftwood.tree import TokenTree, Verdict
 
@@ -32,8 +32,8 @@ def draft_distribution(logits: Tensor, temperature: Tensor) -> Tensor:
 
 
 def _edit_logits(logits: Tensor, tree: TokenTree, view: BatchView) -> Tensor:
-    """Logit bias, bad words and penalties, for the sequences that ask for them."""
-    edited = [b for b, params in enumerate(view.params) if params.logit_bias or view.bad_words[b] or params.penalises]
+    """Logit bias, bad words, penalties and grammars, for the sequences that ask for them."""
+    edited = [b for b, params in enumerate(view.params) if params.edits_logits]
     if not edited:
         return logits
     logits = logits.clone()
@@ -45,7 +45,18 @@ def _edit_logits(logits: Tensor, tree: TokenTree, view: BatchView) -> Tensor:
             _ban_words(logits[nodes], _histories(tree, view, b, nodes), view.bad_words[b])
         if view.params[b].penalises:
             logits[nodes] = _penalise(logits[nodes], tree, view, b, nodes)
+        grammar = view.constraints[b] if view.constraints else None
+        if grammar is not None:
+            _constrain(logits[nodes], grammar, tree, view, b, nodes)
     return logits
+
+
+def _constrain(logits: Tensor, grammar: Constraint, tree: TokenTree, view: BatchView, b: int, nodes: slice) -> None:
+    """Forbid what the grammar does not allow after each node, along that node's own path."""
+    parents = (tree.parents[nodes] - nodes.start).tolist()
+    answer = view.tokens[b][view.prompt_lengths[b] :]
+    allowed = grammar.allowed(answer, tree.tokens[nodes].tolist(), parents)
+    logits.masked_fill_(~allowed.to(logits.device), float("-inf"))
 
 
 def _apply_bias(logits: Tensor, view: BatchView, b: int) -> None:

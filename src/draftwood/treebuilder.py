@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from draftwood.tree import BITS, Draw, TokenTree, ancestor_words, offsets_of
+from draftwood.tree import BITS, Draw, TokenTree, Verdict, ancestor_words, offsets_of
 
 
 @dataclass
@@ -58,6 +60,18 @@ class TreeBuilder:
     def add(self, parents: Tensor, tokens: Tensor, alive: Tensor) -> Tensor:
         """Append k point-mass nodes to every tree; returns their columns. All [B, k]."""
         return self._append(parents, tokens, alive, Draw.POINT, torch.full_like(tokens, -1))
+
+    def add_chain(self, tokens: Tensor, lengths: Tensor) -> None:
+        """Append a chain of point-mass nodes to every bare root, the first `lengths` [B] of `tokens` [B, k]."""
+        steps = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        ahead = steps + 1
+        self.tokens = torch.cat([self.tokens, tokens], 1)
+        self.parents = torch.cat([self.parents, steps], 1)
+        self.depth = torch.cat([self.depth, ahead], 1)
+        self.alive = torch.cat([self.alive, steps < lengths[:, None]], 1)
+        self.draw = torch.cat([self.draw, torch.full_like(tokens, int(Draw.POINT))], 1)
+        self.q_row = torch.cat([self.q_row, torch.full_like(tokens, -1)], 1)
+        self.same = torch.cat([self.same, ahead], 1)
 
     def add_drawn(self, parents: Tensor, tokens: Tensor, alive: Tensor, draw: Draw, q: Tensor) -> Tensor:
         """Append k nodes, each drawn from its row of `q` [B, k, V]; returns their columns."""
@@ -139,3 +153,71 @@ class TreeBuilder:
         """The node of every draw, in the order drawn. [E]."""
         happened = self.alive.gather(1, self.same)
         return renumbered.gather(1, self.same)[happened]
+
+
+@dataclass(frozen=True)
+class Woven:
+    """Batches of trees as one batch, each tree at its own place; and the way back to each of them."""
+
+    parts: Sequence[TokenTree]
+    places: Sequence[Sequence[int]]  # of the trees of each part in the whole batch; together 0 ... B - 1
+
+    @cached_property
+    def _order(self) -> Tensor:
+        """Nodes of all parts, one part behind the other, in the order of the whole. [M]."""
+        owner = torch.cat(
+            [
+                torch.tensor(list(places), device=part.tokens.device)[part.owner]
+                for part, places in zip(self.parts, self.places, strict=True)
+            ]
+        )
+        return torch.argsort(owner, stable=True)
+
+    @cached_property
+    def _place(self) -> Tensor:
+        """Where each of those nodes lies in the whole. [M]."""
+        return torch.argsort(self._order)
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        starts = [0]
+        for part in self.parts:
+            starts.append(starts[-1] + part.num_nodes)
+        return starts
+
+    @cached_property
+    def tree(self) -> TokenTree:
+        """The whole batch."""
+        parents, drawn, q_row, laws, rows = [], [], [], [], 0
+        for part, start in zip(self.parts, self._starts, strict=False):
+            own = torch.arange(part.num_nodes, device=part.tokens.device)
+            parents.append(torch.where(part.parents >= 0, self._place[(part.parents + start).clamp(min=0)], -1))
+            drawn.append(self._place[(own if part.drawn is None else part.drawn) + start])
+            q_row.append(torch.where(part.q_row >= 0, part.q_row + rows, -1))
+            if part.q is not None:
+                laws.append(part.q)
+                rows += part.q.shape[0]
+        sizes = torch.empty(sum(map(len, self.places)), dtype=torch.int64, device=self._order.device)
+        for part, places in zip(self.parts, self.places, strict=True):
+            sizes[list(places)] = part.sizes
+        return TokenTree(
+            tokens=torch.cat([part.tokens for part in self.parts])[self._order],
+            parents=torch.cat(parents)[self._order],
+            offsets=torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]),
+            draw=torch.cat([part.draw for part in self.parts])[self._order],
+            q_row=torch.cat(q_row)[self._order],
+            q=torch.cat(laws) if laws else None,
+            drawn=torch.cat(drawn) if any(part.drawn is not None for part in self.parts) else None,
+        )
+
+    def nodes(self, index: int) -> Tensor:
+        """Where the nodes of a part lie in the whole. [m]."""
+        return self._place[self._starts[index] : self._starts[index + 1]]
+
+    def verdict(self, index: int, whole: Verdict) -> Verdict:
+        """What was said about the trees of a part, in its own numbers."""
+        trees, width = list(self.places[index]), self.parts[index].max_depth + 1
+        path = whole.path[trees, :width]
+        path = torch.where(path >= 0, self._order[path.clamp(min=0)] - self._starts[index], -1)
+        drift = None if whole.drift is None else whole.drift[trees]
+        return replace(whole, path=path, length=whole.length[trees], bonus=whole.bonus[trees], drift=drift)

@@ -9,6 +9,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 import pytest
 import torch
@@ -27,7 +28,9 @@ from draftwood.growers import (
     chain,
 )
 from draftwood.model.weights import FORMATS
-from draftwood.request import SamplingParams
+from draftwood.request import FinishReason, SamplingParams
+from draftwood.train.online import LEARNT, AdaptConfig, Adapter, Contest
+from draftwood.train.optim import OptimConfig
 from draftwood.tree import DraftLaw, Draw
 from draftwood.verifiers import LAWS
 from tiny import (
@@ -36,9 +39,11 @@ from tiny import (
     DraftMaker,
     Harness,
     Regime,
+    expecting,
     generated,
     ngram,
     no_drafter,
+    offering,
     scripted,
     tiny_config,
     tiny_runner,
@@ -46,6 +51,7 @@ from tiny import (
     with_masks,
     with_model,
     with_net,
+    with_student,
 )
 
 V = 13
@@ -86,6 +92,8 @@ DRAFTERS: dict[str, DraftMaker] = {
     "pard-sampled": with_masks(Levels((1, 1, 1), Independent())),
     "eagle3-chain": with_net("eagle3", chain(4)),
     "eagle3-tree": with_net("eagle3", Levels((3, 2, 1), Best())),
+    "peagle-chain": with_net("peagle", chain(5)),
+    "peagle-sampled-tree": with_net("peagle", Levels((2, 2), WithoutReplacement())),
     "eagle31-beam": with_net("eagle31", Beam(nodes=9, width=3, depth=3)),
     "eagle1-best-first": with_net("eagle1", BestFirst(nodes=9, width=3, forwards=3)),
     "mtp-sampled": with_net("mtp", Levels((1, 1, 1), Independent())),
@@ -95,8 +103,30 @@ DRAFTERS: dict[str, DraftMaker] = {
     "treeflash-best-first": with_net("treeflash", BestFirst(nodes=9, width=3, forwards=3)),
     "medusa-shape": with_net("medusa", StaticShape(((0,), (1,), (3,), (0, 0), (0, 2), (1, 0), (0, 0, 0)))),
     "hydra-tree": with_net("hydra", Levels((3, 2, 1), Best())),
+    "kangaroo-tree": with_net("kangaroo", Levels((3, 2, 1), Best())),
+    "kangaroo-sampled": with_net("kangaroo", Levels((1, 1, 1), Independent())),
     "model-other-family": with_model(Levels((2, 2), Best()), family="qwen3", layers=1),
+    "predicted": expecting(no_drafter, lambda prompt: nearly_right(tuple(prompt))),
+    "predicted-model-iid": expecting(
+        with_model(Levels((2, 2), Independent())), lambda prompt: nearly_right(tuple(prompt))
+    ),
+    "predicted-eagle3": expecting(
+        with_net("eagle3", Levels((3, 2, 1), Best())), lambda prompt: nearly_right(tuple(prompt))
+    ),
+    "offered-nets": offering(
+        with_net("eagle3", Levels((3, 2, 1), Best())), with_net("medusa", chain(3)), with_model(chain(3))
+    ),
+    "offered-sampled": offering(with_model(Levels((1, 1, 1), Independent())), ngram(nodes=3, longest=3, shortest=1)),
 }
+
+
+@cache
+def nearly_right(prompt: tuple[int, ...]) -> tuple[int, ...]:
+    """What greedy plain decoding says, with a token replaced, one left out and two put in."""
+    ask = Ask(prompt, SamplingParams(max_tokens=30))
+    said = generated(Harness(tiny_runner(), no_drafter(torch.float64), LAWS["match"]()).run([ask]))[0]
+    return (*said[:5], (said[5] + 1) % V, *said[6:11], *said[12:17], 3, 3, *said[17:])
+
 
 LOSSLESS = tuple(law for law in LAWS if LAWS[law]().lossless)
 # At temperature 0 every lossless law is one and the same short cut, so most names need no more than a hard schedule,
@@ -249,6 +279,70 @@ def test_every_weight_format_is_a_target_of_its_own(weights: str, name: str, tem
     drafter = DRAFTERS[name](torch.float32)
     answers = Harness(target, drafter, LAWS["match"](), Regime(max_rows=24, num_pages=16)).run(asks)
     assert generated(answers) == wanted
+
+
+GUIDED = ("scripted-bushy", "ngram-tree", "model-beam", "model-iid", "predicted-model-iid", "eagle3-tree")
+
+
+@pytest.mark.parametrize("law", ["match", "walk", "layer"])
+@pytest.mark.parametrize("name", GUIDED)
+def test_a_grammar_holds_at_every_node_along_its_own_path(name: str, law: str) -> None:
+    """Among requests without one; a mask taken from another node, or left out at one, would change the tokens."""
+    asks = [
+        replace(ask, params=replace(ask.params, grammar=str(V))) if i % 3 else ask
+        for i, ask in enumerate(requests(1.0 if law == "match" else 0.0))
+    ]
+    wanted = [
+        generated(Harness(tiny_runner(), no_drafter(torch.float64), LAWS["match"]()).run([ask]))[0] for ask in asks
+    ]
+    _, answers = run(name, law, REGIMES["starved"], torch.float64, asks)
+    assert generated(answers) == wanted
+    for ask, said in zip(asks, wanted, strict=True):
+        if ask.params.grammar:
+            assert all(a != b for a, b in pairwise(said))
+            assert all(token % 2 == 0 for token in said[2::3])
+
+
+@pytest.mark.parametrize("law", ["match", "walk"])
+def test_limits_of_single_requests_change_no_tokens(law: str) -> None:
+    """Nodes, depth and whether to guess at all, each another way in the same batch."""
+    wishes = [{}, {"max_nodes": 0}, {"max_nodes": 2}, {"max_depth": 1}, {"max_nodes": 5, "max_depth": 2}]
+    asks = [replace(ask, params=replace(ask.params, **wishes[i % len(wishes)])) for i, ask in enumerate(requests(0.0))]
+    _, answers = run("model-iid", law, REGIMES["starved"], torch.float64, asks)
+    assert generated(answers) == plain(0.0, torch.float64)
+    assert all(answer.drafted == 0 for answer in answers if answer.params.max_nodes == 0)
+    assert any(answer.drafted for answer in answers)
+
+
+LEARNING: dict[str, DraftMaker] = {
+    **{name: DRAFTERS[name] for name in ("eagle3-tree", "dspark-tree", "medusa-shape", "hydra-tree", "kangaroo-tree")},
+    "student-tree": with_student(Levels((3, 2, 1), Best())),
+    "student-sampled": with_student(Levels((1, 1, 1), Independent())),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("name", LEARNING)
+def test_tokens_equal_plain_decoding_while_the_drafter_learns(
+    name: str, temperature: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As wildly as it gets: whatever it has learnt runs at once, in the middle of answers; some are cancelled."""
+    monkeypatch.setattr(Contest, "enter", lambda self, scores: LEARNT)
+    asks = with_arrivals([*requests(temperature), *requests(temperature)], every=3)
+    asks = [replace(ask, cancelled=ask.arrives + 4) if i % 5 == 2 else ask for i, ask in enumerate(asks)]
+    regime = Regime(max_rows=24, num_pages=24)
+    target = tiny_runner(dtype=dtype, num_pages=regime.num_pages, page_size=regime.page_size)
+    harness = Harness(target, LEARNING[name](dtype), LAWS["match"](), regime)
+    wild = AdaptConfig(share=1.0, length=32, repeats=1, window=1, optimizer=OptimConfig(lr=0.1, muon_lr=0.3))
+    harness.companion = adapter = Adapter(harness.engine, wild, clock=lambda: 0.0)
+    answers = harness.run(asks)
+    for ask, got, want in zip(asks, generated(answers), 2 * plain(temperature, dtype), strict=True):
+        assert got == (want if ask.cancelled is None else want[: len(got)])
+    assert adapter.progress.adopted >= 4
+    ended = [event.finish_reason for event in harness.events if event.finished]
+    assert adapter.progress.answers == len(asks) - ended.count(FinishReason.CANCELLED) < len(asks)
+    assert harness.engine.scheduler.tables.pool.num_available == regime.num_pages, "pages leaked"
 
 
 def test_drafts_are_accepted_at_all() -> None:

@@ -27,10 +27,10 @@ from draftwood.nets.export import export
 from draftwood.nets.student import Student
 from draftwood.nets.words import TargetWords
 from draftwood.protocols import Span, StepReport
-from draftwood.request import SamplingParams
+from draftwood.request import FinishReason, SamplingParams
 from draftwood.train import run as running
 from draftwood.train.attention import Causal, causal_mask
-from draftwood.train.data import Corpus, PackedBatches
+from draftwood.train.data import Corpus, PackedBatches, invent_prompts
 from draftwood.train.evaluate import Tally, held_out_batches, held_out_figures
 from draftwood.train.grading import Paced
 from draftwood.train.loop import TrainConfig, Trainer
@@ -400,3 +400,58 @@ def test_a_student_of_another_target_is_refused(target: str, tmp_path: Path) -> 
     (tmp_path / "broken" / "config.json").write_text(json.dumps(described | {"intermediate_size": 7}))
     with pytest.raises(CheckpointError, match="where its configuration says"):
         build_drafter(str(tmp_path / "broken"), None, checkpoint, config)
+
+
+class Inventor:
+    """As much of an LLM as `invent_prompts` needs, whose answers are known."""
+
+    config = EngineConfig(device="cpu", max_running=2)
+
+    def __init__(self, texts: list[str]) -> None:
+        self.texts, self.asked = texts, []
+        self.tokenizer = self
+
+    has_chat_template = True
+
+    def render_chat(self, messages: list[dict[str, str]]) -> str:
+        return f"<user>{messages[0]['content']}<end><answer>"
+
+    def encode(self, text: str, *, special: bool) -> list[int]:
+        assert not special
+        return list(text.encode())
+
+    def generate(self, prompts: list[list[int]], params: SamplingParams) -> list[Any]:
+        self.asked.append((bytes(prompts[0]).decode(), params.seed, params.n))
+        written = [
+            dataclasses.make_dataclass("Completion", ["text", "finish_reason"])(
+                self.texts.pop(0), FinishReason.STOP if params.n else FinishReason.LENGTH
+            )
+            for _ in range(params.n)
+        ]
+        return [dataclasses.make_dataclass("Result", ["completions"])(written)]
+
+
+def test_prompts_are_invented_where_a_user_would_begin_and_none_twice() -> None:
+    inventor: Any = Inventor(
+        ["why is the sky blue?", "short", "why is the sky blue?", " how are tides made? ", "x" * 20]
+    )
+    waves = list(invent_prompts(inventor, 5, seed=7))
+    assert waves == [["why is the sky blue?"], ["how are tides made?"], ["x" * 20]]
+    assert inventor.asked == [("<user>", 7, 2), ("<user>", 9, 2), ("<user>", 11, 1)]
+
+
+def test_who_knows_no_conversations_cannot_invent_prompts() -> None:
+    silent: Any = Inventor([])
+    silent.has_chat_template = False
+    with pytest.raises(InvalidRequest, match="conversations"):
+        next(invent_prompts(silent, 1))
+
+
+def test_invented_prompts_are_written_once_and_count_as_data(target: str, tmp_path: Path) -> None:
+    job = TrainJob("student", target, (), tmp_path, invent=8, device="cpu")
+    found = running._prompts(job)
+    assert found
+    (kept,) = tmp_path.glob("prompts-*.json")
+    assert sorted(json.loads(kept.read_text())) == sorted(found)
+    kept.write_text(json.dumps(["what is a tree made of?"]))
+    assert running._prompts(job) == ["what is a tree made of?"]

@@ -137,23 +137,32 @@ class KVCache:
 
     def stage_next(self, seq_ids: Sequence[int], index: Tensor, tokens: Tensor) -> ForwardBatch:
         """One further row of text for each of some sequences, with key number `index` [S]: a node of a chain."""
+        return replace(self.stage_ahead(seq_ids, index, 1)[0], tokens=tokens)
+
+    def stage_ahead(self, seq_ids: Sequence[int], index: Tensor, count: int) -> list[ForwardBatch]:
+        """That `count` times, from `index` [S] on, for tokens which are not known yet."""
         table = self.block_table([Span(seq_id, (), 0, 0) for seq_id in seq_ids])
         rows = torch.arange(len(seq_ids) + 1, device=self.device)
-        seen = index + 1
-        return ForwardBatch(
-            tokens=tokens,
-            positions=index,
-            slots=self.slots(table, rows[:-1], index),
-            visible=seen,
-            ancestors=torch.zeros(len(seq_ids), 1, dtype=torch.int64, device=self.device),
-            row_offsets=rows,
-            tree_base=seen,
-            num_keys=seen,
-            block_table=table,
-            logit_rows=rows[:-1],
-            max_rows=1,
-            linear=True,
-        )
+        ahead = index + torch.arange(count, device=self.device)[:, None]  # [count, S]
+        slots = self.slots(table, rows[:-1].expand_as(ahead).reshape(-1), ahead.reshape(-1)).view_as(ahead)
+        nothing = torch.zeros(len(seq_ids), 1, dtype=torch.int64, device=self.device)
+        return [
+            ForwardBatch(
+                tokens=nothing[:, 0],
+                positions=here,
+                slots=slot,
+                visible=seen,
+                ancestors=nothing,
+                row_offsets=rows,
+                tree_base=seen,
+                num_keys=seen,
+                block_table=table,
+                logit_rows=rows[:-1],
+                max_rows=1,
+                linear=True,
+            )
+            for here, slot, seen in zip(ahead, slots, ahead + 1, strict=True)
+        ]
 
     def _with_nodes(self, pending: ForwardBatch, owner: Tensor, nodes: NodeRows) -> ForwardBatch:
         """The same batch with `nodes` behind their sequences' pending rows."""
@@ -261,6 +270,7 @@ def stage_behind(
         linear=linear,
         max_depth=places.max_depth,
         max_nodes=places.max_nodes,
+        logits_in_order=logit_rows is None,
     )
 
 

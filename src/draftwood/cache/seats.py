@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -25,6 +26,11 @@ class SeatedView(BatchView):
     block_table: Tensor  # [B, P] int64, never -1
     history: Tensor  # [seats, length] int64 all tokens of all seats
 
+    @cached_property
+    def num_run(self) -> Tensor:
+        """Tokens of each that the target has run: all but the last. [B]."""
+        return self.lengths - 1
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -38,7 +44,7 @@ class Kind:
     def of(cls, params: Sequence[SamplingParams]) -> Kind | None:
         """None where some request asks for what only the host can do, or for a law of its own."""
         laws = {p.law for p in params}
-        by_hand = any(p.logit_bias or p.bad_words or p.penalises or p.logprobs is not None for p in params)
+        by_hand = any(p.edits_logits or p.steers_guesses or p.logprobs is not None for p in params)
         if by_hand or len(laws) != 1:  # nobody at all has no law either
             return None
         return cls(laws.pop(), all(p.greedy for p in params), any(p.truncates for p in params))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,7 @@ import typer
 import draftwood
 from draftwood.cli.flags import EngineFlags, SamplingFlags, command
 from draftwood.cli.screen import Transcript, say, stdout
+from draftwood.cli.serve import ServeFlags
 from draftwood.cli.train import TrainFlags
 from draftwood.errors import InvalidRequest
 
@@ -111,6 +113,10 @@ def chat(
     sampling: SamplingFlags,
     system: System = None,
     as_json: Json = False,
+    adapt: Annotated[
+        bool,
+        typer.Option("--adapt", help="Let a trained drafter learn from the answers; /save FOLDER keeps it."),
+    ] = False,
 ) -> None:
     """Talk with the model. Ctrl-C stops an answer, Ctrl-D or /exit leaves, /help tells the rest.
 
@@ -120,14 +126,19 @@ def chat(
 
     draftwood chat --system "You answer in one sentence." -t 0.7
 
+    draftwood chat --drafter eagle3 --adapt
+
     printf 'Hello\\nAnd again?\\n' | draftwood chat --json
     """
     from draftwood.cli.chat import Chat
-    from draftwood.cli.session import open_llm
+    from draftwood.cli.session import check_adaptable, open_llm, start_adapting
 
     sampling.params()  # refuse before anything is loaded
+    if adapt:
+        check_adaptable(engine)
     with open_llm(engine) as llm:
-        Chat(llm, engine, sampling, system, as_json=as_json).run()
+        adapter = start_adapting(llm) if adapt else None
+        Chat(llm, engine, sampling, system, as_json=as_json, adapter=adapter).run()
 
 
 @app.command(rich_help_panel="Answers")
@@ -146,6 +157,28 @@ def demo(
 
     if not run_demo(engine, SamplingFlags(max_tokens=max_tokens, seed=0).params(), svg):
         raise typer.Exit(1)
+
+
+@app.command(rich_help_panel="Answers")
+@command
+def serve(
+    flags: ServeFlags,
+    engine: EngineFlags,
+    served: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="The same as --model.", show_default=False)
+    ] = None,
+) -> None:
+    """Answer OpenAI's clients over HTTP.
+
+    [dim]Examples:[/]
+
+    draftwood serve smollm2
+
+    draftwood serve path/to/model --drafter eagle3 --offer ngram:nodes=8 --host 0.0.0.0 --api-key SECRET
+    """
+    from draftwood.cli.serve import run_serve
+
+    run_serve(engine if served is None else replace(engine, model=served), flags)
 
 
 @app.command(rich_help_panel="Answers")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -13,9 +14,11 @@ from draftwood.errors import DraftwoodError, InvalidRequest
 
 if TYPE_CHECKING:
     from draftwood.engine.llm import LLM
+    from draftwood.train.online import Adapter
 
 HELP = """/reset        forget the conversation
 /system TEXT  tell the model who it is, and start over; without TEXT, back to its own idea
+/save FOLDER  keep the drafter with all it has learnt (with --adapt)
 /help         this
 /exit         leave (or Ctrl-D)
 Ctrl-C stops an answer. What the drafter guessed right is green."""
@@ -25,7 +28,14 @@ class Chat:
     """Reads lines, answers them, and remembers."""
 
     def __init__(
-        self, llm: LLM, engine: EngineFlags, sampling: SamplingFlags, system: str | None, *, as_json: bool
+        self,
+        llm: LLM,
+        engine: EngineFlags,
+        sampling: SamplingFlags,
+        system: str | None,
+        *,
+        as_json: bool,
+        adapter: Adapter | None = None,
     ) -> None:
         if not llm.tokenizer.has_chat_template:
             raise InvalidRequest(
@@ -38,6 +48,7 @@ class Chat:
         self._as_json = as_json
         self._interactive = sys.stdin.isatty() and sys.stdout.isatty()
         self._messages: list[Message] = []
+        self._adapter = adapter
         self._start_over(system)
 
     def run(self) -> None:
@@ -63,7 +74,7 @@ class Chat:
         if line.startswith("/"):
             self._obey(line)
         elif line:
-            self._answer_or_explain(line)
+            self._or_explain(lambda: self._answer(line), " Say /reset to start over.")
         return True
 
     def _read(self) -> str | None:
@@ -84,6 +95,8 @@ class Chat:
         elif order == "/system":
             self._start_over(rest.strip() or None)
             say("Starting over.")
+        elif order == "/save":
+            self._or_explain(lambda: self._save(rest.strip()))
         else:
             say(HELP if order == "/help" else f"There is no {order}.\n{HELP}")
 
@@ -91,14 +104,22 @@ class Chat:
         self._system = system
         self._messages = [] if system is None else [{"role": "system", "content": system}]
 
-    def _answer_or_explain(self, line: str) -> None:
+    def _or_explain(self, do: Callable[[], None], advice: str = "") -> None:
         """Somebody at a terminal can mend a mistake; a script cannot, and must hear of it."""
         try:
-            self._answer(line)
+            do()
         except DraftwoodError as error:
             if not self._interactive:
                 raise
-            explain(f"{error} Say /reset to start over.")
+            explain(f"{error}{advice}")
+
+    def _save(self, folder: str) -> None:
+        if self._adapter is None:
+            raise InvalidRequest("The drafter has learnt nothing here that could be saved: start with --adapt.")
+        if not folder:
+            raise InvalidRequest("Say where to: /save FOLDER.")
+        saved, so_far = self._adapter.save(folder), self._adapter.progress
+        say(f"{saved}: after {so_far.answers} answers and {so_far.adopted} changes for the better.")
 
     def _answer(self, line: str) -> None:
         params = self._sampling.params()

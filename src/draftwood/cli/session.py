@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from draftwood.cli.flags import EngineFlags
 from draftwood.cli.screen import AnswerPrinter, Transcript, figures, say, stderr, write_json
+from draftwood.errors import InvalidRequest
 from draftwood.model import store
 from draftwood.request import Event, SamplingParams
 
 if TYPE_CHECKING:
     from draftwood.engine.llm import LLM, Prompt
     from draftwood.model.native import Progress
+    from draftwood.train.online import Adapter
 
 Message = dict[str, str]
 
 
-def open_llm(flags: EngineFlags) -> LLM:
+def open_llm(flags: EngineFlags, *, offers: Sequence[str] | None = None, max_running: int = 0) -> LLM:
     """Fetch and load what the flags name; what can be refused without reading weights is refused first."""
     from draftwood.engine.llm import LLM
 
-    config = flags.config()
+    config = replace(flags.config(), max_running=max_running)
     check_parts(flags)
     fetch_quietly(flags.model)
     with loading(flags.model) as progress:
         llm = LLM(
             flags.model,
             drafter=flags.drafter,
+            offers=offers,
             law=flags.law,
             tree=flags.tree,
             config=config,
@@ -47,6 +51,23 @@ def check_parts(flags: EngineFlags) -> None:
         build_verifier(flags.law)
     if flags.tree is not None:
         build_grower(flags.tree)
+
+
+def check_adaptable(flags: EngineFlags) -> None:
+    """Refuse to adapt what was not trained for its target, before any weights are read."""
+    from draftwood.assembly import LOOKUPS
+
+    if flags.drafter.partition(":")[0] in (*LOOKUPS, "model"):
+        raise InvalidRequest(
+            f"The drafter '{flags.drafter}' cannot learn: --adapt goes with trained ones, such as --drafter eagle3."
+        )
+
+
+def start_adapting(llm: LLM) -> Adapter:
+    """Let the drafter learn from now on."""
+    from draftwood.train.online import adapt
+
+    return adapt(llm)
 
 
 def fetch_quietly(model: str) -> None:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from draftwood.train.run import Outcome, TrainJob
 
 VOCABULARY = 8192  # tokens a draft may guess where nobody says how many
-MUON_LR = 0.02  # this, a sixth of it for AdamW, and half of the steps decaying did best on SmolLM2
+MUON_LR = 0.04  # this, a sixth of it for AdamW, and half of the steps decaying did best on SmolLM2
 ADAMW_SHARE = 6
 ADAMW_LR = 1e-3  # where it takes matrices too
 WEIGHT_DECAY = 0.02
@@ -47,6 +47,9 @@ class TrainFlags:
         _option("Prompts: one a line, or JSON lines (.jsonl), or .gz of these; may be given several times.", "Data"),
     ] = None
     out: Annotated[Path | None, _option("Folder for answers, checkpoints and drafters.", "Data")] = None
+    invent: Annotated[
+        int, _option("So many prompts that the target writes itself, besides --data or instead.", "Data")
+    ] = 0
     prompts: Annotated[int, _option("Prompts at most; 0: all.", "Data")] = 0
     answers: Annotated[int, _option("Longest answer, in tokens.", "Data")] = 256
     temperatures: Annotated[str, _option("At which the target answers, separated by commas.", "Data")] = "0,1"
@@ -85,8 +88,10 @@ class TrainFlags:
         from draftwood.train.run import TrainJob
 
         _, recipe = find_recipe(method)
-        if not self.data:
-            raise InvalidRequest("Say what to learn from: --data FILE, with a prompt a line, or JSON lines (.jsonl).")
+        if not self.data and not self.invent:
+            raise InvalidRequest(
+                "Say what to learn from: --data FILE, with a prompt a line, or JSON lines (.jsonl); or --invent NUMBER."
+            )
         if self.out is None:
             raise InvalidRequest("Say where answers, checkpoints and the drafter shall lie: --out FOLDER.")
         if recipe.whole_vocabulary and self.vocabulary:
@@ -95,7 +100,8 @@ class TrainFlags:
         return TrainJob(
             method=method,
             model=self.model,
-            data=tuple(self.data),
+            data=tuple(self.data or ()),
+            invent=self.invent,
             folder=self.out,
             settings=recipe.parse(self.settings or ()),
             training=self._training(),

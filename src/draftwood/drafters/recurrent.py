@@ -6,7 +6,7 @@ Row i of the network reads token i + 1 and feature i, so to the pages it is a te
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
@@ -117,13 +117,34 @@ class _Growth:
     ready: Sequence[int]
     outputs: Tensor = field(init=False)  # [B, C, hidden] of every column so far
 
+    def chain(self, view: BatchView, depth: int) -> Tensor | None:
+        """Each guess is the next one's token, its output the next one's feature. [B, depth]."""
+        seq_ids, here = [view.seq_ids[b] for b in self.ready], list(self.ready)
+        if int(view.max_depth[here].min()) < depth or not all(self._reserve(b, depth) for b in here):
+            return None
+        output, logits = self._catch_up(view)
+        rows = self.drafter.target.cache.stage_ahead(seq_ids, view.lengths[here] - 1, depth - 1)
+        known, guesses = self.drafter.net.head.tokens, []
+        every = torch.arange(len(seq_ids), device=output.device)
+        for batch in (*rows, None):
+            best = logits.argmax(-1)
+            guesses.append(best if known is None else known[best])
+            if batch is not None:
+                batch = replace(batch, tokens=guesses[-1])
+                output, logits = self.drafter.run(batch, self.drafter.pages, output, every)
+        tokens = torch.zeros(len(view.seq_ids), depth, dtype=torch.int64, device=output.device)
+        tokens[here] = torch.stack(guesses, 1)
+        return tokens
+
+    def _catch_up(self, view: BatchView) -> tuple[Tensor, Tensor]:
+        """Output and logits at the roots of those that are ready."""
+        ends = [(view.seq_ids[b], view.tokens[b]) for b in self.ready]
+        pending = self.drafter.pending
+        return self.drafter.catch_up([Span(i, tokens, pending(i).start, len(tokens) - 1) for i, tokens in ends])
+
     def begin(self, view: BatchView) -> Tensor:
         """Logits at the roots. [B, V]."""
-        spans = [
-            Span(view.seq_ids[b], view.tokens[b], self.drafter.pending(view.seq_ids[b]).start, len(view.tokens[b]) - 1)
-            for b in self.ready
-        ]
-        last, found = self.drafter.catch_up(spans)
+        last, found = self._catch_up(view)
         self.outputs = last.new_zeros(len(view.seq_ids), 1, last.shape[-1])
         self.outputs[list(self.ready), 0] = last
         logits = found.new_zeros(len(view.seq_ids), found.shape[-1])

@@ -22,12 +22,12 @@ from draftwood.protocols import Budget, Controller, Drafter, Features, Randomnes
 from draftwood.request import Event
 from draftwood.sampling import target_distribution, token_logprobs
 from draftwood.telemetry import Timers
-from draftwood.tree import HostVerdict, TokenTree
+from draftwood.tree import DraftLaw, HostVerdict, TokenTree
 
 
-def check_exact(verifier: Verifier, drafter: Drafter) -> None:
+def check_exact(verifier: Verifier, drafts: DraftLaw) -> None:
     """Refuse a law with drafts it would not be exact for."""
-    reason = verifier.refuses(drafter.law)
+    reason = verifier.refuses(drafts)
     if reason is not None:
         raise IncompatibleParts(f"The law '{verifier.name}' would not be exact here: {reason}.")
 
@@ -45,7 +45,7 @@ class Engine:
         rng: Randomness,
         rounds: Rounds | None = None,
     ) -> None:
-        check_exact(verifier, drafter)
+        check_exact(verifier, drafter.law)
         self.target = target
         self.drafter = drafter
         self.verifier = verifier
@@ -71,6 +71,11 @@ class Engine:
         lent = self.pipeline.rounds.drafter.reads
         budget = Budget(0) if lent else self.controller.budget(self.scheduler.load)
         return self.pipeline.leave(self.controller) + self._step(budget)
+
+    def was_paused(self) -> None:
+        """Something else had the thread between two steps: what is on its way will be heard of late."""
+        if self.pipeline is not None:
+            self.pipeline.was_paused()
 
     def _step(self, budget: Budget) -> list[Event]:
         plan = self.scheduler.schedule(budget)

@@ -10,11 +10,8 @@ for result in llm.generate(["Why is the sky blue?"], SamplingParams(max_tokens=6
 from __future__ import annotations
 
 import asyncio
-import itertools
 import queue
-import secrets
 import threading
-import time
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,28 +21,31 @@ import torch
 
 from draftwood.assembly import (
     AUTO,
+    LOOKUPS,
     build_drafter,
     build_rounds,
     build_verifier,
     choose_law,
     load_runner,
     memory_explained,
+    offer,
     settle,
     suited_tree,
 )
 from draftwood.calibration import calibrate, default_controller, known_costs, trimmed
 from draftwood.config import EngineConfig
 from draftwood.costs import StepCosts
+from draftwood.drafters.by_request import OfferedDrafters
 from draftwood.drafters.trimmed import TrimmedDrafter
 from draftwood.engine.engine import Engine, check_exact
+from draftwood.engine.intake import Guessers, Intake, Prompt
 from draftwood.engine.scheduler import Scheduler, SchedulerConfig
 from draftwood.engine.sequence import Sequence as Answer
-from draftwood.engine.text import TextStream
-from draftwood.engine.worker import ComputeThread, Worker
+from draftwood.engine.worker import Companion, ComputeThread, Listener, Pulse, Worker
 from draftwood.errors import DraftwoodError, InvalidRequest
 from draftwood.model.checkpoint import Checkpoint, open_checkpoint
 from draftwood.model.native import Progress
-from draftwood.model.tokenizer import Detokenizer
+from draftwood.model.runner import ModelRunner
 from draftwood.protocols import Controller, Drafter, Verifier
 from draftwood.rehearsal import rehearsing
 from draftwood.request import (
@@ -57,9 +57,7 @@ from draftwood.request import (
     SpeculationStats,
     TokenLogprob,
 )
-from draftwood.rng import KeyedRng, Purpose, fold_seed
-
-Prompt = str | Sequence[int] | Sequence[dict[str, str]]  # a text, its tokens, or a conversation
+from draftwood.rng import KeyedRng
 
 
 @dataclass
@@ -108,11 +106,30 @@ class _Answering:
         )
 
 
+@dataclass(frozen=True)
+class Parts:
+    """Who guesses, in what shape, and what is kept."""
+
+    drafter: str | Drafter
+    tree: str | None
+    law: str | Verifier
+    offers: Sequence[str] | None
+
+    @property
+    def offered(self) -> list[str]:
+        """Drafters to be built besides the first."""
+        names = [] if self.offers is None else ["none", *self.offers]
+        return [name for name in dict.fromkeys(names) if name != self.drafter]
+
+
 class LLM:
     """A model with a drafter and an acceptance law.
 
     `model` is an alias ("smollm2"), a folder, a .gguf file or a hub id. Requests from any number of threads and
     event loops share one batch. Use it as a context manager, or call `close()`.
+
+    `offers` are further drafters that requests may name, besides `none`; with them, if only an empty list, requests may
+    also bring predictions.
     """
 
     def __init__(
@@ -120,6 +137,7 @@ class LLM:
         model: str | Path | Checkpoint = "smollm2",
         *,
         drafter: str | Drafter = "none",
+        offers: Sequence[str] | None = None,
         law: str | Verifier = "auto",
         tree: str | None = None,
         config: EngineConfig | None = None,
@@ -130,40 +148,57 @@ class LLM:
         self._controller = controller
         self._allow_pickle = allow_pickle  # of a drafter's files that exist in no other form; tensors only, even then
         self._progress = progress
+        self._trimmed: list[TrimmedDrafter] = []
         if isinstance(law, str) and law != AUTO:
             build_verifier(law)  # refuse a name nobody knows before anything is read
         self.checkpoint = open_checkpoint(model) if isinstance(model, str | Path) else model
         self.config = settle(config or EngineConfig(), self.checkpoint, drafter)
         self.tokenizer = self.checkpoint.tokenizer()
-        self.engine = ComputeThread.shared().call(lambda: self._build_engine(drafter, tree, law))
-        self._request_ids = itertools.count()
-        self._sequence_ids = itertools.count()
+        parts = Parts(drafter, tree, law, offers)
+        self.engine = ComputeThread.shared().call(lambda: self._build_engine(parts))
+        offered = self.engine.drafter if isinstance(self.engine.drafter, OfferedDrafters) else None
+        guessers = Guessers(self.engine.drafter.law, offered, self.laws, suits_itself=law == AUTO)
+        self.intake = Intake(self.checkpoint, guessers, self.max_length, self.engine.scheduler.tables.capacity)
         self._worker = Worker(self.engine)
 
-    def _build_engine(self, drafter: str | Drafter, tree: str | None, law: str | Verifier) -> Engine:
+    def _build_engine(self, parts: Parts) -> Engine:
         if self.config.torch_device().type != "cuda":
-            return self._assemble(drafter, tree, law)
-        explained = memory_explained(self.config, self.checkpoint, drafter)
+            return self._assemble(parts)
+        explained = memory_explained(self.config, self.checkpoint, parts.drafter)
         with explained, rehearsing(self.checkpoint.config, self.config):
-            return self._assemble(drafter, tree, law)
+            return self._assemble(parts)
 
-    def _assemble(self, drafter: str | Drafter, tree: str | None, law: str | Verifier) -> Engine:
+    def _assemble(self, parts: Parts) -> Engine:
         config = self.config
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        if isinstance(drafter, str):
-            shape = tree or suited_tree(drafter, law)
-            drafter = build_drafter(drafter, shape, self.checkpoint, config, allow_pickle=self._allow_pickle)
-        self.laws = choose_law(law, drafter.law)
-        check_exact(self.laws.default, drafter)  # before the weights are read
+        drafter = self._drafter(parts.drafter, parts)
+        self.laws = choose_law(parts.law, drafter.law)
+        check_exact(self.laws.default, drafter.law)  # before the weights are read
+        offered = {name: self._drafter(name, parts) for name in parts.offered}
         target = load_runner(self.checkpoint, config, self._progress)
         if config.adaptive:
-            drafter = trimmed(drafter, target)
+            drafter, *others = (self._trim(d, target) for d in (drafter, *offered.values()))
+            offered = dict(zip(offered, others, strict=True))
+        if parts.offers is not None:
+            own = {parts.drafter: drafter} if isinstance(parts.drafter, str) else {}
+            drafter = offer(drafter, own | offered)
         rounds = build_rounds(target, drafter, self.laws.law_of, config)
         limits = SchedulerConfig(config.max_rows, config.max_running, config.max_waiting, rounds is not None)
         scheduler = Scheduler(target.cache.tables, limits)
         controller = self._controller or default_controller(target, drafter)
         return Engine(target, drafter, self.laws, controller, scheduler, KeyedRng(), rounds)
+
+    def _drafter(self, drafter: str | Drafter, parts: Parts) -> Drafter:
+        if not isinstance(drafter, str):
+            return drafter
+        needs_tree = drafter.partition(":")[0] not in LOOKUPS
+        tree = (parts.tree or suited_tree(drafter, parts.law)) if needs_tree or drafter == parts.drafter else None
+        return build_drafter(drafter, tree, self.checkpoint, self.config, allow_pickle=self._allow_pickle)
+
+    def _trim(self, drafter: Drafter, target: ModelRunner) -> Drafter:
+        self._trimmed.append(trimmed(drafter, target))
+        return self._trimmed[-1]
 
     @property
     def max_length(self) -> int:
@@ -177,8 +212,8 @@ class LLM:
             if self.engine.scheduler.has_work:
                 raise InvalidRequest("Calibrate while no requests are running: they would be measured as well.")
             costs = calibrate(self.engine.target, say)
-            if isinstance(self.engine.drafter, TrimmedDrafter):
-                self.engine.drafter.costs = costs
+            for drafter in self._trimmed:
+                drafter.costs = costs
             self.engine.controller = self._controller or default_controller(self.engine.target, self.engine.drafter)
             return costs
 
@@ -189,6 +224,10 @@ class LLM:
         """Whether the costs of steps are known for this model on this machine."""
         # On the compute thread: the number of threads is part of the table's name, and each thread has its own.
         return ComputeThread.shared().call(lambda: known_costs(self.engine.target)) is not None
+
+    def accompany(self, companion: Companion | None) -> None:
+        """Let a companion hear how answers end and work between steps; None: nobody any more."""
+        self._worker.accompany(companion)
 
     def close(self) -> None:
         """Cancel everything and free the engine's thread."""
@@ -233,6 +272,27 @@ class LLM:
                 yield event
         finally:
             self._cancel(answering)
+
+    def submit(self, answers: list[Answer], listener: Listener) -> None:
+        """Run answers that `intake` made of one prompt; `listener` hears every event, on the compute thread.
+
+        For those who serve many callers and keep their own books; others have `stream` and `astream`.
+        """
+        self._worker.submit(answers, listener)
+
+    def cancel(self, request_id: int) -> None:
+        """End a request before the next step; its listener hears of it. One that has ended is left alone."""
+        self._worker.cancel(request_id)
+
+    @property
+    def pulse(self) -> Pulse:
+        """Signs of life."""
+        return self._worker.pulse
+
+    @property
+    def alive(self) -> bool:
+        """Whether there is still a thread to compute on."""
+        return self._worker.alive
 
     async def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncGenerator[Event, None]:
         """`stream` for an event loop. Leaving the loop early, or being cancelled, cancels the request."""
@@ -307,76 +367,7 @@ class LLM:
             return Result(prompt if isinstance(prompt, str) else None, (), (failed,))
 
     def _prepare(self, prompt: Prompt, params: SamplingParams) -> _Answering:
-        """Check everything a request could be refused for, and make its answers."""
-        text, tokens = self._encode(prompt)
-        self._check_tokens(tokens, params)
-        check_exact(self.laws.law_of(params.law), self.engine.drafter)
-        request_id = next(self._request_ids)
-        seed = secrets.randbits(63) if params.seed is None else params.seed
-        banned = tuple(tuple(ids) for word in params.bad_words for ids in self._spellings(word))
-        return _Answering(text, [self._answer(request_id, i, tokens, params, seed, banned) for i in range(params.n)])
-
-    def _answer(
-        self,
-        request_id: int,
-        index: int,
-        tokens: list[int],
-        params: SamplingParams,
-        seed: int,
-        banned: tuple[tuple[int, ...], ...],
-    ) -> Answer:
-        end_of_text = frozenset() if params.ignore_eos else self.tokenizer.eos_ids
-        law = self.laws.law_of(params.law)
-        return Answer(
-            id=next(self._sequence_ids),
-            request_id=request_id,
-            index=index,
-            tokens=list(tokens),
-            params=params,
-            seed=seed if index == 0 else fold_seed(seed, Purpose.SAMPLE, index),
-            max_length=min(len(tokens) + params.max_tokens, self.max_length),
-            stop_ids=end_of_text | set(params.stop_token_ids),
-            bad_words=banned,
-            text=TextStream(Detokenizer(self.tokenizer), params.stop),
-            arrived=time.perf_counter(),
-            law=law.name,
-            lossless=law.lossless,
-        )
-
-    def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt)
-        messages = [item for item in prompt if isinstance(item, dict)]
-        if messages and len(messages) == len(prompt):
-            text = self.tokenizer.render_chat(messages)
-            return text, self.tokenizer.encode(text, special=False)
-        if all(isinstance(item, int) for item in prompt):
-            return None, [item for item in prompt if isinstance(item, int)]
-        raise InvalidRequest("A prompt is a text, a list of token ids, or a list of chat messages.")
-
-    def _check_tokens(self, tokens: list[int], params: SamplingParams) -> None:
-        vocabulary = self.checkpoint.config.vocab_size
-        if not tokens:
-            raise InvalidRequest("The prompt is empty: give the model at least one token to continue from.")
-        if len(tokens) >= self.max_length:
-            raise InvalidRequest(
-                f"The prompt has {len(tokens)} tokens and the limit is {self.max_length - 1}: the model's context "
-                f"window is {self.checkpoint.config.max_positions} and the cache holds "
-                f"{self.engine.scheduler.tables.capacity}. Shorten the prompt or raise cache_tokens."
-            )
-        for name, ids in (
-            ("the prompt", tokens),
-            ("stop_token_ids", params.stop_token_ids),
-            ("logit_bias", params.logit_bias),
-        ):
-            outside = next((token for token in ids if not 0 <= token < vocabulary), None)
-            if outside is not None:
-                raise InvalidRequest(f"Token {outside} in {name} is not in the vocabulary (0 to {vocabulary - 1}).")
-
-    def _spellings(self, word: str) -> list[list[int]]:
-        """A word at the start of a text and inside one are different tokens; both are meant."""
-        found = [self.tokenizer.encode(text, special=False) for text in (word, f" {word}")]
-        return [ids for ids in found if ids]
+        return _Answering(*self.intake.answers(prompt, params))
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Event) -> None:

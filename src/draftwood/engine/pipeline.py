@@ -73,6 +73,10 @@ class Pipeline:
             self.rounds.seats.leave(seq.id)
         return events
 
+    def was_paused(self) -> None:
+        """The host was busy with something else: how long the round in flight took can no longer be told."""
+        self._disturbed = True
+
     def release(self, seq_id: int) -> None:
         """The sequence is gone."""
         self.rounds.seats.leave(seq_id)

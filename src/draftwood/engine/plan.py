@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TypeVar
 
 import torch
 
 from draftwood.engine.sequence import Sequence
 from draftwood.protocols import BatchView, Span
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class Plan:
         """What drafter and verifier may know of the sequences that sample."""
         items = [self.items[i] for i in self.sampling]
         lengths = [item.end for item in items]
-        depths = [item.seq.max_length - item.end - 1 for item in items]
+        depths = [min(item.seq.max_length - item.end - 1, item.seq.deepest) for item in items]
         integers = torch.tensor(
             [lengths, [item.seq.seed for item in items], [item.max_nodes for item in items], depths],
             dtype=torch.int64,
@@ -68,4 +72,11 @@ class Plan:
             temperature=torch.tensor([item.seq.params.temperature for item in items], device=device),
             max_nodes=integers[2],
             max_depth=integers[3],
+            predictions=_unless_empty(item.seq.prediction for item in items),
+            constraints=_unless_empty(item.seq.constraint for item in items),
         )
+
+
+def _unless_empty(values: Iterable[T]) -> tuple[T, ...]:
+    kept = tuple(values)
+    return kept if any(kept) else ()

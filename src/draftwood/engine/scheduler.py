@@ -85,7 +85,7 @@ class Scheduler:
     def schedule(self, budget: Budget) -> Plan:
         """Everybody who has caught up gets a row, then draft nodes and chunks share what rows are left."""
         self._admit()
-        share = self._node_rows(budget)
+        share = self._node_rows(max((seq.wanted_nodes(budget.max_nodes) for seq in self.running), default=0))
         items: dict[int, PlanItem] = {}
         for seq in sorted(self.running, key=lambda s: (self._pending(s) > 1, s.id)):
             rows = self.config.max_rows - sum(item.end - item.start + item.max_nodes for item in items.values())
@@ -95,7 +95,8 @@ class Scheduler:
             start = self.tables.num_cached(seq.id)
             if self._make_room(seq, start + pending, items):
                 guesses = self._pending(seq) == 1 and seq.max_length - len(seq.tokens) >= 2
-                items[seq.id] = PlanItem(seq, start, start + pending, share if guesses else 0)
+                nodes = min(share, seq.wanted_nodes(budget.max_nodes)) if guesses else 0
+                items[seq.id] = PlanItem(seq, start, start + pending, nodes)
         # Draft nodes get their pages last: nobody is pushed out for a guess.
         return Plan(tuple(self._with_pages(item) for item in items.values()))
 
@@ -106,7 +107,7 @@ class Scheduler:
         `ahead`: the most tokens a sequence may have earned there that nobody here has heard of; at least one.
         """
         self._admit()
-        nodes = self._node_rows(budget)
+        nodes = self._node_rows(budget.max_nodes)
         items: dict[int, PlanItem] = {}
         rows = self.config.max_rows
         for seq in sorted(self.running, key=lambda s: (self._pending(s) > 1, s.id)):
@@ -127,12 +128,12 @@ class Scheduler:
         """Pages for all nodes: where a tree branches, one may lie behind the longest text and still be part of it."""
         return self.tables.reserve(item.seq.id, item.end + ahead.get(item.seq.id, 0) + item.max_nodes + 1)
 
-    def _node_rows(self, budget: Budget) -> int:
+    def _node_rows(self, wanted: int) -> int:
         """Rows for one sequence's draft nodes: an even share, and half of the step while somebody has to catch up."""
         ready = sum(self._pending(seq) == 1 for seq in self.running)
         spare = max(0, self.config.max_rows - ready)
         shared = spare if ready == len(self.running) else spare // 2
-        return min(budget.max_nodes, shared // max(ready, 1))
+        return min(wanted, shared // max(ready, 1))
 
     def commit(self, plan: Plan, outcome: HostVerdict, logprobs: list[list[TokenLogprob]] | None = None) -> list[Event]:
         """Give every sequence what the step earned it; the one place where sequences change."""
@@ -187,6 +188,7 @@ class Scheduler:
                 break
             if seq.num_generated == 0:
                 seq.cached_prompt_tokens = cached
+                seq.admitted = seq.admitted or self.clock()
             self.running.append(self.waiting.popleft())
         self.waiting.extendleft(reversed(held))
 

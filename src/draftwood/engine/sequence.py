@@ -7,7 +7,12 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 from draftwood.engine.text import TextStream
+from draftwood.errors import GrammarError
+from draftwood.protocols import Constraint
 from draftwood.request import Event, FinishReason, SamplingParams, SpeculationStats, TokenLogprob
+
+PREDICTED = 32  # draft nodes for what the caller expects, beside the drafter's own
+DEEP = 1 << 20  # deeper than any tree
 
 
 @dataclass(eq=False)  # itself, not its like
@@ -27,6 +32,8 @@ class Sequence:
     arrived: float
     law: str = "match"
     lossless: bool = True
+    prediction: tuple[int, ...] = ()
+    constraint: Constraint | None = None
     prompt_length: int = field(init=False)
     cached_prompt_tokens: int = 0
     preemptions: int = 0
@@ -34,6 +41,7 @@ class Sequence:
     drafted: int = 0
     accepted: int = 0
     drift: float = 0.0  # nan once nobody knows
+    admitted: float | None = None
     first_token: float | None = None
 
     def __post_init__(self) -> None:
@@ -44,10 +52,22 @@ class Sequence:
         """Tokens of the answer so far."""
         return len(self.tokens) - self.prompt_length
 
+    @property
+    def deepest(self) -> int:
+        """Draft tokens one behind the other that its request allows."""
+        return DEEP if self.params.max_depth is None else self.params.max_depth
+
+    def wanted_nodes(self, nodes: int) -> int:
+        """Draft nodes it wants where others get `nodes`: also for what is predicted, within what its request allows."""
+        nodes += PREDICTED if self.prediction else 0
+        return nodes if self.params.max_nodes is None else min(nodes, self.params.max_nodes)
+
     def receive(
         self, gained: Tokens[int], num_accepted: int, num_drafted: int, now: float, drift: float = 0.0
     ) -> FinishReason | None:
         """Take a step's tokens one by one; whatever ends the answer cuts the rest off, accepted or not."""
+        if self.constraint is not None and self.constraint.error is not None:
+            raise GrammarError(self.constraint.error)
         self.steps += 1
         self.drift += drift
         self.drafted += num_drafted
@@ -80,6 +100,7 @@ class Sequence:
             cached_prompt_tokens=self.cached_prompt_tokens,
             preemptions=self.preemptions,
             seconds=now - self.arrived,
+            queued_seconds=(self.admitted or now) - self.arrived,
             first_token_seconds=(self.first_token or now) - self.arrived,
             law=self.law,
             lossless=self.lossless,

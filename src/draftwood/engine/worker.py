@@ -8,11 +8,16 @@ loaded, and every engine's steps are run, by the same thread.
 
 from __future__ import annotations
 
+import logging
+import math
 import queue
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import TypeVar
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from draftwood.engine.engine import Engine
 from draftwood.engine.sequence import Sequence
@@ -21,6 +26,32 @@ from draftwood.request import Event, FinishReason
 
 Listener = Callable[[Event], None]
 T = TypeVar("T")
+
+
+class Companion(Protocol):
+    """Shares the compute thread with an engine. It hears how answers end, and may work between two steps."""
+
+    def hear(self, answer: Sequence, reason: FinishReason) -> None:
+        """An answer has ended, however that was."""
+        ...
+
+    def wants(self, *, busy: bool) -> float:
+        """Seconds after which it would like to work, as things are now: 0 at once, infinite not at all."""
+        ...
+
+    def work(self) -> None:
+        """Do a piece of work that nobody minds waiting for."""
+        ...
+
+
+@dataclass
+class Pulse:
+    """Signs of life of an engine, written by the compute thread and read by anybody."""
+
+    steps: int = 0
+    failures: int = 0  # steps that ended in an exception
+    failure: str | None = None  # the last one's
+    since: float | None = None  # when the present step began; None: there is none
 
 
 class ComputeThread:
@@ -32,7 +63,8 @@ class ComputeThread:
     def __init__(self) -> None:
         self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._workers: list[Worker] = []
-        threading.Thread(target=self._run, name="draftwood-compute", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="draftwood-compute", daemon=True)
+        self._thread.start()
 
     @classmethod
     def shared(cls) -> ComputeThread:
@@ -59,6 +91,11 @@ class ComputeThread:
         self.post(order)
         return answer.result()
 
+    @property
+    def alive(self) -> bool:
+        """Whether anybody still does what it is told."""
+        return self._thread.is_alive()
+
     def enlist(self, worker: Worker) -> None:
         """Give `worker` its turns from now on."""
         self._workers.append(worker)
@@ -71,10 +108,21 @@ class ComputeThread:
         while True:
             busy = [worker for worker in self._workers if worker.busy]
             while not busy or not self._orders.empty():
-                self._orders.get()()
+                self._obey()
                 busy = [worker for worker in self._workers if worker.busy]
             for worker in busy:
                 worker.turn()
+
+    def _obey(self) -> None:
+        """Carry out the next order; until there is one, whoever wants to may use the time."""
+        patience = 0.0
+        while patience <= 0 and self._orders.empty():
+            patience = min((worker.rest() for worker in self._workers), default=math.inf)
+        try:
+            order = self._orders.get(timeout=None if math.isinf(patience) else patience)
+        except queue.Empty:
+            return
+        order()
 
 
 class Worker:
@@ -83,7 +131,9 @@ class Worker:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._thread = ComputeThread.shared()
-        self._listeners: dict[int, tuple[Listener, int]] = {}  # request -> (who, answers to come)
+        self._listeners: dict[int, tuple[Listener, dict[int, Sequence]]] = {}  # request -> (who, answers to come)
+        self._companion: Companion | None = None
+        self.pulse = Pulse()
         self._closed = False
         self._thread.post(lambda: self._thread.enlist(self))
 
@@ -97,11 +147,20 @@ class Worker:
         """End a request's answers before the next step; unknown or finished ones are left alone."""
         self._thread.post(lambda: self._end(request_id, FinishReason.CANCELLED))
 
+    def accompany(self, companion: Companion | None) -> None:
+        """Let a companion hear of answers and work between steps, instead of the one before; None: nobody."""
+        self._thread.post(lambda: self._let_in(companion))
+
     def close(self) -> None:
         """Cancel everything; when this returns, no step is running and none will."""
         if not self._closed:
             self._closed = True
             self._thread.call(self._leave)
+
+    @property
+    def alive(self) -> bool:
+        """Whether its thread is."""
+        return self._thread.alive
 
     @property
     def busy(self) -> bool:
@@ -110,20 +169,53 @@ class Worker:
 
     def turn(self) -> None:
         """One step, and the news it brings."""
+        self.pulse.since = time.monotonic()
         try:
             events = self._engine.step()
         except Exception as failure:
             events = self._give_up(failure)
+        self.pulse.steps += 1
+        self.pulse.since = None
         for event in events:
             self._tell(event)
+        self._give_way(busy=True)
+
+    def rest(self) -> float:
+        """Nobody has anything to do: let the companion work if it wants to. Seconds after which it will."""
+        return self._give_way(busy=False)
+
+    def _let_in(self, companion: Companion | None) -> None:
+        self._companion = companion
+
+    def _give_way(self, *, busy: bool) -> float:
+        """A chance for the companion; seconds until it wants the next one."""
+        if self._companion is None:
+            return math.inf
+        with self._parting():
+            wait = self._companion.wants(busy=busy)
+            if wait > 0:
+                return wait
+            self._companion.work()
+            self._engine.was_paused()
+        return 0.0
+
+    @contextmanager
+    def _parting(self) -> Iterator[None]:
+        """A companion that fails has been one: nobody's answer may depend on it."""
+        try:
+            yield
+        except Exception:
+            logging.getLogger(__name__).exception("What shared the compute thread has failed, and is left behind.")
+            self._companion = None
 
     def _leave(self) -> None:
         for request_id in list(self._listeners):
             self._end(request_id, FinishReason.CANCELLED)
+        self._companion = None
         self._thread.dismiss(self)
 
     def _accept(self, sequences: list[Sequence], listener: Listener) -> None:
-        self._listeners[sequences[0].request_id] = (listener, len(sequences))
+        self._listeners[sequences[0].request_id] = (listener, {seq.index: seq for seq in sequences})
         try:
             self._engine.scheduler.add(sequences)
         except DraftwoodError as refusal:
@@ -138,7 +230,10 @@ class Worker:
     def _give_up(self, failure: Exception) -> list[Event]:
         """A step failed: nobody can say whose fault it was, so all running answers end with the reason."""
         error = f"The engine failed: {type(failure).__name__}: {failure}"
-        requests = {seq.request_id for seq in self._engine.scheduler.running}
+        self.pulse.failures += 1
+        self.pulse.failure = error
+        # If it failed before anybody ran, it would fail for those who wait again and again.
+        requests = {seq.request_id for seq in self._engine.scheduler.running or self._engine.scheduler.waiting}
         return [
             event
             for request_id in sorted(requests)
@@ -146,11 +241,14 @@ class Worker:
         ]
 
     def _tell(self, event: Event) -> None:
-        listener, left = self._listeners[event.request_id]
-        if event.finished:
-            left -= 1
-            if left:
-                self._listeners[event.request_id] = (listener, left)
-            else:
+        listener, unfinished = self._listeners[event.request_id]
+        if event.finish_reason is not None:
+            self._mark_ended(unfinished.pop(event.index), event.finish_reason)
+            if not unfinished:
                 del self._listeners[event.request_id]
         listener(event)
+
+    def _mark_ended(self, answer: Sequence, reason: FinishReason) -> None:
+        if self._companion is not None:
+            with self._parting():
+                self._companion.hear(answer, reason)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from draftwood.growers.pickers import Best, ChildPicker, Frontier
-from draftwood.protocols import BatchView, Budget, FrontierModel, Grower, Randomness
+from draftwood.protocols import BatchView, Budget, ChainModel, FrontierModel, Grower, Randomness
 from draftwood.tree import POINT_CHAIN, POINT_TREE, DraftLaw
 from draftwood.treebuilder import TreeBuilder
 
@@ -60,6 +60,12 @@ class Levels:
     def grow(self, model: FrontierModel, view: BatchView, budget: Budget, rng: Randomness) -> TreeBuilder:
         """Level by level, until the shape, the budget or the room ends."""
         builder = start(view)
+        if self.law == POINT_CHAIN and isinstance(self.picker, Best) and isinstance(model, ChainModel):
+            lengths = torch.minimum(limits_of(view, budget), view.max_depth).clamp(0, len(self.widths))
+            longest = int(lengths.max())
+            if longest and (tokens := model.chain(view, longest)) is not None:
+                builder.add_chain(tokens, lengths)
+                return builder
         columns = torch.zeros_like(builder.root_tokens)[:, None]
         for depth, width in enumerate(self.widths):
             parents_alive = builder.alive.gather(1, columns) & (view.max_depth > depth)[:, None]

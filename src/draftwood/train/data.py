@@ -113,6 +113,10 @@ def invent_prompts(llm: LLM, count: int, max_tokens: int = 128, seed: int = 0) -
     Its chat template up to where the user's words begin is all it gets. Short and repeated ones are left out, so there
     may be fewer than `count`.
     """
+    if not llm.tokenizer.has_chat_template:
+        raise InvalidRequest(
+            "Only a model that knows conversations can invent what it is asked: give prompts (--data)."
+        )
     mark = "\u2042"
     opening = llm.tokenizer.render_chat([{"role": "user", "content": mark}]).partition(mark)[0]
     start = llm.tokenizer.encode(opening, special=False)

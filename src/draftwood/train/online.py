@@ -54,10 +54,10 @@ class AdaptConfig:
     share: float = 0.1  # of the time, at most
     length: int = 512  # tokens of a lesson: who asks meanwhile waits until it is over
     lessons: int = 64  # kept at most; what is older is forgotten
-    repeats: int = 4  # steps for each lesson
+    repeats: int = 2  # steps for each lesson
     window: int = 4  # lessons after which it is decided whose weights run
     clip: float = 1.0  # largest norm of a gradient
-    optimizer: OptimConfig = field(default_factory=lambda: OptimConfig(lr=3e-4, muon_lr=2e-3, weight_decay=0.0))
+    optimizer: OptimConfig = field(default_factory=lambda: OptimConfig(lr=8e-4, muon_lr=5e-3, weight_decay=0.0))
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -31,7 +31,15 @@ from draftwood.nets.parts import Mlp
 from draftwood.nets.pointwise import ResBlock
 from draftwood.nets.words import TargetWords
 from draftwood.train import state
-from draftwood.train.data import Corpus, PackedBatches, Texts, frequent_tokens, read_prompts, regenerate
+from draftwood.train.data import (
+    Corpus,
+    PackedBatches,
+    Texts,
+    frequent_tokens,
+    invent_prompts,
+    read_prompts,
+    regenerate,
+)
 from draftwood.train.evaluate import MAX_PROMPTS, MAX_TOKENS, decode_figures, held_out_batches, held_out_figures
 from draftwood.train.loop import CHECKPOINTS, FREE, Summary, TrainConfig, Trainer
 from draftwood.train.losses import parse_mix
@@ -63,6 +71,7 @@ class TrainJob:
     answers: int = 256  # tokens of an answer at most
     temperatures: tuple[float, ...] = (0.0, 1.0)
     prompts: int = 0  # at most; 0: all
+    invent: int = 0  # so many besides, which the target writes itself
     device: str = "auto"
     held_out: int = 0  # texts that are not learnt from; 0: a tenth, at most 200
     export: str = "bfloat16"
@@ -75,7 +84,7 @@ class TrainJob:
         for name in ("rows", "length", "answers"):
             if getattr(self, name) < 1:
                 raise InvalidRequest(f"{name} must be at least 1, not {getattr(self, name)}.")
-        for name in ("vocabulary", "prompts", "held_out"):
+        for name in ("vocabulary", "prompts", "invent", "held_out"):
             if getattr(self, name) < 0:
                 raise InvalidRequest(f"{name} must not be negative; leave it out for what is usual.")
         if not self.temperatures or min(self.temperatures) < 0:
@@ -135,9 +144,32 @@ def run(job: TrainJob, say: Say = print, log: Say | None = None) -> Outcome:
 
 def _prompts(job: TrainJob) -> list[str]:
     """All that are asked, none twice, in an order that mixes files and sources; the held-out ones are the last."""
-    prompts = list(dict.fromkeys(read_prompts(job.data)))
+    given = read_prompts(job.data) if job.data or not job.invent else []
+    prompts = list(dict.fromkeys([*given, *_invented(job)]))
     random.Random(job.training.seed).shuffle(prompts)
     return prompts[: job.prompts or None]
+
+
+def _invented(job: TrainJob) -> list[str]:
+    """What the target would be asked by its own account; written once, and kept beside the run."""
+    if not job.invent:
+        return []
+    facts = [job.model, job.invent, job.training.seed]
+    path = job.folder / f"prompts-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]}.json"
+    if not path.is_file():
+        with LLM(open_checkpoint(job.model), config=_answering(job)) as llm:
+            found = [text for wave in invent_prompts(llm, job.invent, seed=job.training.seed) for text in wave]
+        _let_go()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_suffix(".partial")
+        draft.write_text(json.dumps(found, indent=0))
+        os.replace(draft, path)
+    return json.loads(path.read_text())
+
+
+def _answering(job: TrainJob) -> EngineConfig:
+    on_gpu = EngineConfig(device=job.device).torch_device().type == "cuda"
+    return EngineConfig(device=job.device, cache_tokens=ANSWERING if on_gpu else 0)
 
 
 def _answers_key(job: TrainJob, prompts: list[str]) -> str:
@@ -208,10 +240,8 @@ def _answer(job: TrainJob, checkpoint: Checkpoint, prompts: list[str], waves: Pa
     if first >= len(prompts):
         return
     say(f"The target answers {len(prompts)} prompts{f', {first} of which it has before' if first else ''}.")
-    on_gpu = EngineConfig(device=job.device).torch_device().type == "cuda"
-    config = EngineConfig(device=job.device, cache_tokens=ANSWERING if on_gpu else 0)
     tokens = 0
-    with LLM(checkpoint, config=config) as llm:
+    with LLM(checkpoint, config=_answering(job)) as llm:
         for done, texts in regenerate(llm, prompts, job.answers, job.temperatures, job.training.seed, first):
             _save_whole(Corpus.of(texts), waves / f"{done:09d}.safetensors")
             tokens += sum(len(answer) for _, answer in texts)

@@ -1,0 +1,98 @@
+"""Several drafters in one batch: each request may name the one that guesses for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from draftwood.errors import InvalidRequest
+from draftwood.model.runner import ModelRunner
+from draftwood.protocols import BatchView, Budget, Drafter, Features, Randomness, Span
+from draftwood.tree import DraftLaw, TokenTree, Verdict
+from draftwood.treebuilder import Woven
+
+
+class OfferedDrafters:
+    """The drafter each request names, and one for those that name none.
+
+    What is promised about trees (`law`) is the default's promise: whoever names another drafter has to ask that one.
+    """
+
+    def __init__(self, default: Drafter, others: Mapping[str, Drafter]) -> None:
+        self.default = default
+        self.others = dict(others)
+        self._woven: Woven | None = None
+        self._guessing: list[Drafter] = []  # in the last proposal
+
+    @property
+    def law(self) -> DraftLaw:
+        """The default's."""
+        return self.default.law
+
+    @property
+    def max_nodes(self) -> int:
+        """The most anybody proposes."""
+        return max(drafter.max_nodes for drafter in self._all)
+
+    @property
+    def needs(self) -> frozenset[int]:
+        """What anybody needs."""
+        return frozenset().union(*(drafter.needs for drafter in self._all))
+
+    @property
+    def _all(self) -> list[Drafter]:
+        return list({id(drafter): drafter for drafter in (self.default, *self.others.values())}.values())
+
+    def drafter_of(self, name: str | None) -> Drafter:
+        """Who guesses for a request that names `name`."""
+        if name is None:
+            return self.default
+        if name not in self.others:
+            raise InvalidRequest(f"There is no drafter '{name}' here; there are {', '.join(self.others)}.")
+        return self.others[name]
+
+    def attach(self, target: ModelRunner) -> None:
+        """Tell those who want to know."""
+        for drafter in self._all:
+            attach = getattr(drafter, "attach", None)
+            if attach is not None:
+                attach(target)
+
+    def resident(self, target: ModelRunner) -> object | None:
+        """The default's: requests that name another go step by step."""
+        make = getattr(self.default, "resident", None)
+        return None if make is None else make(target)
+
+    def propose(self, view: BatchView, budget: Budget, rng: Randomness) -> TokenTree:
+        """Each drafter's trees for its own requests."""
+        whose = [self.drafter_of(params.drafter) for params in view.params]
+        self._guessing = list({id(drafter): drafter for drafter in whose}.values())
+        if len(self._guessing) == 1:
+            self._woven = None
+            return self._guessing[0].propose(view, budget, rng)
+        places = [[b for b, other in enumerate(whose) if other is drafter] for drafter in self._guessing]
+        parts = [
+            drafter.propose(view.take(rows), budget, rng) for drafter, rows in zip(self._guessing, places, strict=True)
+        ]
+        self._woven = Woven(parts, places)
+        return self._woven.tree
+
+    def read(self, spans: Sequence[Span], features: Features) -> None:
+        """Whoever needs something sees all texts: who will guess for a prompt is not known while it is read."""
+        for drafter in self._all:
+            if drafter.needs:
+                drafter.read(spans, {layer: features[layer] for layer in drafter.needs})
+
+    def observe(self, view: BatchView, tree: TokenTree, verdict: Verdict, features: Features) -> None:
+        """Tell each drafter what became of its own trees."""
+        if self._woven is None:
+            return self._guessing[0].observe(view, tree, verdict, features)
+        woven, self._woven = self._woven, None
+        for i, drafter in enumerate(self._guessing):
+            nodes = woven.nodes(i)
+            own = {layer: rows[nodes] for layer, rows in features.items()}
+            drafter.observe(view.take(woven.places[i]), woven.parts[i], woven.verdict(i, verdict), own)
+
+    def release(self, seq_id: int) -> None:
+        """Everybody forgets it."""
+        for drafter in self._all:
+            drafter.release(seq_id)

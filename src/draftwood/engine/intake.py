@@ -1,0 +1,164 @@
+"""From a prompt to answers in the making: everything a request can be refused for is found here, before it runs."""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from draftwood.drafters.by_request import OfferedDrafters
+from draftwood.engine.engine import check_exact
+from draftwood.engine.sequence import Sequence as Answer
+from draftwood.engine.text import TextStream
+from draftwood.errors import IncompatibleParts, InvalidRequest
+from draftwood.model.checkpoint import Checkpoint
+from draftwood.model.grammar import Grammars
+from draftwood.model.tokenizer import Detokenizer
+from draftwood.protocols import Constraint, Verifier
+from draftwood.request import SamplingParams
+from draftwood.rng import Purpose, fold_seed
+from draftwood.tree import POINT_TREE, DraftLaw
+from draftwood.verifiers import ByRequest, default_law
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, object]]  # a text, its tokens, or a conversation
+
+
+@dataclass(frozen=True)
+class Guessers:
+    """Who guesses, and by which laws."""
+
+    drafts: DraftLaw  # of the engine's own drafter
+    offered: OfferedDrafters | None  # whom a request may name; None: nobody, and no predictions either
+    laws: ByRequest
+    suits_itself: bool  # the engine's law was chosen for its drafter, so a request with other guesses gets another
+
+    def fitted(self, params: SamplingParams) -> SamplingParams:
+        """The same with a law that is exact for the guesses it will get; refused where there is none."""
+        drafts = self._drafts(params)
+        law = self.laws.law_of(params.law)
+        if params.law is None and self.suits_itself and law.refuses(drafts) is not None:
+            params = replace(params, law=default_law(drafts))
+            law = self.laws.law_of(params.law)
+        check_exact(law, drafts)
+        self._check_grammar(law, params)
+        return params
+
+    def _drafts(self, params: SamplingParams) -> DraftLaw:
+        if self.offered is None:
+            if params.drafter or params.prediction:
+                raise InvalidRequest(
+                    "This engine has one drafter for all and takes no predictions; make it with LLM(…, offers=[])."
+                )
+            return self.drafts
+        chosen = self.offered.drafter_of(params.drafter)
+        if params.max_nodes is not None and not params.prediction and params.max_nodes > chosen.max_nodes:
+            raise InvalidRequest(
+                f"max_nodes is {params.max_nodes}, and the drafter never proposes more than {chosen.max_nodes} nodes."
+            )
+        return POINT_TREE if params.prediction else chosen.law
+
+    def _check_grammar(self, law: Verifier, params: SamplingParams) -> None:
+        if params.grammar is not None and not law.lossless:
+            raise IncompatibleParts(
+                f"The law '{law.name}' may keep tokens that a grammar forbids; use a lossless one, such as match."
+            )
+
+
+class Intake:
+    """Checks requests, and makes their answers."""
+
+    def __init__(self, checkpoint: Checkpoint, guessers: Guessers, max_length: int, capacity: int) -> None:
+        self.tokenizer = checkpoint.tokenizer()
+        self.max_length = max_length
+        self._config = checkpoint.config
+        self._guessers = guessers
+        self._capacity = capacity
+        self._grammars = Grammars(self.tokenizer, checkpoint.config.vocab_size)
+        self._request_ids = itertools.count()
+        self._sequence_ids = itertools.count()
+
+    def answers(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, list[Answer]]:
+        """The prompt as a text, where it is one, and its answers in the making."""
+        text, tokens = self.encode(prompt)
+        self._check_tokens(tokens, params)
+        params = self._guessers.fitted(params)
+        request_id = next(self._request_ids)
+        seed = secrets.randbits(63) if params.seed is None else params.seed
+        first = self._answer(request_id, tokens, params, seed)
+        others = range(1, params.n)
+        return text, [first, *(self._sibling(first, i, fold_seed(seed, Purpose.SAMPLE, i)) for i in others)]
+
+    def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """The tokens of a text, of a conversation, or themselves."""
+        if isinstance(prompt, str):
+            return prompt, self.tokenizer.encode(prompt)
+        messages = [item for item in prompt if isinstance(item, Mapping)]
+        if messages and len(messages) == len(prompt):
+            text = self.tokenizer.render_chat(messages)
+            return text, self.tokenizer.encode(text, special=False)
+        if all(isinstance(item, int) for item in prompt):
+            return None, [item for item in prompt if isinstance(item, int)]
+        raise InvalidRequest("A prompt is a text, a list of token ids, or a list of chat messages.")
+
+    def _answer(self, request_id: int, tokens: list[int], params: SamplingParams, seed: int) -> Answer:
+        law = self._guessers.laws.law_of(params.law)
+        # A grammar says when it is complete by nothing but the end of text.
+        end_of_text = frozenset() if params.ignore_eos and params.grammar is None else self.tokenizer.eos_ids
+        return Answer(
+            id=next(self._sequence_ids),
+            request_id=request_id,
+            index=0,
+            tokens=list(tokens),
+            params=params,
+            seed=seed,
+            max_length=min(len(tokens) + params.max_tokens, self.max_length),
+            stop_ids=end_of_text | set(params.stop_token_ids),
+            bad_words=tuple(tuple(ids) for word in params.bad_words for ids in self._spellings(word)),
+            text=TextStream(Detokenizer(self.tokenizer), params.stop),
+            arrived=time.perf_counter(),
+            law=law.name,
+            lossless=law.lossless,
+            prediction=tuple(self.tokenizer.encode(params.prediction, special=False)) if params.prediction else (),
+            constraint=self._constraint(params),
+        )
+
+    def _sibling(self, first: Answer, index: int, seed: int) -> Answer:
+        """Another answer to the same prompt."""
+        return replace(
+            first,
+            id=next(self._sequence_ids),
+            index=index,
+            tokens=list(first.tokens),
+            seed=seed,
+            text=TextStream(Detokenizer(self.tokenizer), first.params.stop),
+            constraint=self._constraint(first.params),
+        )
+
+    def _constraint(self, params: SamplingParams) -> Constraint | None:
+        return None if params.grammar is None else self._grammars.start(params.grammar)
+
+    def _check_tokens(self, tokens: list[int], params: SamplingParams) -> None:
+        vocabulary = self._config.vocab_size
+        if not tokens:
+            raise InvalidRequest("The prompt is empty: give the model at least one token to continue from.")
+        if len(tokens) >= self.max_length:
+            raise InvalidRequest(
+                f"The prompt has {len(tokens)} tokens and the limit is {self.max_length - 1}: the model's context "
+                f"window is {self._config.max_positions} and the cache holds {self._capacity}. Shorten the prompt or "
+                "raise cache_tokens."
+            )
+        for name, ids in (
+            ("the prompt", tokens),
+            ("stop_token_ids", params.stop_token_ids),
+            ("logit_bias", params.logit_bias),
+        ):
+            outside = next((token for token in ids if not 0 <= token < vocabulary), None)
+            if outside is not None:
+                raise InvalidRequest(f"Token {outside} in {name} is not in the vocabulary (0 to {vocabulary - 1}).")
+
+    def _spellings(self, word: str) -> list[list[int]]:
+        """A word at the start of a text and inside one are different tokens; both are meant."""
+        found = [self.tokenizer.encode(text, special=False) for text in (word, f" {word}")]
+        return [ids for ids in found if ids]

@@ -1,0 +1,203 @@
+"""The routes, and what stands around them. `/` is left free for a page."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import Annotated, Any
+
+from fastapi import Body, Depends, FastAPI, Request
+from fastapi.openapi.utils import get_openapi
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST
+
+import draftwood
+from draftwood.engine.llm import LLM
+from draftwood.server.config import ServerConfig
+from draftwood.server.desk import Ticket
+from draftwood.server.doors import AccessLog, ApiKeys, BodyLimit, only_from_here
+from draftwood.server.errors import ApiError, install_handlers
+from draftwood.server.replies import (
+    ChatCompletion,
+    ErrorReply,
+    ModelCard,
+    ModelList,
+    State,
+    Text,
+    TextCompletion,
+    Tokens,
+    UnderWay,
+)
+from draftwood.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from draftwood.server.service import Service
+
+DRAINING = "draining"
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: {"model": ErrorReply, "description": text}
+    for status, text in {
+        400: "The request cannot run.",
+        401: "A key is missing.",
+        404: "There is no such thing.",
+        413: "The request is too large.",
+        429: "The queue is full.",
+        500: "The engine failed on the request.",
+        503: "The server is going down, or its engine is dead.",
+        408: "The deadline has passed.",
+    }.items()
+}
+
+
+def make_app(llm: LLM, config: ServerConfig, drafter: str = "none", offers: Sequence[str] = ()) -> FastAPI:
+    """An ASGI application over `llm`, whose drafter and offers are only named here."""
+    service = Service(llm, config, drafter, offers)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncGenerator[None, None]:
+        watching = asyncio.create_task(service.monitor.run())
+        yield
+        watching.cancel()
+        with suppress(asyncio.CancelledError):
+            await watching
+
+    app = FastAPI(
+        title="Draftwood",
+        version=draftwood.__version__,
+        summary="Lossless speculative decoding behind OpenAI's interface.",
+        lifespan=lifespan,
+        responses=REFUSALS,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.service = service
+    install_handlers(app)
+    _answering(app, service)
+    _reading(app, service)
+    _watching(app, service)
+    _managing(app, service)
+    app.add_middleware(ApiKeys, keys=config.api_keys)
+    app.add_middleware(BodyLimit, limit=config.max_body)
+    app.add_middleware(AccessLog, refused=service.metrics.refused)
+    app.openapi = lambda: _openapi(app)
+    return app
+
+
+def _answering(app: FastAPI, service: Service) -> None:
+    event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+    stream = {"content": {"text/event-stream": {"schema": event}}}
+
+    @app.post("/v1/chat/completions", responses={200: {"model": ChatCompletion, **stream}}, tags=["answers"])
+    async def chat_completions(body: Annotated[ChatRequest, Body()], request: Request) -> Response:
+        """Answer a conversation."""
+        return await service.chat(body, request)
+
+    @app.post("/v1/completions", responses={200: {"model": TextCompletion, **stream}}, tags=["answers"])
+    async def completions(body: Annotated[CompletionRequest, Body()], request: Request) -> Response:
+        """Continue texts."""
+        return await service.complete(body, request)
+
+
+def _reading(app: FastAPI, service: Service) -> None:
+    @app.get("/v1/models", tags=["models"])
+    async def models() -> ModelList:
+        """The model, its drafters and its law."""
+        return ModelList(data=[service.card])
+
+    @app.get("/v1/models/{name:path}", tags=["models"])
+    async def model(name: str) -> ModelCard:
+        """The same by name."""
+        service.check_model(name)
+        return service.card
+
+    # Not on the event loop: a long text takes a while.
+    @app.post("/tokenize", tags=["tokens"])
+    def tokenize(body: Annotated[TokenizeRequest, Body()]) -> Tokens:
+        """A text or a conversation as tokens."""
+        tokens = service.tokens(body)
+        return Tokens(count=len(tokens), max_model_len=service.llm.max_length, tokens=tokens)
+
+    @app.post("/detokenize", tags=["tokens"])
+    def detokenize(body: Annotated[DetokenizeRequest, Body()]) -> Text:
+        """Tokens as text."""
+        return Text(prompt=service.text(body.tokens))
+
+
+def _watching(app: FastAPI, service: Service) -> None:
+    @app.get("/health", tags=["state"], responses={200: {"model": State}, 503: {"model": State}})
+    async def health() -> JSONResponse:
+        """200 while the engine lives."""
+        service.monitor.look()
+        reason = service.monitor.reason
+        state = State(status="ok" if reason is None else "dead", reason=reason)
+        return JSONResponse(state.model_dump(), 200 if reason is None else 503)
+
+    @app.get("/ready", tags=["state"], responses={200: {"model": State}, 503: {"model": State}})
+    async def ready() -> JSONResponse:
+        """200 while new requests are taken in."""
+        closed = service.desk.closed_for
+        state = State(status="ready" if closed is None else "closed", reason=None if closed is None else closed.message)
+        return JSONResponse(state.model_dump(), 200 if closed is None else 503)
+
+    @app.get("/metrics", tags=["state"], response_class=Response)
+    def metrics() -> Response:
+        """Figures for Prometheus."""
+        return Response(service.metrics.page(), media_type=CONTENT_TYPE_LATEST)
+
+
+def _managing(app: FastAPI, service: Service) -> None:
+    here = [Depends(only_from_here)]
+    refused: dict[int | str, dict[str, Any]] = {403: {"model": ErrorReply}}
+
+    @app.get("/manage/requests", dependencies=here, responses=refused, tags=["management"])
+    async def under_way() -> list[UnderWay]:
+        """Requests that are being answered."""
+        return [_under_way(ticket) for ticket in service.desk.tickets]
+
+    @app.post("/manage/requests/{request_id}/cancel", dependencies=here, responses=refused, tags=["management"])
+    async def cancel(request_id: str) -> State:
+        """End a request."""
+        found = [ticket for ticket in service.desk.tickets if ticket.id == request_id]
+        if not found:
+            raise ApiError(404, f"No request '{request_id}' is under way.", "not_found")
+        for ticket in found:
+            ticket.fail(ApiError(503, "The request was cancelled on the server.", "cancelled"))
+        return State(status="cancelled")
+
+    @app.post("/manage/drain", dependencies=here, responses=refused, tags=["management"])
+    async def drain() -> State:
+        """Take no new requests in; those under way go on."""
+        service.desk.close_for(ApiError(503, "The server is being drained.", DRAINING, headers={"Retry-After": "5"}))
+        return State(status=DRAINING)
+
+    @app.post("/manage/resume", dependencies=here, responses=refused, tags=["management"])
+    async def resume() -> State:
+        """Take requests in again."""
+        if service.monitor.reason is not None:
+            raise ApiError(503, f"The engine is dead: {service.monitor.reason}", "engine_dead")
+        service.desk.closed_for = None
+        return State(status="ready")
+
+
+def _under_way(ticket: Ticket) -> UnderWay:
+    answers = [answer for answers in ticket.prompts for answer in answers]
+    return UnderWay(
+        id=ticket.id,
+        seconds=time.monotonic() - ticket.since,
+        open_answers=ticket.open_answers,
+        prompt_tokens=ticket.prompt_tokens,
+        completion_tokens=sum(answer.num_generated for answer in answers),
+    )
+
+
+def _openapi(app: FastAPI) -> dict[str, Any]:
+    """FastAPI's document without the shape of errors that we do not have."""
+    if app.openapi_schema is None:
+        document = get_openapi(title=app.title, version=app.version, summary=app.summary, routes=app.routes)
+        for operations in document["paths"].values():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)
+        for name in ("HTTPValidationError", "ValidationError"):
+            document["components"]["schemas"].pop(name, None)
+        app.openapi_schema = document
+    return app.openapi_schema

@@ -1,0 +1,172 @@
+"""Answers as they grow, piece by piece: text, log-probabilities that belong to it, calls, and what speculation did.
+
+A log-probability is told with the text of its token, and never for a token that a stop string took back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from draftwood.drafters.predicted import Alignment
+from draftwood.model.tokenizer import Detokenizer, Tokenizer
+from draftwood.request import Event, FinishReason, SpeculationStats, TokenLogprob
+from draftwood.server.tools import Call, CallReader
+
+
+@dataclass(frozen=True)
+class Spoken:
+    """A token of the answer with its log-probabilities, and where its text begins."""
+
+    logprob: TokenLogprob
+    start: int  # characters
+    end: int
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What an event adds to an answer."""
+
+    text: str
+    calls: list[Call]
+    tokens: list[Spoken]
+    finish: str | None
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to tell."""
+        return not (self.text or self.calls or self.tokens or self.finish)
+
+
+class _Margin:
+    """Holds log-probabilities back until the text of their tokens is certain."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._reader = Detokenizer(tokenizer)
+        self._read = 0  # characters of all tokens
+        self._told = 0  # characters that are certain
+        self._held: list[Spoken] = []
+
+    def add(self, event: Event) -> list[Spoken]:
+        """The tokens whose text is certain with this event."""
+        for entry in event.logprobs:
+            if self._tokenizer.piece(entry.token):  # what reads as nothing, such as the end of text, is not told
+                start = self._read
+                self._read += len(self._reader.push([entry.token]))
+                self._held.append(Spoken(entry, start, self._read))
+        self._told += len(event.text)
+        return self._released(last=event.finished)
+
+    def _released(self, *, last: bool) -> list[Spoken]:
+        count = 0
+        for spoken in self._held:
+            partly = last and spoken.start < self._told
+            if spoken.end > self._told and not partly:
+                break
+            count += 1
+        released, self._held = self._held[:count], self._held[count:]
+        return released
+
+
+@dataclass
+class Figures:
+    """What speculation did for one answer, step by step."""
+
+    accepted: list[int] = field(default_factory=list)
+    drafted: list[int] = field(default_factory=list)
+    _before: int = 0
+
+    def add(self, event: Event) -> None:
+        """An event with tokens is a step."""
+        if event.token_ids:
+            self.accepted.append(sum(event.accepted))
+            self.drafted.append(event.stats.drafted - self._before)
+            self._before = event.stats.drafted
+
+    def report(self, *, detailed: bool) -> dict[str, Any]:
+        """vLLM's block, by the steps that guessed something."""
+        steps = [(a, d) for a, d in zip(self.accepted, self.drafted, strict=True) if d]
+        accepted, drafted = sum(a for a, _ in steps), sum(d for _, d in steps)
+        most = max((a for a, _ in steps), default=0)
+        counts = Counter(a for a, _ in steps)
+        block: dict[str, Any] = {
+            "mean_acceptance_length": 1 + accepted / len(steps) if steps else 1.0,
+            "draft_acceptance_rate": accepted / drafted if drafted else 0.0,
+            "acceptance_histogram": [counts[i] for i in range(most + 1)] if steps else [],
+            "num_spec_steps": len(steps),
+            "num_accepted_draft_tokens": accepted,
+            "num_draft_tokens": drafted,
+            "num_spec_tokens": max((d for _, d in steps), default=0),
+        }
+        if detailed:
+            block |= {"per_step_accepted": self.accepted, "per_step_drafted": self.drafted}
+        return block
+
+
+class Choice:
+    """One answer of a request."""
+
+    def __init__(
+        self, index: int, tokenizer: Tokenizer, *, reads_calls: bool, prediction: tuple[int, ...] = ()
+    ) -> None:
+        self.index = index
+        self.text: list[str] = []
+        self.calls: list[Call] = []
+        self.tokens: list[Spoken] = []
+        self.finish: str | None = None
+        self.stats = SpeculationStats()
+        self.figures = Figures()
+        self.alignment = Alignment(prediction) if prediction else None
+        self._margin = _Margin(tokenizer)
+        self._calls = CallReader() if reads_calls else None
+
+    def add(self, event: Event) -> Delta:
+        """Take the news in, and say what they add."""
+        self.stats = event.stats
+        self.figures.add(event)
+        if self.alignment is not None:
+            self.alignment.follow(event.token_ids)
+        tokens = self._margin.add(event)
+        text, calls = self._read(event)
+        if event.finished:
+            self.finish = self._finish(event.finish_reason)
+        self.text.append(text)
+        self.calls += calls
+        self.tokens += tokens
+        return Delta(text, calls, tokens, self.finish)
+
+    def _read(self, event: Event) -> tuple[str, list[Call]]:
+        if self._calls is None:
+            return event.text, []
+        words, calls = self._calls.feed(event.text)
+        if event.finished:
+            more, further = self._calls.finish()
+            return words + more, calls + further
+        return words, calls
+
+    def _finish(self, reason: FinishReason | None) -> str:
+        if reason == FinishReason.STOP and self._calls is not None and self._calls.num_calls:
+            return "tool_calls"
+        return str(reason)
+
+
+def usage(choices: list[Choice], n: int, prompt_tokens: int) -> dict[str, Any]:
+    """What a request with `n` answers a prompt took. Guesses that came to nothing are no tokens of an answer."""
+    completion = sum(choice.stats.num_tokens for choice in choices)
+    aligned = [choice.alignment for choice in choices if choice.alignment is not None]
+    accepted = [min(a.matched, len(a.expected)) for a in aligned]
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion,
+        "total_tokens": prompt_tokens + completion,
+        # Further answers share the first one's prompt, which is nobody's saving.
+        "prompt_tokens_details": {"cached_tokens": sum(choice.stats.cached_prompt_tokens for choice in choices[::n])},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": sum(accepted),
+            "rejected_prediction_tokens": sum(len(a.expected) for a in aligned) - sum(accepted),
+            "reasoning_tokens": 0,
+            "audio_tokens": 0,
+        },
+    }

@@ -1,0 +1,212 @@
+"""Figures for Prometheus: vLLM's names under our prefix, and under its own if that is wanted.
+
+Everything is counted from the engine's events, so nothing is added to a step; gauges are read when somebody asks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from draftwood.engine.llm import LLM
+from draftwood.request import Event, FinishReason
+from draftwood.server.desk import News, Ticket
+
+PREFIX, ALIAS = "draftwood:", "vllm:"
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+QUICK = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
+SIZES = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536)
+
+
+@dataclass
+class _Course:
+    """What has been counted of one answer."""
+
+    steps: int = 0
+    drafted: int = 0
+    last: float = field(default_factory=time.perf_counter)
+
+
+class Metrics:
+    """Counts what it hears."""
+
+    def __init__(self, llm: LLM, model: str, *, vllm_names: bool) -> None:
+        self._llm = llm
+        self._registry = CollectorRegistry()
+        self._model = model
+        self._courses: dict[tuple[int, int], _Course] = {}
+        self._count_requests()
+        self._time_requests()
+        self._show_load()
+        if vllm_names:
+            self._registry.register(_Alias(self._registry))
+
+    def _counter(self, name: str, text: str, *more: str) -> Counter:
+        return Counter(f"{PREFIX}{name}", text, ("model_name", *more), registry=self._registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        made = Histogram(f"{PREFIX}{name}", text, ("model_name",), registry=self._registry, buckets=buckets)
+        return made.labels(self._model)
+
+    def _count_requests(self) -> None:
+        self._success = self._counter("request_success", "Answers that ended.", "finished_reason")
+        self._refused = self._counter("request_refused", "Requests that were answered with an error.", "status")
+        self._position = self._counter(
+            "spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by their place.", "position"
+        )
+        named = {
+            "prompt_tokens": "Tokens of prompts that were read.",
+            "generation_tokens": "Tokens of answers.",
+            "prefix_cache_queries": "Tokens of prompts that were looked for in the cache.",
+            "prefix_cache_hits": "Tokens of prompts that were found there.",
+            "spec_decode_num_drafts": "Steps of an answer that guessed something.",
+            "spec_decode_num_draft_tokens": "Draft tokens that the model scored.",
+            "spec_decode_num_accepted_tokens": "Draft tokens that were accepted.",
+        }
+        self._counts = {name: self._counter(name, text).labels(self._model) for name, text in named.items()}
+
+    def _time_requests(self) -> None:
+        timed = {
+            "time_to_first_token_seconds": ("From arrival to the first token.", SECONDS),
+            "inter_token_latency_seconds": ("Between the tokens of an answer.", QUICK),
+            "request_time_per_output_token_seconds": ("Mean of an answer, after its first token.", QUICK),
+            "e2e_request_latency_seconds": ("From arrival to the last token.", SECONDS),
+            "request_queue_time_seconds": ("Before it first ran.", SECONDS),
+            "request_inference_time_seconds": ("After it first ran.", SECONDS),
+            "request_prefill_time_seconds": ("From first running to the first token.", SECONDS),
+            "request_decode_time_seconds": ("From the first token to the last.", SECONDS),
+            "request_prompt_tokens": ("Tokens of a prompt.", SIZES),
+            "request_generation_tokens": ("Tokens of an answer.", SIZES),
+        }
+        self._times = {name: self._histogram(name, *about) for name, about in timed.items()}
+
+    def _show_load(self) -> None:
+        self._registry.register(_Load(self._llm, self._model))
+
+    def heard(self, ticket: Ticket, news: News) -> None:
+        """An event of some answer."""
+        _, event = news
+        key = event.request_id, event.index
+        course = self._courses.setdefault(key, _Course())
+        if event.token_ids:
+            self._count_step(event, course)
+        if event.finish_reason is not None:
+            self._count_end(event, event.finish_reason)
+            del self._courses[key]
+
+    def _count_step(self, event: Event, course: _Course) -> None:
+        now, count = time.perf_counter(), len(event.token_ids)
+        if course.steps == 0:
+            self._times["time_to_first_token_seconds"].observe(event.stats.first_token_seconds)
+            self._counts["prompt_tokens"].inc(event.stats.prompt_tokens)
+            self._counts["prefix_cache_queries"].inc(event.stats.prompt_tokens)
+            self._counts["prefix_cache_hits"].inc(event.stats.cached_prompt_tokens)
+        else:
+            self._times["inter_token_latency_seconds"].observe((now - course.last) / count)
+        self._counts["generation_tokens"].inc(count)
+        self._count_guesses(event, event.stats.drafted - course.drafted)
+        course.steps, course.drafted, course.last = course.steps + 1, event.stats.drafted, now
+
+    def _count_guesses(self, event: Event, drafted: int) -> None:
+        if not drafted:
+            return
+        accepted = sum(event.accepted)
+        self._counts["spec_decode_num_drafts"].inc()
+        self._counts["spec_decode_num_draft_tokens"].inc(drafted)
+        self._counts["spec_decode_num_accepted_tokens"].inc(accepted)
+        for position in range(accepted):
+            self._position.labels(self._model, str(position)).inc()
+
+    def _count_end(self, event: Event, reason: FinishReason) -> None:
+        stats = event.stats
+        ended = {FinishReason.CANCELLED: "abort", FinishReason.ERROR: "error"}.get(reason, str(reason))
+        self._success.labels(self._model, ended).inc()
+        decode = stats.seconds - stats.first_token_seconds
+        times = {
+            "e2e_request_latency_seconds": stats.seconds,
+            "request_queue_time_seconds": stats.queued_seconds,
+            "request_inference_time_seconds": stats.seconds - stats.queued_seconds,
+            "request_prefill_time_seconds": max(0.0, stats.first_token_seconds - stats.queued_seconds),
+            "request_decode_time_seconds": decode,
+            "request_prompt_tokens": stats.prompt_tokens,
+            "request_generation_tokens": stats.num_tokens,
+        }
+        for name, value in times.items():
+            self._times[name].observe(value)
+        if stats.num_tokens > 1:
+            self._times["request_time_per_output_token_seconds"].observe(decode / (stats.num_tokens - 1))
+
+    def refused(self, status: int) -> None:
+        """A request that got an error instead."""
+        self._refused.labels(self._model, str(status)).inc()
+
+    def page(self) -> bytes:
+        """Everything, as Prometheus reads it."""
+        return generate_latest(self._registry)
+
+
+class _Load(Collector):
+    """What the engine says of itself at the moment."""
+
+    def __init__(self, llm: LLM, model: str) -> None:
+        self._llm = llm
+        self._model = model
+
+    def collect(self) -> Iterable[Metric]:
+        """Read now."""
+        scheduler, pulse = self._llm.engine.scheduler, self._llm.pulse
+        pool = scheduler.tables.pool
+        gauges = {
+            "num_requests_running": ("Answers that run.", len(scheduler.running)),
+            "num_requests_waiting": ("Answers that wait.", len(scheduler.waiting)),
+            "kv_cache_usage_perc": ("Share of the cache in use, 1 being all.", 1 - pool.num_available / pool.num_pages),
+        }
+        counters = {
+            "num_preemptions": ("Answers that started over for lack of pages.", scheduler.num_preemptions),
+            "engine_steps": ("Steps.", pulse.steps),
+            "engine_failures": ("Steps that failed.", pulse.failures),
+        }
+        for family, figures in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):
+            for name, (text, value) in figures.items():
+                metric = family(f"{PREFIX}{name}", text, labels=("model_name",))
+                metric.add_metric((self._model,), value)
+                yield metric
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing in advance."""
+        return ()
+
+
+class _Alias(Collector):
+    """The same figures under vLLM's names, for dashboards and routers that know no others."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+        self._asking = False
+
+    def collect(self) -> Iterable[Metric]:
+        """Every other figure of the registry, renamed."""
+        if self._asking:  # the registry asks everybody, this one too
+            return
+        self._asking = True
+        try:
+            originals = list(self._registry.collect())
+        finally:
+            self._asking = False
+        for original in originals:
+            copy = Metric(_renamed(original.name), original.documentation, original.type)
+            copy.samples = [sample._replace(name=_renamed(sample.name)) for sample in original.samples]
+            yield copy
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing in advance."""
+        return ()
+
+
+def _renamed(name: str) -> str:
+    return ALIAS + name.removeprefix(PREFIX)

@@ -1,0 +1,144 @@
+"""From a ticket to an HTTP response: at once, or as server-sent events. Whoever hangs up is noticed without a token."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from draftwood.server.choices import Choice, usage
+from draftwood.server.desk import Ticket
+from draftwood.server.errors import ApiError, error_body, log
+from draftwood.server.writers import Writer
+
+CLIENT_GONE = 499  # what nginx writes into its log
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass
+class Reply:
+    """A request's answers on their way into a response."""
+
+    ticket: Ticket
+    choices: list[Choice]
+    n: int
+    writer: Writer
+    tells_usage: bool
+    report: str  # none, summary or detailed
+
+    def choice_of(self, prompt: int, index: int) -> Choice:
+        """The choice that an answer becomes."""
+        return self.choices[prompt * self.n + index]
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """What it took."""
+        return usage(self.choices, self.n, self.ticket.prompt_tokens)
+
+    @property
+    def metrics(self) -> dict[str, Any] | None:
+        """What speculation did, if that was asked for; of several answers it would be nobody's."""
+        if self.report == "none":
+            return None
+        only = self.choices[0].figures if len(self.choices) == 1 else None
+        block = None if only is None else only.report(detailed=self.report == "detailed")
+        return {"speculative_decoding": block}
+
+    async def whole(self) -> dict[str, Any]:
+        """Everything at once."""
+        while news := await self.ticket.news():
+            for prompt, event in news:
+                self.choice_of(prompt, event.index).add(event)
+        return self.writer.whole(self.choices, self.usage, self.metrics)
+
+    async def parts(self) -> AsyncGenerator[bytes, None]:
+        """Chunk by chunk; a failure is the last of them."""
+        try:
+            openings = [self.writer.opening(choice) for choice in self.choices]
+            yield b"".join(_event(opening) for opening in openings if opening is not None)
+            while news := await self.ticket.news():
+                deltas = [(choice := self.choice_of(i, event.index), choice.add(event)) for i, event in news]
+                chunks = [self.writer.chunk(choice, delta) for choice, delta in deltas if not delta.empty]
+                if chunks:
+                    yield b"".join(map(_event, chunks))
+            if self.tells_usage or self.metrics is not None:
+                yield _event(self.writer.closing(self.usage, self.metrics))
+        except ApiError as failure:
+            yield _event(failure.body)
+        except Exception:
+            log.exception("a stream has failed")
+            yield _event(error_body(500, "The server failed on this request; its log says why.", "internal_error"))
+        yield DONE
+
+
+def _event(data: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+
+
+async def answer_at_once(request: Request, reply: Reply) -> Response:
+    """Wait for the whole, unless the client hangs up."""
+    try:
+        whole = await _unless_gone(request.receive, reply.whole())
+    finally:
+        reply.ticket.close()
+    if whole is None:
+        return Response(status_code=CLIENT_GONE)
+    content = json.dumps(whole, ensure_ascii=False, separators=(",", ":")).encode()
+    return Response(content, media_type="application/json")
+
+
+async def _unless_gone(receive: Receive, work: Awaitable[dict[str, Any]]) -> dict[str, Any] | None:
+    """What `work` gives; None, and no more work, once the client is gone."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        return await working if working.done() else None
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await leaving
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(Response):
+    """Server-sent events; closed, with everything behind it, as soon as the client hangs up."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, reply: Reply) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._reply = reply
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send until the end of the answers or of the connection."""
+        sending, leaving = asyncio.ensure_future(self._send(send)), asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+        finally:
+            self._reply.ticket.close()
+            for task in (sending, leaving):
+                task.cancel()
+                with suppress(asyncio.CancelledError, OSError):
+                    await task
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async with aclosing(self._reply.parts()) as parts:
+            async for part in parts:
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})

@@ -1,0 +1,196 @@
+"""What clients may send. Unknown fields are accepted, as OpenAI's servers accept them; known ones are checked."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+INT64 = 1 << 63
+Seed = Annotated[int, Field(ge=-INT64, lt=INT64)]
+Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1, lt=1 << 31)]
+TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+StopText = Annotated[str, Field(min_length=1, max_length=256)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Open(BaseModel):
+    """Takes whatever else is there."""
+
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
+
+
+class StreamOptions(Open):
+    """What a stream carries besides the answer."""
+
+    include_usage: bool | None = None
+
+
+class Speculation(BaseModel):
+    """How one request is speculated for; what it does not say is as the server was started."""
+
+    model_config = ConfigDict(extra="forbid")  # a misspelt wish would be silently ignored
+
+    enabled: bool = True
+    drafter: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+        None, description="One of the drafters the server offers; see /v1/models."
+    )
+    law: Annotated[str, Field(min_length=1, max_length=256)] | None = Field(
+        None, description="An acceptance law, such as match or block; see `draftwood laws --list`."
+    )
+    max_nodes: Annotated[int, Field(ge=0, lt=1 << 31)] | None = Field(None, description="Draft nodes a step, at most.")
+    depth: Count | None = Field(None, description="Draft tokens one behind the other, at most.")
+    report: Literal["none", "summary", "detailed"] = Field(
+        "none", description="Acceptance figures in `metrics.speculative_decoding` of the answer."
+    )
+
+
+class Sampling(Open):
+    """What all answers have in common."""
+
+    model: str | None = None
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    top_p: Probability | None = None
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 31)] | None = None
+    min_p: Probability | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]], Field()] | None = (
+        Field(None, max_length=1024)
+    )
+    bad_words: Annotated[list[StopText], Field(max_length=64)] | None = None
+    stop: StopText | Annotated[list[StopText], Field(max_length=64)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
+    ignore_eos: bool | None = None
+    seed: Seed | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    speculation: Speculation | None = None
+    deadline: Seconds | None = Field(None, description="Seconds after which nobody waits for the answer any more.")
+
+
+class ContentPart(Open):
+    """A piece of a message."""
+
+    type: str
+    text: str | None = None
+
+
+class FunctionCall(Open):
+    """A call as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Open):
+    """A call in an earlier answer."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class Message(Open):
+    """Something somebody said."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[ContentPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class JsonSchema(Open):
+    """A named schema."""
+
+    name: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Open):
+    """What an answer has to be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class Function(Open):
+    """A function that the model may call."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Open):
+    """A tool; there are only functions."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Open):
+    """Which function."""
+
+    name: str
+
+
+class NamedTool(Open):
+    """Exactly this tool."""
+
+    type: Literal["function"] = "function"
+    function: NamedFunction
+
+
+class Prediction(Open):
+    """What the answer will probably resemble."""
+
+    type: Literal["content"]
+    content: str | list[ContentPart]
+
+
+class ChatRequest(Sampling):
+    """A conversation to go on with."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Count | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    response_format: ResponseFormat | None = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    prediction: Prediction | None = None
+
+
+class CompletionRequest(Sampling):
+    """A text to go on with."""
+
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None
+    suffix: str | None = None
+    best_of: int | None = None
+    prediction: Prediction | None = None
+
+
+class TokenizeRequest(Open):
+    """A text, or a conversation as the model would read it."""
+
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    add_special_tokens: bool = True
+
+
+class DetokenizeRequest(Open):
+    """Tokens to be read."""
+
+    tokens: list[TokenId]

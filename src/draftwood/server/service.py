@@ -1,0 +1,166 @@
+"""What the routes do: ask, wait, answer. One service is one engine with its desk."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import Response
+
+from draftwood.engine.intake import Prompt
+from draftwood.engine.llm import LLM
+from draftwood.engine.sequence import Sequence as Answer
+from draftwood.request import SamplingParams
+from draftwood.server.asking import chat_params, chat_prompt, completion_params
+from draftwood.server.choices import Choice
+from draftwood.server.config import ServerConfig
+from draftwood.server.desk import Desk, Ticket
+from draftwood.server.errors import ApiError, invalid
+from draftwood.server.health import Monitor
+from draftwood.server.metrics import Metrics
+from draftwood.server.replies import ModelCard
+from draftwood.server.responses import EventStream, Reply, answer_at_once
+from draftwood.server.schemas import ChatRequest, CompletionRequest, Sampling, TokenizeRequest
+from draftwood.server.tools import ToolBox
+from draftwood.server.writers import ChatWriter, CompletionWriter, Writer
+
+
+class Service:
+    """Answers requests with one engine."""
+
+    def __init__(self, llm: LLM, config: ServerConfig, drafter: str, offers: Sequence[str]) -> None:
+        self.llm = llm
+        self.config = config
+        self.drafters = list(dict.fromkeys((drafter, "none", *offers)))
+        self.metrics = Metrics(llm, config.model_name, vllm_names=config.vllm_names)
+        self.desk = Desk(llm, config, self.metrics.heard)
+        self.monitor = Monitor(llm, self.desk, config.stall_seconds)
+        self.started = int(time.time())
+
+    @property
+    def card(self) -> ModelCard:
+        """The model, for /v1/models."""
+        return ModelCard(
+            id=self.config.model_name,
+            created=self.started,
+            max_model_len=self.llm.max_length,
+            drafter=self.drafters[0],
+            drafters=self.drafters,
+            law=self.llm.laws.default.name,
+        )
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse other models' names."""
+        if name is not None and name != self.config.model_name:
+            raise ApiError(
+                404, f"The model '{name}' is not here; '{self.config.model_name}' is.", "model_not_found", "model"
+            )
+
+    async def chat(self, body: ChatRequest, request: Request) -> Response:
+        """Go on with a conversation."""
+        self.check_model(body.model)
+        toolbox = ToolBox.of(body)
+        params = chat_params(body, toolbox, self.llm.max_length)
+        writer = ChatWriter(
+            self.config.model_name, self.llm.tokenizer, tells_usage=_tells_usage(body), logprobs=bool(body.logprobs)
+        )
+
+        def prepare() -> list[list[Answer]]:
+            return self._answers([chat_prompt(self.llm.tokenizer, body.messages, toolbox)], params)
+
+        ticket = await self._take(body, request, prepare, params.n)
+        return await self._respond(body, request, ticket, params, writer, reads_calls=toolbox is not None)
+
+    async def complete(self, body: CompletionRequest, request: Request) -> Response:
+        """Go on with texts."""
+        self.check_model(body.model)
+        params = completion_params(body)
+        prompts = _prompts(body)
+        writer = CompletionWriter(
+            self.config.model_name,
+            self.llm.tokenizer,
+            [self._as_text(prompt) for prompt in prompts for _ in range(params.n)] if body.echo else [],
+            tells_usage=_tells_usage(body),
+            logprobs=body.logprobs is not None,
+        )
+        count = len(prompts) * params.n
+        ticket = await self._take(body, request, lambda: self._answers(prompts, params), count)
+        return await self._respond(body, request, ticket, params, writer, reads_calls=False)
+
+    def _answers(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[list[Answer]]:
+        return [self.llm.intake.answers(prompt, params)[1] for prompt in prompts]
+
+    def _as_text(self, prompt: Prompt) -> str:
+        return (
+            prompt if isinstance(prompt, str) else self.llm.tokenizer.decode([t for t in prompt if isinstance(t, int)])
+        )
+
+    async def _take(self, body: Sampling, request: Request, prepare: Any, count: int) -> Ticket:
+        deadline = self.config.deadline if body.deadline is None else body.deadline
+        return await self.desk.take(request.state.request_id, prepare, count, deadline, patient=not body.stream)
+
+    async def _respond(
+        self,
+        body: Sampling,
+        request: Request,
+        ticket: Ticket,
+        params: SamplingParams,
+        writer: Writer,
+        *,
+        reads_calls: bool,
+    ) -> Response:
+        choices = [
+            Choice(i, self.llm.tokenizer, reads_calls=reads_calls, prediction=answer.prediction)
+            for i, answer in enumerate(answer for answers in ticket.prompts for answer in answers)
+        ]
+        report = "none" if body.speculation is None else body.speculation.report
+        reply = Reply(ticket, choices, params.n, writer, _tells_usage(body), report)
+        request.state.figures = lambda: _figures(reply)
+        return EventStream(reply) if body.stream else await answer_at_once(request, reply)
+
+    def tokens(self, body: TokenizeRequest) -> list[int]:
+        """A text or a conversation as tokens."""
+        if (body.prompt is None) == (body.messages is None):
+            raise invalid("Give either a prompt or messages.", "prompt")
+        if body.messages is not None:
+            return chat_prompt(self.llm.tokenizer, body.messages, None)
+        return self.llm.tokenizer.encode(body.prompt or "", special=body.add_special_tokens)
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """Tokens as text."""
+        limit = self.llm.checkpoint.config.vocab_size
+        outside = next((token for token in tokens if token >= limit), None)
+        if outside is not None:
+            raise invalid(f"Token {outside} is not in the vocabulary (0 to {limit - 1}).", "tokens")
+        return self.llm.tokenizer.decode(tokens, skip_special=False)
+
+
+def _tells_usage(body: Sampling) -> bool:
+    return bool(body.stream and body.stream_options is not None and body.stream_options.include_usage)
+
+
+def _prompts(body: CompletionRequest) -> list[Prompt]:
+    """One prompt, or each of a list."""
+    given = body.prompt
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        return [given]  # type: ignore[list-item]
+    if not given:
+        raise invalid("There is no prompt.", "prompt")
+    return list(given)  # type: ignore[arg-type]
+
+
+def _figures(reply: Reply) -> dict[str, Any]:
+    """What the access log says of a request."""
+    stats = [choice.stats for choice in reply.choices]
+    tokens, steps = sum(s.num_tokens for s in stats), sum(s.steps for s in stats)
+    first = min((s.first_token_seconds for s in stats if s.steps), default=None)
+    return {
+        "prompt_tokens": reply.ticket.prompt_tokens,
+        "completion_tokens": tokens,
+        "tokens_per_step": round(tokens / steps, 3) if steps else None,
+        "first_token_seconds": None if first is None else round(first, 4),
+        "finish": [choice.finish for choice in reply.choices],
+        "failure": None if reply.ticket.failure is None else reply.ticket.failure.code,
+    }

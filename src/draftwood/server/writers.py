@@ -1,0 +1,179 @@
+"""Answers in OpenAI's words: the whole object, or chunks of it."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from draftwood.model.tokenizer import Tokenizer
+from draftwood.server.choices import Choice, Delta, Spoken
+from draftwood.server.tools import Call
+
+Json = dict[str, Any]
+
+
+class Writer(Protocol):
+    """Writes one response."""
+
+    id: str
+
+    def opening(self, choice: Choice) -> Json | None:
+        """The first chunk of an answer, if there is one before its first words."""
+        ...
+
+    def chunk(self, choice: Choice, delta: Delta) -> Json:
+        """News of an answer."""
+        ...
+
+    def closing(self, usage: Json, metrics: Json | None) -> Json:
+        """The chunk behind all answers that says what they took."""
+        ...
+
+    def whole(self, choices: Sequence[Choice], usage: Json, metrics: Json | None) -> Json:
+        """Everything at once."""
+        ...
+
+
+class _Envelope:
+    """What is the same around every response."""
+
+    prefix: str
+    kind: str
+    chunk_kind: str
+
+    def __init__(self, model: str, tokenizer: Tokenizer, *, tells_usage: bool, logprobs: bool) -> None:
+        self.id = f"{self.prefix}-{secrets.token_hex(12)}"
+        self._created = int(time.time())
+        self._model = model
+        self._tokenizer = tokenizer
+        self._tells_usage = tells_usage
+        self._logprobs = logprobs
+
+    def _wrapped(self, kind: str, choices: list[Json]) -> Json:
+        return {"id": self.id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
+
+    def _as_chunk(self, *choices: Json) -> Json:
+        chunk = self._wrapped(self.chunk_kind, list(choices))
+        return chunk | {"usage": None} if self._tells_usage else chunk
+
+    def closing(self, usage: Json, metrics: Json | None) -> Json:
+        """No answer, but what the answers took."""
+        return self._wrapped(self.chunk_kind, []) | {"usage": usage} | _if_there(metrics)
+
+    def whole(self, choices: Sequence[Choice], usage: Json, metrics: Json | None) -> Json:
+        """Everything at once."""
+        return self._wrapped(self.kind, [self.choice(c) for c in choices]) | {"usage": usage} | _if_there(metrics)
+
+    def choice(self, choice: Choice) -> Json:
+        """A finished answer."""
+        raise NotImplementedError
+
+    def _spelled(self, token: int) -> bytes:
+        return self._tokenizer.piece(token, skip_special=False)
+
+
+def _if_there(metrics: Json | None) -> Json:
+    return {} if metrics is None else {"metrics": metrics}
+
+
+class ChatWriter(_Envelope):
+    """Messages."""
+
+    prefix = "chatcmpl"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+
+    def opening(self, choice: Choice) -> Json | None:
+        """Who speaks."""
+        return self._as_chunk(self._delta(choice, {"role": "assistant", "content": ""}, None, []))
+
+    def chunk(self, choice: Choice, delta: Delta) -> Json:
+        """More words, or calls."""
+        said: Json = {"content": delta.text} if delta.text or delta.tokens else {}
+        if delta.calls:
+            first = len(choice.calls) - len(delta.calls)
+            said["tool_calls"] = [{"index": first + i} | _call(call) for i, call in enumerate(delta.calls)]
+        return self._as_chunk(self._delta(choice, said, delta.finish, delta.tokens))
+
+    def _delta(self, choice: Choice, said: Json, finish: str | None, tokens: Sequence[Spoken]) -> Json:
+        return {"index": choice.index, "delta": said, "logprobs": self._margin(tokens), "finish_reason": finish}
+
+    def choice(self, choice: Choice) -> Json:
+        """A message."""
+        text = "".join(choice.text)
+        message: Json = {"role": "assistant", "content": text if text or not choice.calls else None, "refusal": None}
+        if choice.calls:
+            message["tool_calls"] = [_call(call) for call in choice.calls]
+        logprobs = self._margin(choice.tokens) or ({"content": [], "refusal": None} if self._logprobs else None)
+        return {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish}
+
+    def _margin(self, tokens: Sequence[Spoken]) -> Json | None:
+        return {"content": [self._entry(spoken) for spoken in tokens], "refusal": None} if tokens else None
+
+    def _entry(self, spoken: Spoken) -> Json:
+        top = [self._named(token, logprob) for token, logprob in spoken.logprob.top]
+        return self._named(spoken.logprob.token, spoken.logprob.logprob) | {"top_logprobs": top}
+
+    def _named(self, token: int, logprob: float) -> Json:
+        spelled = self._spelled(token)
+        return {"token": spelled.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(spelled)}
+
+
+def _call(call: Call) -> Json:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+
+
+class CompletionWriter(_Envelope):
+    """Continued texts."""
+
+    prefix = "cmpl"
+    kind = "text_completion"
+    chunk_kind = "text_completion"
+
+    def __init__(
+        self, model: str, tokenizer: Tokenizer, echoes: Sequence[str], *, tells_usage: bool, logprobs: bool
+    ) -> None:
+        super().__init__(model, tokenizer, tells_usage=tells_usage, logprobs=logprobs)
+        self._echoes = echoes  # what is repeated before each answer
+
+    def _echo(self, choice: Choice) -> str:
+        return self._echoes[choice.index] if self._echoes else ""
+
+    def opening(self, choice: Choice) -> Json | None:
+        """The prompt, if it is to be repeated."""
+        return self._as_chunk(_text(choice, self._echo(choice), None, None)) if self._echo(choice) else None
+
+    def chunk(self, choice: Choice, delta: Delta) -> Json:
+        """More text."""
+        return self._as_chunk(_text(choice, delta.text, self._margin(delta.tokens, choice), delta.finish))
+
+    def choice(self, choice: Choice) -> Json:
+        """A text."""
+        text = self._echo(choice) + "".join(choice.text)
+        return _text(choice, text, self._margin(choice.tokens, choice), choice.finish)
+
+    def _margin(self, tokens: Sequence[Spoken], choice: Choice) -> Json | None:
+        if not self._logprobs:
+            return None
+        before = len(self._echo(choice))
+        return {
+            "tokens": [self._read(spoken.logprob.token) for spoken in tokens],
+            "token_logprobs": [finite(spoken.logprob.logprob) for spoken in tokens],
+            "top_logprobs": [{self._read(t): finite(p) for t, p in spoken.logprob.top} for spoken in tokens],
+            "text_offset": [before + spoken.start for spoken in tokens],
+        }
+
+    def _read(self, token: int) -> str:
+        return self._spelled(token).decode("utf-8", "replace")
+
+
+def _text(choice: Choice, text: str, logprobs: Json | None, finish: str | None) -> Json:
+    return {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+
+
+def finite(logprob: float) -> float:
+    """JSON has no infinity; OpenAI writes -9999 for what never happens."""
+    return max(logprob, -9999.0)
