@@ -17,6 +17,7 @@ from draftwood.drafters.scripted import ScriptedDrafter
 from draftwood.engine.controller import FixedBudget
 from draftwood.engine.memory import token_bytes, weight_bytes
 from draftwood.engine.worker import ComputeThread
+from draftwood.growers.levels import MAX_NODES
 from draftwood.model.checkpoint import open_checkpoint
 from draftwood.model.config import ModelConfig
 from draftwood.protocols import Drafter
@@ -65,6 +66,7 @@ class Setup:
     weights: str = "stored"
     cache_tokens: int | None = None
     max_running: int | None = None
+    whole: bool = False  # always all of the tree
 
     def __str__(self) -> str:
         parts = [self.drafter.split("/")[0], self.tree or "", "strict" if self.strict else ""]
@@ -135,6 +137,8 @@ class Lab:
         )
         drafter = self.scripts[setup.drafter]() if setup.drafter in self.scripts else setup.drafter
         all_of_it = FixedBudget(self.sizes.depth) if self.fixed or setup.drafter in self.scripts else None
+        if setup.whole:
+            all_of_it = FixedBudget(MAX_NODES)
         start = time.perf_counter()
         llm = LLM(self.standin, drafter=drafter, tree=setup.tree, law=setup.law, config=config, controller=all_of_it)
         print(f"  [{setup}: loaded in {time.perf_counter() - start:.1f} s]", flush=True)

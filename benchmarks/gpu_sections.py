@@ -287,7 +287,7 @@ def trained(lab: Lab) -> Iterator[Row]:
         best: dict[str, float] = {}
         for shape in TRAINED_TREES:
             for task, texts in TASKS.items():
-                speed, length = _one_at_a_time(lab, Setup(str(folder), shape, max_running=1), texts)
+                speed, length = _one_at_a_time(lab, Setup(str(folder), shape, max_running=1, whole=True), texts)
                 ratio = speed / speeds[task][0]
                 print(
                     f"{folder.name} {shape} {task}: {speed:.0f} tok/s, {ratio:.2f} x, {length:.2f} tok/step", flush=True
