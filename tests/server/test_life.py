@@ -18,9 +18,17 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+import torch
 
-from draftwood import LLM
+from draftwood import LLM, SamplingParams
+from draftwood.cli.flags import EngineFlags
+from draftwood.cli.serve import ServeFlags, run_serve
+from draftwood.errors import InvalidRequest
+from draftwood.model.checkpoint import open_checkpoint
+from draftwood.nets.export import export
+from draftwood.nets.words import TargetWords
 from serving import NAME, SMALL, Serving, http_request, serving
+from tiny import CPU, random_net
 
 MESSAGES = [{"role": "user", "content": "the cat sat on the mat"}]
 LONG = {"messages": MESSAGES, "max_tokens": 1500, "ignore_eos": True, "stream": True}
@@ -224,6 +232,32 @@ def test_the_command_serves_until_it_is_told_to_stop(folder: Path) -> None:
         process.kill()
         process.stderr.close()
         process.wait()
+
+
+class _AlreadyOver:
+    """A server that was told to stop before it began."""
+
+    engine_died, started = False, True
+
+    def __init__(self, *_: object) -> None:
+        pass
+
+    def run(self) -> None:
+        pass
+
+
+def test_a_drafter_that_learns_while_it_serves_is_kept(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("draftwood.server.run.DrainingServer", _AlreadyOver)
+    words = TargetWords(open_checkpoint(folder), CPU, torch.float32)
+    drafter = export(random_net("eagle3", words), tmp_path / "drafter", str(folder), {})
+    kept = tmp_path / "kept"
+    run_serve(EngineFlags(model=str(folder), drafter=str(drafter), device="cpu"), ServeFlags(adapt=kept))
+    with LLM(folder, drafter=str(kept)) as llm:
+        assert llm.generate("abc", SamplingParams(max_tokens=4)).stats.num_tokens == 4
+    with pytest.raises(InvalidRequest, match="cannot learn"):
+        run_serve(EngineFlags(model=str(folder), drafter="ngram"), ServeFlags(adapt=kept))
 
 
 def _answers(port: int) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from draftwood.cli.flags import EngineFlags
 from draftwood.cli.screen import say
-from draftwood.cli.session import open_llm
+from draftwood.cli.session import check_adaptable, open_llm, start_adapting
 from draftwood.errors import InvalidRequest
 
 if TYPE_CHECKING:
@@ -39,6 +40,9 @@ class ServeFlags:
     offer: Annotated[
         list[str] | None, _option("A drafter that requests may name; may be given several times.", "Parts")
     ] = None
+    adapt: Annotated[
+        Path | None, _option("Let a trained drafter learn from the answers, and keep it in this folder.", "Parts")
+    ] = None
     max_running: Annotated[int, _option("Answers at a time; 0: 64 on a CPU, 256 on a GPU.", "Machine")] = 0
     max_queue: Annotated[int, _option("Answers that may wait; others are told to come back later.", "Server")] = 256
     deadline: Annotated[float, _option("Seconds a request may take.", "Server")] = 600.0
@@ -67,12 +71,17 @@ def run_serve(engine: EngineFlags, flags: ServeFlags) -> None:
     except ImportError as error:
         raise InvalidRequest(f"Serving needs {error.name}: pip install 'draftwood[serve]'.") from error
     config = flags.config(engine.model)
+    if flags.adapt is not None:
+        check_adaptable(engine)
     set_up_logging()
     llm = open_llm(engine, offers=tuple(flags.offer or ()), max_running=flags.max_running)
+    adapter = start_adapting(llm) if flags.adapt is not None else None
     app = make_app(llm, config, engine.drafter, flags.offer or ())
     say(f"{config.model_name} with {engine.drafter} at http://{flags.host}:{flags.port}/v1")
     server = DrainingServer(app, flags.host, flags.port)
     server.run()
     if server.engine_died or not server.started:
         raise typer.Exit(1)  # nobody waits for a thread that may never come back
+    if adapter is not None and flags.adapt is not None:
+        say(f"The drafter, adopted anew {adapter.progress.adopted} times, is in {adapter.save(flags.adapt)}")
     llm.close()
