@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from draftwood.errors import InvalidRequest
 from draftwood.train import state
 from draftwood.train.loop import Summary, TrainConfig, Trainer
-from draftwood.train.losses import Running
 from draftwood.train.optim import OptimConfig
 from draftwood.train.schedule import Schedule
 
@@ -29,6 +28,19 @@ class Killed(Exception):
     pass
 
 
+class Running(nn.Module):
+    """A mean that training moves, and that no gradient knows of."""
+
+    mean: Tensor
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(size))
+
+    def update(self, values: Tensor) -> None:
+        self.mean.lerp_(values.mean(0), 0.5)
+
+
 class Toy:
     """An MLP with all that a resumed run could get wrong: dropout, Python's random numbers, a running buffer."""
 
@@ -38,7 +50,7 @@ class Toy:
             {
                 "embed": nn.Embedding(8, 6),
                 "body": nn.Sequential(nn.Linear(6, 10), nn.Dropout(0.3), nn.Tanh(), nn.Linear(10, 3)),
-                "running": Running(3, memory=0.5),
+                "running": Running(3),
             }
         )
         self.seen: list[int] = []
@@ -51,7 +63,7 @@ class Toy:
         out = self.module["body"](self.module["embed"](batch % 8))  # [8, 3]
         running = self.module["running"]
         running.update(out.detach().sigmoid())  # type: ignore[operator]
-        weights = running.chances() + random.random()  # type: ignore[operator]
+        weights = running.mean + random.random()  # type: ignore[operator]
         wanted = (batch % 8 / 8)[:, None]
         loss = ((out - wanted).square() * weights).mean()
         return {"loss": loss, "half": loss.detach() / 2, "tokens": torch.tensor(len(batch))}
