@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from draftwood.cache.resident import resident_of
 from draftwood.cache.seats import Seats
 from draftwood.config import EngineConfig
 from draftwood.drafters.by_request import OfferedDrafters
@@ -295,8 +296,7 @@ def build_rounds(
     target: ModelRunner, drafter: Drafter, law_of: Callable[[str | None], Verifier], config: EngineConfig
 ) -> Rounds | None:
     """Rounds on the device, if the drafter can live there; None: the host takes part in every step."""
-    make = getattr(drafter, "resident", None)
-    resident = make(target) if make is not None and target.device.type == "cuda" else None
+    resident = resident_of(drafter, target) if target.device.type == "cuda" else None
     if resident is None:
         return None
     tables = target.cache.tables

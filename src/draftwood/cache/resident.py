@@ -1,16 +1,19 @@
-"""What a drafter is to rounds that run on the device."""
+"""Drafters that live beside the target, under its pages; what a drafter is to rounds that run on the device."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from draftwood.cache.seats import Kind, SeatedView
 from draftwood.model.batch import ForwardBatch
-from draftwood.protocols import BatchView, Features, Randomness, Verifier
+from draftwood.protocols import BatchView, Drafter, Features, Randomness, Verifier
 from draftwood.tree import DraftLaw, TokenTree
+
+if TYPE_CHECKING:
+    from draftwood.model.runner import ModelRunner
 
 
 class NeedsNothing:
@@ -87,3 +90,16 @@ class ResidentDrafter(Protocol):
     def keep(self, view: SeatedView, tree: TokenTree, index: Tensor, length: Tensor) -> None:
         """Nodes `index` [B, D + 1] of each tree, root first, were accepted, as far as `length` [B] says."""
         ...
+
+
+def attach(drafter: Drafter, target: ModelRunner) -> None:
+    """Tell a drafter for whom it guesses, if it wants to know."""
+    own = getattr(drafter, "attach", None)
+    if own is not None:
+        own(target)
+
+
+def resident_of(drafter: Drafter, target: ModelRunner) -> ResidentDrafter | None:
+    """What it is on the target's device, if it can live there."""
+    make = getattr(drafter, "resident", None)
+    return None if make is None else make(target)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from draftwood.cache.resident import ResidentDrafter, attach, resident_of
 from draftwood.cli.demo_prompts import PROMPTS, DemoPrompt
 from draftwood.cli.demo_view import BlockView, ColumnView, draw_svg, summary_table
 from draftwood.cli.flags import EngineFlags
@@ -34,7 +35,6 @@ from draftwood.request import SamplingParams
 from draftwood.tree import TokenTree, Verdict
 
 if TYPE_CHECKING:
-    from draftwood.cache.resident import ResidentDrafter
     from draftwood.engine.llm import LLM
     from draftwood.model.runner import ModelRunner
 
@@ -64,14 +64,11 @@ class Switch:
 
     def resident(self, target: ModelRunner) -> ResidentDrafter | None:
         """The drafter's own; there `SwitchedBudget` is what turns it off."""
-        make = getattr(self._drafter, "resident", None)
-        return make(target) if make is not None else None
+        return resident_of(self._drafter, target)
 
     def attach(self, target: ModelRunner) -> None:
         """Pass it on, if it is wanted."""
-        attach = getattr(self._drafter, "attach", None)
-        if attach is not None:
-            attach(target)
+        attach(self._drafter, target)
 
     def read(self, spans: Sequence[Span], features: Features) -> None:
         """For whoever proposes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from draftwood.cache.resident import ResidentDrafter, attach, resident_of
 from draftwood.errors import InvalidRequest
 from draftwood.model.runner import ModelRunner
 from draftwood.protocols import BatchView, Budget, Drafter, Features, Randomness, Span
@@ -53,14 +54,11 @@ class OfferedDrafters:
     def attach(self, target: ModelRunner) -> None:
         """Tell those who want to know."""
         for drafter in self._all:
-            attach = getattr(drafter, "attach", None)
-            if attach is not None:
-                attach(target)
+            attach(drafter, target)
 
-    def resident(self, target: ModelRunner) -> object | None:
+    def resident(self, target: ModelRunner) -> ResidentDrafter | None:
         """The default's: requests that name another go step by step."""
-        make = getattr(self.default, "resident", None)
-        return None if make is None else make(target)
+        return resident_of(self.default, target)
 
     def propose(self, view: BatchView, budget: Budget, rng: Randomness) -> TokenTree:
         """Each drafter's trees for its own requests."""

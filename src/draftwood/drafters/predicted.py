@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from draftwood.cache.resident import ResidentDrafter, attach, resident_of
 from draftwood.drafters.points import PointTree
 from draftwood.model.runner import ModelRunner
 from draftwood.protocols import BatchView, Budget, Drafter, Features, Randomness, Span
@@ -134,14 +135,11 @@ class PredictedDrafter:
 
     def attach(self, target: ModelRunner) -> None:
         """Pass it on, if it is wanted."""
-        attach = getattr(self.drafter, "attach", None)
-        if attach is not None:
-            attach(target)
+        attach(self.drafter, target)
 
-    def resident(self, target: ModelRunner) -> object | None:
+    def resident(self, target: ModelRunner) -> ResidentDrafter | None:
         """The inner drafter's: requests with a prediction go step by step."""
-        make = getattr(self.drafter, "resident", None)
-        return None if make is None else make(target)
+        return resident_of(self.drafter, target)
 
     def propose(self, view: BatchView, budget: Budget, rng: Randomness) -> TokenTree:
         """The inner drafter's trees, and the branches."""

@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from draftwood.cache.resident import attach
 from draftwood.costs import StepCosts
 from draftwood.model.runner import ModelRunner
 from draftwood.protocols import BatchView, Budget, Drafter, Features, Randomness, Span
@@ -74,9 +75,7 @@ class TrimmedDrafter:
 
     def attach(self, target: ModelRunner) -> None:
         """Pass it on, if it is wanted."""
-        attach = getattr(self.drafter, "attach", None)
-        if attach is not None:
-            attach(target)
+        attach(self.drafter, target)
 
     def read(self, spans: Sequence[Span], features: Features) -> None:
         """Pass it on."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from draftwood.cache.kv import NodeRows
+from draftwood.cache.resident import attach
 from draftwood.engine.pipeline import Pipeline
 from draftwood.engine.plan import Plan
 from draftwood.engine.rounds import Rounds
@@ -53,9 +54,7 @@ class Engine:
         self.scheduler = scheduler
         self.rng = rng
         self.timers = Timers()
-        attach = getattr(drafter, "attach", None)
-        if attach is not None:  # it lives beside the target, under the same pages
-            attach(target)
+        attach(drafter, target)
         self.pipeline = None if rounds is None else Pipeline(rounds, scheduler)
         scheduler.on_end = drafter.release if self.pipeline is None else self.pipeline.release
 
