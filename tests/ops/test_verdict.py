@@ -98,7 +98,7 @@ def batch_of(device: torch.device) -> BatchView:
     ones = torch.ones(COUNT, dtype=torch.int64, device=device)
     return BatchView(
         seq_ids=tuple(range(COUNT)),
-        tokens=[[i] for i in range(COUNT)],
+        tokens=[[i % VOCABULARY] for i in range(COUNT)],
         prompt_lengths=(1,) * COUNT,
         params=(SamplingParams(temperature=1.0),) * COUNT,
         bad_words=((),) * COUNT,
