@@ -77,13 +77,7 @@ class TokenTree:
         links = _HostLinks()
         for tokens, parents in trees:
             links.add_tree(tokens, parents)
-        columns = [
-            links.tokens,
-            links.parents,
-            links.owner,
-            links.local,
-            links.depth,
-        ]
+        columns = [links.tokens, links.parents, links.owner, links.local, links.depth]
         packed = torch.tensor(columns, dtype=torch.int64, device=device)
         tokens, parents, owner, local, depth = packed
         offsets = torch.tensor(links.offsets, device=device)
@@ -290,6 +284,13 @@ class TokenTree:
         """The same trees with other tokens and laws; what is known of their structure stays known."""
         tree = replace(self, tokens=tokens, q=q)
         tree.__dict__.update({name: getattr(self, name) for name in _STRUCTURE})
+        return tree
+
+    def relinked(self, tokens: Tensor, parents: Tensor, depth: Tensor, ancestors: Tensor, tries: Tensor) -> TokenTree:
+        """As many nodes in as many trees that hang together otherwise, no deeper than these."""
+        tree = replace(self, tokens=tokens, parents=parents)
+        kept = {name: getattr(self, name) for name in ("sizes", "owner", "local", "widest", "max_depth")}
+        tree.__dict__.update(kept, depth=depth, ancestors=ancestors, tries=tries)
         return tree
 
     def validate(self) -> None:

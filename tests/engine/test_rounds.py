@@ -15,7 +15,7 @@ from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
 from draftwood.drafters.scripted import ScriptedDrafter
 from draftwood.engine.rounds import PATIENCE
-from draftwood.growers import Coupled, Independent, Levels, chain
+from draftwood.growers import Beam, Coupled, Independent, Levels, chain
 from draftwood.growers.pickers import Best
 from draftwood.request import SamplingParams
 from draftwood.train.online import AdaptConfig, Adapter
@@ -62,6 +62,9 @@ DRAFTERS = {
     "block tree": lambda **_: feature_drafter("dflash", Levels((2, 2), Best())),
     "medusa": lambda **_: feature_drafter("medusa", Levels((2, 1, 1), Best())),
     "hydra": lambda **_: feature_drafter("hydra", Levels((2, 2, 1), Best())),
+    "eagle3 beam": lambda **_: feature_drafter("eagle31", Beam(9, 3, 4)),
+    "block beam": lambda **_: feature_drafter("dspark", Beam(7, 3, 3)),
+    "hydra beam": lambda **_: feature_drafter("hydra", Beam(6, 2, 3)),
     "kangaroo": lambda **_: feature_drafter("kangaroo", Levels((2, 2, 1), Best())),
     "eagle1 sampled": lambda **_: feature_drafter("eagle1", Levels((1, 1, 1), Independent())),
 }
@@ -112,6 +115,23 @@ def test_other_laws_in_rounds_keep_what_they_keep_step_by_step(name: str, law: s
     in_rounds = generated(RoundHarness(DRAFTERS[name](), law).run(wanted))
     # At an answer's end a step has a smaller tree, which draws other numbers.
     assert [answer[:-7] for answer in in_rounds] == [answer[:-7] for answer in step_by_step]
+
+
+@pytest.mark.parametrize("name", ["eagle3 beam", "block beam", "hydra beam"])
+def test_beams_in_rounds_are_those_of_the_host(name: str) -> None:
+    wanted = [Ask((i, 3), SamplingParams(temperature=0.7 * (i % 2), seed=i, max_tokens=40)) for i in range(4)]
+    hosted = Harness(runner(), DRAFTERS[name](), LAWS["match"]()).run(wanted)
+    harness = RoundHarness(DRAFTERS[name](), "match")
+    answers = harness.run(wanted)
+    assert generated(answers) == generated(hosted) == plain(wanted)
+    assert harness.engine.pipeline.rounds.num_ready > 0
+    guessed = [(answer.accepted, answer.steps) for answer in answers]
+    assert sum(accepted for accepted, _ in guessed) > 0
+    # The host's last trees are cut to what is still wanted, and its first one is a step later.
+    assert all(
+        abs(accepted - answer.accepted) <= 4 and abs(steps - answer.steps) <= 3
+        for (accepted, steps), answer in zip(guessed, hosted, strict=True)
+    )
 
 
 def test_requests_that_need_the_host_share_the_engine() -> None:

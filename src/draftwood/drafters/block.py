@@ -14,8 +14,8 @@ from torch import Tensor
 
 from draftwood.cache.kv import NodeRows
 from draftwood.drafters.features import FeatureDrafter, PagedAttend, pages_under, text_ends, write
+from draftwood.drafters.growth import growth_of
 from draftwood.drafters.resident_features import ResidentBlock
-from draftwood.growers.levels import fixed_shape
 from draftwood.model.batch import ForwardBatch, Pages
 from draftwood.model.runner import ModelRunner
 from draftwood.nets.block import BlockNet
@@ -112,9 +112,9 @@ class BlockDrafter(FeatureDrafter):
         return tokens, torch.cat([first, self.net.mask_embedding.expand(*masks.shape, -1).to(first.dtype)], 1)
 
     def resident(self, target: ModelRunner) -> ResidentBlock | None:
-        """In rounds on the device, if its trees have a fixed shape."""
-        levels = fixed_shape(self.grower)
-        return None if levels is None else ResidentBlock(self, levels, target)
+        """In rounds on the device, if its trees can grow there."""
+        growth = growth_of(self.grower)
+        return None if growth is None else ResidentBlock(self, growth, target)
 
     def through(self, batch: ForwardBatch, pages: Pages, embedded: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs and logits of the rows of blocks. [N, hidden] -> [N, hidden], [N, R]."""

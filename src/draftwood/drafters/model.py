@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from draftwood.cache.kv import NodeRows
+from draftwood.drafters.growth import fixed_growth
 from draftwood.drafters.resident import ResidentModel
-from draftwood.growers.levels import fixed_shape
 from draftwood.model.runner import ModelRunner
 from draftwood.protocols import BatchView, Budget, Features, Grower, Randomness, Span
 from draftwood.tree import DraftLaw, TokenTree, Verdict
@@ -166,8 +166,8 @@ class ModelDrafter:
         """The same model under the target's pages, where the tree's shape is known beforehand."""
         own, theirs = self.runner.cache, target.cache
         alike = (own.page_size, own.scratch_page) == (theirs.page_size, theirs.scratch_page)
-        levels = fixed_shape(self.grower)
-        return ResidentModel(self.runner, levels) if alike and levels is not None else None
+        growth = fixed_growth(self.grower)  # others leave their nodes in another order than they came in
+        return ResidentModel(self.runner, growth) if alike and growth is not None else None
 
     def release(self, seq_id: int) -> None:
         """Free its pages."""

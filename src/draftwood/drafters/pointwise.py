@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from draftwood.drafters.features import FeatureDrafter
+from draftwood.drafters.growth import growth_of
 from draftwood.drafters.resident_features import ResidentHeads
-from draftwood.growers.levels import fixed_shape
 from draftwood.model.runner import ModelRunner
 from draftwood.nets.pointwise import HeadStack
 from draftwood.nets.words import TargetWords
@@ -38,9 +38,9 @@ class HeadStackDrafter(FeatureDrafter):
             pending.take(pending.count - 1)
 
     def resident(self, target: ModelRunner) -> ResidentHeads | None:
-        """In rounds on the device, if its trees have a fixed shape."""
-        levels = fixed_shape(self.grower)
-        return None if levels is None else ResidentHeads(self, levels, target)
+        """In rounds on the device, if its trees can grow there."""
+        growth = growth_of(self.grower)
+        return None if growth is None else ResidentHeads(self, growth, target)
 
     def begin(self, view: BatchView, ready: Sequence[int]) -> FrontierModel:
         """All heads look at the last feature."""

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from draftwood.cache.kv import NodeRows
 from draftwood.drafters.features import FeatureDrafter, PagedAttend, Pending, pages_under, text_ends
+from draftwood.drafters.growth import growth_of
 from draftwood.drafters.resident_features import ResidentRecurrent
-from draftwood.growers.levels import fixed_shape
 from draftwood.model.batch import ForwardBatch, Pages
 from draftwood.model.runner import ModelRunner
 from draftwood.nets.native import NativeLayers, native_layers, native_linear
@@ -99,9 +99,11 @@ class RecurrentDrafter(FeatureDrafter):
         return self._pending[seq_id]
 
     def resident(self, target: ModelRunner) -> ResidentRecurrent | None:
-        """In rounds on the device, if its trees have a fixed shape."""
-        levels = fixed_shape(self.grower)
-        return None if levels is None else ResidentRecurrent(self, levels, target)
+        """In rounds on the device, if its trees can grow there, in the room that is theirs anyway."""
+        growth = growth_of(self.grower)
+        if growth is None or growth.columns > self.grower.max_nodes:
+            return None
+        return ResidentRecurrent(self, growth, target)
 
     def begin(self, view: BatchView, ready: Sequence[int]) -> FrontierModel:
         """Read up to the roots when the grower asks."""

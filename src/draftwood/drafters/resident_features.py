@@ -15,8 +15,7 @@ from torch import Tensor
 from draftwood.cache.kv import Places, stage_behind
 from draftwood.cache.seats import SeatedView
 from draftwood.drafters.features import FeatureDrafter, pages_under
-from draftwood.drafters.resident import LevelTrees, Shape, State
-from draftwood.growers.levels import Levels
+from draftwood.drafters.growth import Front, GrownTrees, Growth, State
 from draftwood.growers.pickers import Guessable
 from draftwood.model.batch import ForwardBatch
 from draftwood.model.runner import ModelRunner
@@ -30,13 +29,13 @@ if TYPE_CHECKING:
     from draftwood.drafters.recurrent import RecurrentDrafter
 
 
-class ResidentFeatures(LevelTrees):
+class ResidentFeatures(GrownTrees):
     """Base: keeps what the target makes of its tokens. Subclasses say what of it, and give logits."""
 
     reads = False
 
-    def __init__(self, drafter: FeatureDrafter, grower: Levels, target: ModelRunner) -> None:
-        super().__init__(grower, target.device, drafter.deepest)
+    def __init__(self, drafter: FeatureDrafter, growth: Growth, target: ModelRunner) -> None:
+        super().__init__(growth, drafter.deepest)
         self.drafter, self.target, self.words = drafter, target, drafter.words
         self._steps: dict[tuple[int, int, int], Tensor] = {}
 
@@ -105,8 +104,8 @@ class ResidentRecurrent(ResidentFeatures):
     drafter: RecurrentDrafter
     reads = True
 
-    def __init__(self, drafter: RecurrentDrafter, grower: Levels, target: ModelRunner) -> None:
-        super().__init__(drafter, grower, target)
+    def __init__(self, drafter: RecurrentDrafter, growth: Growth, target: ModelRunner) -> None:
+        super().__init__(drafter, growth, target)
         self._kept = _Kept(target, drafter.net.config.hidden_size)
         self._pages = pages_under(target, drafter.net.config)
         self._ends: dict[int, tuple[Places, Tensor]] = {}
@@ -156,18 +155,16 @@ class ResidentRecurrent(ResidentFeatures):
     def _last(self, size: int) -> tuple[Places, Tensor]:
         """The rows that a round can have added, and which of them are the last."""
         if size not in self._ends:
-            count, device = len(self.grower.widths) + 1, self.target.device
+            count, device = self.growth.levels + 1, self.target.device
             steps = torch.arange(-count, 0, device=device).expand(size, count).contiguous()
             self._ends[size] = Places(steps, steps), torch.arange(count - 1, size * count, count, device=device)
         return self._ends[size]
 
-    def extend(
-        self, view: SeatedView, shape: Shape, number: int, tokens: list[Tensor], state: State
-    ) -> tuple[Tensor, State]:
+    def extend(self, view: SeatedView, front: Front, state: State) -> tuple[Tensor, State]:
         """On the outputs of their parents."""
-        batch = self.stage(view, tokens[-1], shape.levels[number].places)
-        output, logits = self.drafter.run(batch, self._pages, state[0], shape.sources[number])
-        return logits.view(*tokens[-1].shape, -1), (output,)
+        batch = self.stage(view, front.tokens, front.places)
+        output, logits = self.drafter.run(batch, self._pages, state[0], front.sources)
+        return logits.view(*front.tokens.shape, -1), (output,)
 
 
 class ResidentBlock(ResidentFeatures):
@@ -175,8 +172,8 @@ class ResidentBlock(ResidentFeatures):
 
     drafter: BlockDrafter
 
-    def __init__(self, drafter: BlockDrafter, grower: Levels, target: ModelRunner) -> None:
-        super().__init__(drafter, grower, target)
+    def __init__(self, drafter: BlockDrafter, growth: Growth, target: ModelRunner) -> None:
+        super().__init__(drafter, growth, target)
         self._pages = pages_under(target, drafter.net.config)
         self._blocks: dict[int, Places] = {}
 
@@ -205,11 +202,9 @@ class ResidentBlock(ResidentFeatures):
             self._blocks[size] = Places(steps, steps, every, rows, rows)
         return self._blocks[size]
 
-    def extend(
-        self, view: SeatedView, shape: Shape, number: int, tokens: list[Tensor], state: State
-    ) -> tuple[Tensor, State]:
+    def extend(self, view: SeatedView, front: Front, state: State) -> tuple[Tensor, State]:
         """The slot of their depth, corrected for each of them."""
-        return self._logits(number, tokens[-1], state), state
+        return self._logits(front.number, front.tokens, state), state
 
     def _logits(self, slot: int, before: Tensor, state: State) -> Tensor:
         output, base = (part[:, slot : slot + 1].expand(-1, before.shape[1], -1) for part in state)
@@ -221,8 +216,8 @@ class ResidentHeads(ResidentFeatures):
 
     drafter: HeadStackDrafter
 
-    def __init__(self, drafter: HeadStackDrafter, grower: Levels, target: ModelRunner) -> None:
-        super().__init__(drafter, grower, target)
+    def __init__(self, drafter: HeadStackDrafter, growth: Growth, target: ModelRunner) -> None:
+        super().__init__(drafter, growth, target)
         self._kept = _Kept(target, drafter.net.hidden)
 
     def store(self, slots: Tensor, positions: Tensor, rows: Tensor) -> None:
@@ -239,17 +234,12 @@ class ResidentHeads(ResidentFeatures):
         feature = self._kept.rows.index_select(0, slots)[:, None]
         return self._logits(0, feature, view.roots[:, None, None]), (feature,)
 
-    def extend(
-        self, view: SeatedView, shape: Shape, number: int, tokens: list[Tensor], state: State
-    ) -> tuple[Tensor, State]:
+    def extend(self, view: SeatedView, front: Front, state: State) -> tuple[Tensor, State]:
         """Behind the path to each of them."""
         (feature,) = state
-        at, path = torch.arange(tokens[-1].shape[1], device=feature.device).expand_as(tokens[-1]), [tokens[-1]]
-        for depth in range(number, 0, -1):
-            at = shape.parents[depth].gather(1, at)
-            path.append(tokens[depth - 1].gather(1, at))
-        behind = torch.stack(path[::-1], -1)
-        return self._logits(number, feature.expand(-1, behind.shape[1], -1), behind), state
+        roots = view.roots[:, None, None].expand(-1, front.tokens.shape[1], 1)
+        behind = torch.cat([roots, front.path], -1)
+        return self._logits(front.number, feature.expand(-1, behind.shape[1], -1), behind), state
 
     def _logits(self, number: int, feature: Tensor, path: Tensor) -> Tensor:
         return self.drafter.net.logits(number, feature, self.words.embed(path))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from draftwood.growers.pickers import Best, ChildPicker, Frontier
-from draftwood.protocols import BatchView, Budget, ChainModel, FrontierModel, Grower, Randomness
+from draftwood.protocols import BatchView, Budget, ChainModel, FrontierModel, Randomness
 from draftwood.tree import POINT_CHAIN, POINT_TREE, DraftLaw
 from draftwood.treebuilder import TreeBuilder
 
@@ -142,11 +142,6 @@ class StaticShape:
 
 def _everywhere(builder: TreeBuilder, columns: list[int]) -> Tensor:
     return torch.tensor(columns, device=builder.tokens.device).expand(builder.num_trees, -1)
-
-
-def fixed_shape(grower: Grower) -> Levels | None:
-    """The same grower, if its trees look the same every time: rounds on a device need to know them beforehand."""
-    return grower if isinstance(grower, Levels) and grower.picker.unfailing else None
 
 
 def chain(depth: int) -> Levels:

@@ -133,6 +133,11 @@ class Beam:
         """What is left after the last choice."""
         return self.nodes
 
+    @property
+    def num_offers(self) -> int:
+        """What it is chosen from."""
+        return self.width + (self.depth - 1) * self.width**2
+
     def grow(self, model: FrontierModel, view: BatchView, budget: Budget, rng: Randomness) -> TreeBuilder:
         """Expand level by level, then choose."""
         limits = limits_of(view, budget).clamp(max=self.nodes)

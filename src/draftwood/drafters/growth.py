@@ -1,0 +1,407 @@
+"""How trees grow on a device: always of one size, level by level, without the host.
+
+Whoever guesses gives logits: at the roots (`begin`), then at each level (`extend`). A `Growth` decides which nodes
+there are: of one fixed shape, or wherever the draft is likeliest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from draftwood.cache.kv import Places
+from draftwood.cache.seats import Kind, SeatedView
+from draftwood.growers.levels import Levels
+from draftwood.growers.pickers import Frontier, Guessable
+from draftwood.growers.ranked import Beam
+from draftwood.ops.beam import Chosen, Offers, likeliest_tree, offer
+from draftwood.protocols import BatchView, Grower, Randomness, Verifier
+from draftwood.tree import BITS, DraftLaw, Draw, TokenTree
+from draftwood.treebuilder import TreeBuilder
+
+MOST_OFFERS = 2048  # of a tree that are ranked together
+State = tuple[Tensor, ...]  # what a level of a tree leaves for the next one
+
+
+def round_sizes(most: int) -> list[int]:
+    """Sizes worth a graph of their own, up to `most`."""
+    steps = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+    return sorted({0, most, *(step for step in steps if step < most)})
+
+
+def only_compares(kind: Kind, verifier: Verifier) -> bool:
+    """Whether a node that holds no token is refused like any wrong one: the law looks at nothing but equality."""
+    return verifier.name == "match" or (kind.greedy and verifier.lossless)
+
+
+def known(tree: TokenTree) -> TokenTree:
+    """The same tree without laws, once everything about its structure has been looked at: a graph cannot look."""
+    return tree.refilled(tree.tokens)
+
+
+@dataclass(frozen=True)
+class Front:
+    """The nodes of one level below the roots, whose children are next."""
+
+    number: int  # how deep they are
+    tokens: Tensor  # [B, k]
+    parents: Tensor  # [B, k] where in the level above their parents stand
+    above: Front | None  # None: the roots
+
+    @cached_property
+    def places(self) -> Places:
+        """Where a network with a cache of its own keeps them, and what they see of each other."""
+        raise NotImplementedError
+
+    @cached_property
+    def sources(self) -> Tensor:
+        """Where their parents stand among the nodes of all trees in the level above. [B * k]."""
+        count = 1 if self.above is None else self.above.tokens.shape[1]
+        return (self.parents + count * torch.arange(len(self.parents), device=self.parents.device)[:, None]).view(-1)
+
+    @cached_property
+    def path(self) -> Tensor:
+        """The tokens from below the root to each. [B, k, number]."""
+        if self.above is None:
+            return self.tokens[..., None]
+        way = self.above.path.gather(1, self.parents[..., None].expand(-1, -1, self.number - 1))
+        return torch.cat([way, self.tokens[..., None]], -1)
+
+
+class Guesser(Protocol):
+    """Gives logits of a tree that grows."""
+
+    def begin(self, view: SeatedView) -> tuple[Tensor, State]:
+        """Logits at the roots [B, 1, R], and whatever the next level needs of it."""
+        ...
+
+    def extend(self, view: SeatedView, front: Front, state: State) -> tuple[Tensor, State]:
+        """Logits at the nodes of a level. [B, k, R]."""
+        ...
+
+    def among(self, number: int) -> Guessable | None:
+        """The tokens that logits at level `number` are of; None: all."""
+        ...
+
+
+class Growth(Protocol):
+    """Which nodes there are."""
+
+    @property
+    def law(self) -> DraftLaw:
+        """How they are chosen."""
+        ...
+
+    @property
+    def levels(self) -> int:
+        """How deep a tree is at most."""
+        ...
+
+    @property
+    def columns(self) -> int:
+        """How many nodes a network is asked about at most, the roots not counted."""
+        ...
+
+    def sizes(self, deepest: int) -> Sequence[int]:
+        """The sizes its trees can have where guesses reach `deepest` tokens, ascending, roots not counted."""
+        ...
+
+    def depth(self, nodes: int) -> int:
+        """How deep a tree of so many nodes can be."""
+        ...
+
+    def suits(self, kind: Kind, verifier: Verifier) -> bool:
+        """Whether its trees can be verified by this law without the host."""
+        ...
+
+    def grow(self, guesser: Guesser, view: SeatedView, nodes: int, rng: Randomness) -> TokenTree:
+        """A tree of so many draft nodes for every sequence."""
+        ...
+
+
+class GrownTrees:
+    """The part of a resident drafter that a growth decides. Subclasses are guessers."""
+
+    waits = False
+
+    def __init__(self, growth: Growth, deepest: int | None = None) -> None:
+        self.growth = growth
+        self._deepest = deepest or growth.levels
+
+    @property
+    def law(self) -> DraftLaw:
+        """The growth's."""
+        return self.growth.law
+
+    @cached_property
+    def sizes(self) -> Sequence[int]:
+        """Asked for in every round."""
+        return self.growth.sizes(self._deepest)
+
+    def depth(self, nodes: int) -> int:
+        """As the growth says."""
+        return self.growth.depth(nodes)
+
+    def suits(self, kind: Kind, verifier: Verifier) -> bool:
+        """As the growth says."""
+        return self.growth.suits(kind, verifier)
+
+    def prepare(self, view: BatchView, size: int, nodes: int) -> None:
+        """Nothing to ask the host for."""
+
+    def propose(self, view: SeatedView, nodes: int, rng: Randomness) -> TokenTree:
+        """Level by level."""
+        return self.growth.grow(self, view, nodes, rng)
+
+    def among(self, number: int) -> Guessable | None:
+        """All tokens."""
+        return None
+
+    def begin(self, view: SeatedView) -> tuple[Tensor, State]:
+        """See `Guesser`."""
+        raise NotImplementedError
+
+    def extend(self, view: SeatedView, front: Front, state: State) -> tuple[Tensor, State]:
+        """See `Guesser`."""
+        raise NotImplementedError
+
+
+def fixed_growth(grower: Grower) -> FixedGrowth | None:
+    """How trees that look the same every time come to be on a device; None: these do not."""
+    return FixedGrowth(grower) if isinstance(grower, Levels) and grower.picker.unfailing else None
+
+
+def growth_of(grower: Grower) -> Growth | None:
+    """How the grower's trees come to be on a device; None: only with the host's help."""
+    if isinstance(grower, Beam) and grower.num_offers <= MOST_OFFERS and grower.nodes <= grower.num_offers:
+        return RankedGrowth(grower)
+    return fixed_growth(grower)
+
+
+@dataclass(frozen=True)
+class _Level:
+    """The nodes of a fixed tree whose children are chosen together."""
+
+    columns: Tensor  # [B, k]
+    depth: Tensor  # [B, k]
+    places: Places
+    parents: Tensor  # [B, k] where in the level above their parents stand
+    sources: Tensor  # [B * k] the same among the nodes of all trees
+
+
+@dataclass(frozen=True)
+class _FixedFront(Front):
+    """One of them, with tokens."""
+
+    level: _Level
+
+    @cached_property
+    def places(self) -> Places:
+        return self.level.places
+
+    @cached_property
+    def sources(self) -> Tensor:
+        return self.level.sources
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A fixed tree for a batch: what is known of it before a token is."""
+
+    tree: TokenTree
+    widths: tuple[int, ...]
+    levels: list[_Level]
+
+    @classmethod
+    def of(cls, grower: Levels, size: int, device: torch.device) -> _Shape:
+        """Let the grower's numbering happen once, with no tokens."""
+        builder = TreeBuilder(torch.zeros(size, dtype=torch.int64, device=device), whole=True)
+        columns = torch.zeros(size, 1, dtype=torch.int64, device=device)
+        grown = [columns]
+        for width in grower.widths:
+            added = [_add(builder, columns, draw) for draw in _draws(grower, width)]
+            columns = torch.cat(added, 1)
+            grown.append(columns)
+        tree = known(builder.build()[0])
+        words = tree.ancestors.view(size, builder.num_columns, -1)
+        every = torch.arange(size, device=device)[:, None]
+        levels = []
+        for own, up in zip(grown, [grown[0], *grown], strict=False):
+            depth = builder.depth.gather(1, own)
+            places = Places(own - 1, depth - 1)
+            if not grower.law.chain:
+                bits = words[every, own].flatten(0, 1)
+                places = replace(places, ancestors=bits, max_depth=len(grown), max_nodes=int(own.max()))
+            # Children stand one behind the other: the first of every parent, then the second of every parent, …
+            parents = torch.arange(own.shape[1], device=device).expand_as(own) % up.shape[1]
+            levels.append(_Level(own, depth, places, parents, (parents + up.shape[1] * every).view(-1)))
+        return cls(tree, grower.widths, levels)
+
+
+def _draws(grower: Levels, width: int) -> list[Draw]:
+    """How each of the children of a node is chosen; unfailing pickers choose all of them alike."""
+    (draw,) = grower.picker.draws
+    return [draw] * width
+
+
+def _add(builder: TreeBuilder, parents: Tensor, draw: Draw) -> Tensor:
+    tokens, alive = torch.zeros_like(parents), torch.ones_like(parents, dtype=torch.bool)
+    if draw == Draw.POINT:
+        return builder.add(parents, tokens, alive)
+    return builder.add_drawn(parents, tokens, alive, draw, torch.zeros(*parents.shape, 1, device=parents.device))
+
+
+@dataclass
+class FixedGrowth:
+    """Trees of a shape that is known before anything is."""
+
+    grower: Levels
+    _shapes: dict[tuple[int, int], _Shape] = field(default_factory=dict)
+
+    @property
+    def law(self) -> DraftLaw:
+        """The grower's."""
+        return self.grower.law
+
+    @property
+    def levels(self) -> int:
+        """As many as it has widths for."""
+        return len(self.grower.widths)
+
+    @property
+    def columns(self) -> int:
+        """All nodes."""
+        return self.grower.max_nodes
+
+    def sizes(self, deepest: int) -> Sequence[int]:
+        """As many whole levels as fit, and as there are guesses for."""
+        fitting = [self.grower.within(nodes) for nodes in round_sizes(self.grower.max_nodes)[1:]]
+        return sorted({0, *(each.max_nodes for each in fitting if each and len(each.widths) <= deepest)})
+
+    def depth(self, nodes: int) -> int:
+        """As many levels as fit."""
+        levels = self.grower.within(nodes)
+        return 0 if levels is None else len(levels.widths)
+
+    def suits(self, kind: Kind, verifier: Verifier) -> bool:
+        """Any law that is exact for its trees."""
+        return verifier.lossless and verifier.refuses(self.law) is None
+
+    def grow(self, guesser: Guesser, view: SeatedView, nodes: int, rng: Randomness) -> TokenTree:
+        """Level by level."""
+        shape = self._shape(len(view.rows), nodes, view.rows.device)
+        tokens, laws, front = [view.roots[:, None]], [], None
+        logits, state = guesser.begin(view)
+        for number, width in enumerate(shape.widths):
+            level = shape.levels[number]
+            if number:
+                front = _FixedFront(number, tokens[-1], level.parents, front, level)
+                logits, state = guesser.extend(view, front, state)
+            frontier = Frontier(level.columns, level.depth, logits, view, rng, guesser.among(number))
+            children = list(self.grower.picker.children(frontier, width))
+            chosen = [child.tokens for child in children]
+            tokens.append(chosen[0] if width == 1 else torch.cat(chosen, 1))
+            laws += [child.q.flatten(0, 1) for child in children if child.q is not None]
+        return shape.tree.refilled(torch.cat(tokens, 1).view(-1), torch.cat(laws) if laws else None)
+
+    def _shape(self, size: int, nodes: int, device: torch.device) -> _Shape:
+        if (size, nodes) not in self._shapes:
+            grower = self.grower.within(nodes)
+            assert grower is not None, "sizes offers no tree without a level"
+            self._shapes[size, nodes] = _Shape.of(grower, size, device)
+        return self._shapes[size, nodes]
+
+
+@dataclass(frozen=True)
+class _RankedFront(Front):
+    """The likeliest nodes of a level."""
+
+    above: _RankedFront | None
+    chosen: Chosen
+    columns: int  # nodes a network may be asked about in the whole tree
+
+    @cached_property
+    def places(self) -> Places:
+        size, width = self.tokens.shape
+        own = torch.arange((self.number - 1) * width, self.number * width, device=self.tokens.device).expand(size, -1)
+        depth = torch.full_like(own, self.number - 1)
+        bits = self.ancestors.flatten(0, 1)
+        return Places(own.contiguous(), depth, bits, self.number + 1, self.number * width)
+
+    @cached_property
+    def ancestors(self) -> Tensor:
+        """The nodes of the levels so far on the way to each, itself included, as bits. [B, k, W]."""
+        size, width = self.tokens.shape
+        words = max(1, -(-self.columns // BITS))
+        place = torch.arange((self.number - 1) * width, self.number * width, device=self.tokens.device)
+        word = torch.arange(words, device=self.tokens.device)
+        own = torch.where(place[:, None] // BITS == word, torch.ones_like(place)[:, None] << (place % BITS)[:, None], 0)
+        if self.above is None:
+            return own.expand(size, -1, -1).contiguous()
+        return own | self.above.ancestors.gather(1, self.parents[..., None].expand(-1, -1, words))
+
+
+@dataclass
+class RankedGrowth:
+    """Trees of the likeliest nodes, whatever shape that gives; see `growers.Beam`."""
+
+    grower: Beam
+    _trees: dict[tuple[int, int], TokenTree] = field(default_factory=dict)
+
+    @property
+    def law(self) -> DraftLaw:
+        """The grower's."""
+        return self.grower.law
+
+    @property
+    def levels(self) -> int:
+        """As many as are offered."""
+        return self.grower.depth
+
+    @property
+    def columns(self) -> int:
+        """Nobody asks behind the last level."""
+        return self.grower.width * (self.grower.depth - 1)
+
+    def sizes(self, deepest: int) -> Sequence[int]:
+        """Any, if guesses reach as deep; but what a network is asked about needs room as well."""
+        if deepest < self.levels:
+            return (0,)
+        least = min(self.columns, self.grower.nodes)
+        return [size for size in round_sizes(self.grower.nodes) if not size or size >= least]
+
+    def depth(self, nodes: int) -> int:
+        """The likeliest may all lie on one path."""
+        return min(nodes, self.levels)
+
+    def suits(self, kind: Kind, verifier: Verifier) -> bool:
+        """Which nodes are siblings is not known before: only comparisons look at no more than tokens."""
+        return only_compares(kind, verifier)
+
+    def grow(self, guesser: Guesser, view: SeatedView, nodes: int, rng: Randomness) -> TokenTree:
+        """Offer level by level, then choose."""
+        width, depth, size = self.grower.width, self.grower.depth, len(view.rows)
+        offers, front = Offers.room(size, width, depth, view.rows.device), None
+        logits, state = guesser.begin(view)
+        for level in range(depth):
+            among = guesser.among(level)
+            tokens = None if among is None else among.tokens
+            chosen = offer(offers, level, logits, view.temperature, tokens, front and front.chosen)
+            if level + 1 < depth:
+                front = _RankedFront(level + 1, chosen.tokens, chosen.parents, front, chosen, self.columns)
+                logits, state = guesser.extend(view, front, state)
+        links = likeliest_tree(offers, view.roots, nodes)
+        return self._tree(size, nodes, view.rows.device).relinked(**vars(links))
+
+    def _tree(self, size: int, nodes: int, device: torch.device) -> TokenTree:
+        """Any of its size and depth."""
+        if (size, nodes) not in self._trees:
+            deepest = self.depth(nodes)
+            parents = [-1, *range(deepest), *[0] * (nodes - deepest)]
+            self._trees[size, nodes] = known(TokenTree.of_points([([0] * (1 + nodes), parents)] * size, device))
+        return self._trees[size, nodes]
