@@ -1,0 +1,140 @@
+// @ts-check
+/** What every request of the page has in common, as the form says. */
+
+/** @import { Asking, Law, ModelCard, Wishes } from "./types.js" */
+
+import { byId, el } from "./dom.js";
+import { load, save } from "./store.js";
+import { showView } from "./views.js";
+
+const RANDOM_SEEDS = 2 ** 31;
+
+/** The form, its memory, and what it means for a request. */
+export class Settings {
+  constructor() {
+    this.form = /** @type {HTMLFormElement} */ (byId("settings"));
+    /** @type {Law[]} */
+    this.laws = [];
+    this.defaultLaw = "";
+    this.form.addEventListener("input", () => this.#changed());
+    this.form.addEventListener("submit", (event) => event.preventDefault());
+    // A reset form has its defaults only after the event.
+    this.form.addEventListener("reset", () => setTimeout(() => this.#changed()));
+    this.#restore(load("settings") ?? {});
+    this.#show();
+  }
+
+  /** What this server offers. @param {ModelCard} card */
+  offer(card) {
+    this.laws = card.laws ?? [];
+    this.defaultLaw = card.law;
+    const drafters = card.drafters.map((name) => pair(name, name === "none" ? "none (plain decoding)" : name));
+    const laws = this.laws.map((law) => pair(law.name, law.lossless ? law.name : `${law.name} (not lossless)`));
+    this.#options("drafter", [["", `default (${card.drafter})`], ...drafters]);
+    this.#options("law", [["", `default (${card.law})`], ...laws]);
+    if (card.max_nodes) this.#field("max_nodes").setAttribute("max", String(card.max_nodes));
+    if (card.max_model_len) this.#field("max_tokens").setAttribute("max", String(card.max_model_len));
+    // What was remembered may only now have an option.
+    this.#restore(load("settings") ?? {});
+    this.#show();
+  }
+
+  /** Whether the form makes sense; the browser shows what does not. */
+  check() {
+    if (this.form.checkValidity()) return true;
+    showView("settings");
+    return this.form.reportValidity();
+  }
+
+  get system() {
+    return this.#field("system").value.trim();
+  }
+
+  /** The law that requests will get. */
+  get law() {
+    return this.laws.find((law) => law.name === (this.#field("law").value || this.defaultLaw));
+  }
+
+  /** @returns {Asking} */
+  asking() {
+    const seed = this.#field("seed").value;
+    return {
+      temperature: Number(this.#field("temperature").value),
+      seed: seed === "" ? Math.floor(Math.random() * RANDOM_SEEDS) : Number(seed),
+      max_tokens: Number(this.#field("max_tokens").value),
+      speculation: this.#wishes(),
+    };
+  }
+
+  /** @returns {Wishes} */
+  #wishes() {
+    const value = (/** @type {string} */ name) => (this.#field(name).matches(":disabled") ? "" : this.#field(name).value);
+    return {
+      ...(value("drafter") && { drafter: value("drafter") }),
+      ...(value("law") && { law: value("law") }),
+      ...(value("max_nodes") && { max_nodes: Number(value("max_nodes")) }),
+      ...(value("depth") && { depth: Number(value("depth")) }),
+    };
+  }
+
+  #changed() {
+    save("settings", Object.fromEntries(this.#fields().map((field) => [field.name, said(field)])));
+    this.#show();
+  }
+
+  #show() {
+    byId("temperature-value").textContent = Number(this.#field("temperature").value).toFixed(2);
+    const none = this.#field("drafter").value === "none";
+    for (const name of ["law", "max_nodes", "depth"]) this.#field(name).disabled = none;
+    byId("law-hint").textContent = lawHint(this.law);
+    document.body.classList.toggle("uncoloured", !this.#field("colours").checked);
+  }
+
+  /** @param {Record<string, string | boolean>} kept */
+  #restore(kept) {
+    for (const field of this.#fields()) {
+      const value = kept[field.name];
+      if (field instanceof HTMLInputElement && field.type === "checkbox") field.checked = value !== false;
+      // A drafter that this server does not have is not an error: it stays with the default.
+      else if (typeof value === "string" && (!(field instanceof HTMLSelectElement) || has(field, value))) field.value = value;
+    }
+  }
+
+  /** @param {string} name @param {[string, string][]} pairs */
+  #options(name, pairs) {
+    this.#field(name).replaceChildren(...pairs.map(([value, label]) => el("option", { value }, label)));
+  }
+
+  /** @returns {(HTMLInputElement | HTMLSelectElement | HTMLTextAreaElement)[]} */
+  #fields() {
+    return Array.from(this.form.querySelectorAll("[name]"));
+  }
+
+  /** @param {string} name @returns {HTMLInputElement} */
+  #field(name) {
+    return byId(name);
+  }
+}
+
+/** @param {HTMLInputElement | HTMLSelectElement | HTMLTextAreaElement} field */
+function said(field) {
+  return field instanceof HTMLInputElement && field.type === "checkbox" ? field.checked : field.value;
+}
+
+/** @param {HTMLSelectElement} field @param {string} value */
+function has(field, value) {
+  return Array.from(field.options).some((option) => option.value === value);
+}
+
+/** @param {string} value @param {string} label @returns {[string, string]} */
+function pair(value, label) {
+  return [value, label];
+}
+
+/** @param {Law | undefined} law */
+function lawHint(law) {
+  if (!law) return "";
+  if (!law.lossless) return "Not lossless: the text may be another than the model’s own.";
+  if (law.name === "match") return "Lossless: the very tokens plain decoding gives.";
+  return "Lossless: the model’s distribution, maybe by other tokens.";
+}
