@@ -35,6 +35,7 @@ from draftwood.request import FinishReason, SamplingParams, SpeculationStats
         ({"logit_bias": {1: math.inf}}, "logit_bias"),
         ({"logit_bias": {-1: 1.0}}, "logit_bias"),
         ({"temperature": True}, "temperature"),
+        ({"trace": 1}, "trace"),
     ],
 )
 def test_what_cannot_be_meant_is_refused_at_once(bad: dict, message: str) -> None:

@@ -24,6 +24,7 @@ class Budget:
 
     max_nodes: int
     worth: float = 0.0  # the chance of acceptance below which a node costs more than it gives, as far as one can tell
+    why: object = field(default="", compare=False)  # the controller's reason; its `str` is for people, if any ask
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,7 @@ class SamplingParams:
     max_depth: int | None = None  # draft tokens one behind the other; None: as many as the engine likes
     prediction: str = ""  # what the answer will probably resemble: guessed along with the drafter's own ideas
     grammar: str | None = None  # what the answer may be, see `model.grammar`
+    trace: bool = False  # tell of every step what was guessed and how likely it was, in `Event.step`
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _as_tuple(self.stop))
@@ -128,6 +129,7 @@ class SamplingParams:
                 self.max_depth is None or (_integer(self.max_depth) and self.max_depth >= 1),
                 "max_depth must be None or an integer >= 1",
             ),
+            (isinstance(self.trace, bool), "trace must be True or False"),
         )
 
     @property
@@ -175,6 +177,52 @@ class TokenLogprob:
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...]  # the likeliest alternatives, best first
+
+
+class TokenKind(StrEnum):
+    """Where an emitted token came from."""
+
+    ACCEPTED = "accepted"  # a guess that stayed
+    BONUS = "bonus"  # the target's own, behind a path that was accepted to its end
+    CORRECTION = "correction"  # the target's own, where none of the guesses stayed
+    PLAIN = "plain"  # the target's own, where nothing had been guessed in the step
+
+
+@dataclass(frozen=True, slots=True)
+class TracedToken:
+    """An emitted token, and how it came about."""
+
+    token: int
+    kind: TokenKind
+    depth: int  # its place in the step, from 1
+    node: int | None  # of the tree, if it was guessed
+    p: float | None  # as in `GuessedTree`
+    q: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class GuessedTree:
+    """What was guessed for one answer in one step; node 0 is the root, the last token that was certain before it.
+
+    `p` is the target's probability of a node's token behind its parent, as the request samples; at temperature 0 it is
+    the model's own, since the request's would be 0 or 1. `q` is the drafter's, where the token was drawn, not chosen.
+    """
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]  # -1 at the root
+    p: tuple[float | None, ...]  # None at the root
+    q: tuple[float | None, ...]
+    accepted: tuple[bool, ...]  # the root included
+
+
+@dataclass(frozen=True, slots=True)
+class StepTrace:
+    """What one step did for one answer."""
+
+    tree: GuessedTree | None  # None: nothing was guessed
+    emitted: tuple[TracedToken, ...]
+    num_sequences: int  # that the step ran
+    num_rows: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +273,7 @@ class Event:
     pieces: tuple[tuple[str, bool], ...] = ()  # `text` in parts, each with whether a drafter had guessed it
     logprobs: tuple[TokenLogprob, ...] = ()
     error: str | None = None
+    step: StepTrace | None = None  # of the step that gave it tokens, if the request asks
 
     @property
     def finished(self) -> bool:

@@ -18,11 +18,26 @@ FAST_TOP_P = 512  # tokens looked at before a whole row is sorted
 
 def target_distribution(logits: Tensor, tree: TokenTree, view: BatchView) -> Tensor:
     """The distribution each node's next token is drawn from. [M, V] -> [M, V], float32 or wider."""
-    logits = logits if logits.dtype == torch.float64 else logits.float()
-    logits = _edit_logits(logits, tree, view)
+    logits = _edit_logits(_wide(logits), tree, view)
     if all(params.greedy for params in view.params):
         return one_hot(logits.max(-1).indices, logits)
-    p = tempered(logits, view.temperature[tree.owner])
+    return _drawn_from(logits, view.temperature, tree, view)
+
+
+def shown_distribution(logits: Tensor, tree: TokenTree, view: BatchView) -> Tensor:
+    """The same for those who want to look at it: where the likeliest token is always taken, how likely the model itself
+    finds it, as at temperature 1. [M, V] -> [M, V].
+    """
+    logits = _edit_logits(_wide(logits), tree, view)
+    return _drawn_from(logits, torch.where(view.temperature > 0, view.temperature, 1), tree, view)
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def _drawn_from(logits: Tensor, temperature: Tensor, tree: TokenTree, view: BatchView) -> Tensor:
+    p = tempered(logits, temperature[tree.owner])
     return _truncate(p, tree, view) if any(params.truncates for params in view.params) else p
 
 

@@ -28,6 +28,19 @@ def test_a_fixed_budget_learns_nothing() -> None:
     assert controller.budget(Load(num_running=9, num_waiting=9)).max_nodes == 3
 
 
+def test_decisions_are_explained_when_somebody_asks() -> None:
+    assert str(FixedBudget(1).budget(ALONE).why) == "always 1 node"
+    controller = MeasuredBudget(UP_TO_FOUR, 8, chain=True)
+    for _ in range(50):
+        controller.observe(report((3, 3)))
+    assert str(controller.budget(ALONE).why).startswith("3 nodes: 3.")
+    assert str(controller.budget(ALONE).why).endswith(" ms; none: 1.00 expected tokens in 1000.00 ms")
+    given_up = MeasuredBudget(STEEP, 8, chain=True).budget(ALONE)
+    assert (given_up.max_nodes, str(given_up.why)) == (0, "no nodes pay: 1.00 expected tokens in 1000.00 ms without")
+    tree = MeasuredBudget(FLAT, 8, chain=False).budget(ALONE)
+    assert str(tree.why) == f"up to 8 nodes: one more row pays from a chance of {tree.worth:.2f}"
+
+
 def test_a_budget_cannot_be_negative() -> None:
     with pytest.raises(ValueError, match="negative"):
         FixedBudget(-1)

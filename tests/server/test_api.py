@@ -172,6 +172,12 @@ def test_models(client: openai.OpenAI) -> None:
     (card,) = client.models.list().data
     assert card.id == NAME == client.models.retrieve(NAME).id
     assert card.model_extra["drafters"] == ["ngram:shortest=1", "none", "ngram:nodes=8,branches=2"]
+    assert (card.model_extra["drafter"], card.model_extra["law"]) == ("ngram:shortest=1", "match")
+    laws = {law.pop("name"): law for law in card.model_extra["laws"]}
+    assert laws["match"] == {"lossless": True, "exact_for": "every tree"}
+    assert laws["block"] == {"lossless": True, "exact_for": "one path"}
+    assert not laws["typical"]["lossless"]
+    assert (card.model_extra["max_model_len"], card.model_extra["max_nodes"]) == (2048, 8)
     with pytest.raises(openai.NotFoundError) as caught:
         client.models.retrieve("gpt-9")
     assert caught.value.code == "model_not_found"

@@ -39,6 +39,7 @@ class Kind:
     law: str | None
     greedy: bool
     truncates: bool
+    traced: bool = False  # some request wants to know what was guessed
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams]) -> Kind | None:
@@ -47,7 +48,8 @@ class Kind:
         by_hand = any(p.edits_logits or p.steers_guesses or p.logprobs is not None for p in params)
         if by_hand or len(laws) != 1:  # nobody at all has no law either
             return None
-        return cls(laws.pop(), all(p.greedy for p in params), any(p.truncates for p in params))
+        greedy, truncates = all(p.greedy for p in params), any(p.truncates for p in params)
+        return cls(laws.pop(), greedy, truncates, any(p.trace for p in params))
 
     @property
     def params(self) -> SamplingParams:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import NamedTuple
+
 from draftwood.costs import StepCosts
 from draftwood.protocols import Budget, Load, StepReport
 
@@ -12,7 +15,7 @@ class FixedBudget:
     def __init__(self, max_nodes: int) -> None:
         if max_nodes < 0:
             raise ValueError("a budget cannot be negative")
-        self._budget = Budget(max_nodes)
+        self._budget = Budget(max_nodes, why=f"always {_nodes(max_nodes)}")
 
     def budget(self, load: Load) -> Budget:
         """Always the same."""
@@ -20,6 +23,45 @@ class FixedBudget:
 
     def observe(self, report: StepReport) -> None:
         """Nothing to learn."""
+
+
+class Outlook(NamedTuple):
+    """What a step is expected to give each sequence, and to take."""
+
+    tokens: float
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"{self.tokens:.2f} expected tokens in {self.seconds * 1000:.2f} ms"
+
+
+@dataclass(frozen=True, slots=True)
+class BestRate:
+    """Why a chain has as many nodes as it has; put into words only where somebody asks."""
+
+    nodes: int
+    best: Outlook
+    plain: Outlook
+
+    def __str__(self) -> str:
+        if self.nodes == 0:
+            return f"no nodes pay: {self.plain} without"
+        return f"{_nodes(self.nodes)}: {self.best}; none: {self.plain}"
+
+
+@dataclass(frozen=True, slots=True)
+class WorthTheRow:
+    """Why a tree may have nodes down to a certain chance."""
+
+    nodes: int
+    chance: float
+
+    def __str__(self) -> str:
+        return f"up to {_nodes(self.nodes)}: one more row pays from a chance of {self.chance:.2f}"
+
+
+def _nodes(count: int) -> str:
+    return "1 node" if count == 1 else f"{count} nodes"
 
 
 class MeasuredBudget:
@@ -47,19 +89,22 @@ class MeasuredBudget:
         """The size with the best ratio of expected tokens to expected time."""
         batch = max(load.num_running, 1)
         if not self._chain:
-            return Budget(self._most, self._worth(load, batch))
+            worth = self._worth(load, batch)
+            return Budget(self._most, worth, WorthTheRow(self._most, worth))
         share = max(self._proposing, 1 / batch)
         gains, gain = [0.0], 0.0
         for chance in self.survival():
             gain += chance
             gains.append(gain)
 
-        def rate(nodes: int) -> float:
+        def outlook(nodes: int) -> Outlook:
             rows = round(batch * (1 + (1 if load.padded else share) * nodes))
             drafting = batch * share * nodes * self._draft_seconds
-            return batch * (1 + share * gains[nodes]) / (self._costs.at(rows, load.context, batch) + drafting)
+            return Outlook(1 + share * gains[nodes], self._costs.at(rows, load.context, batch) + drafting)
 
-        return Budget(max(range(self._most + 1), key=rate))
+        outlooks = [outlook(nodes) for nodes in range(self._most + 1)]
+        best = max(range(self._most + 1), key=lambda nodes: outlooks[nodes].tokens / outlooks[nodes].seconds)
+        return Budget(best, why=BestRate(best, outlooks[best], outlooks[0]))
 
     def survival(self) -> list[float]:
         """The chance that the first, the first two, … nodes of a chain are all accepted."""

@@ -16,6 +16,7 @@ from draftwood.engine.pipeline import Pipeline
 from draftwood.engine.plan import Plan
 from draftwood.engine.rounds import Rounds
 from draftwood.engine.scheduler import Scheduler
+from draftwood.engine.trace import step_traces
 from draftwood.errors import IncompatibleParts
 from draftwood.model.batch import ForwardBatch, ForwardOutput
 from draftwood.model.runner import ModelRunner
@@ -24,6 +25,8 @@ from draftwood.request import Event
 from draftwood.sampling import target_distribution, token_logprobs
 from draftwood.telemetry import Timers
 from draftwood.tree import DraftLaw, HostVerdict, TokenTree
+
+LENT = Budget(0, why="no nodes: a request needs the host, and the drafter's memory lies with the device's rounds")
 
 
 def check_exact(verifier: Verifier, drafts: DraftLaw) -> None:
@@ -68,7 +71,7 @@ class Engine:
             return events
         # Somebody asks for what only the host can do. A drafter that reads has lent its memory to the rounds.
         lent = self.pipeline.rounds.drafter.reads
-        budget = Budget(0) if lent else self.controller.budget(self.scheduler.load)
+        budget = LENT if lent else self.controller.budget(self.scheduler.load)
         return self.pipeline.leave(self.controller) + self._step(budget)
 
     def was_paused(self) -> None:
@@ -93,8 +96,11 @@ class Engine:
         with self.timers.measure("draft"):
             self.drafter.observe(view, tree, verdict, _rows_of(out.features, batch.logit_rows))
         outcome = verdict.to_host(tree)
-        self.controller.observe(_report(plan, outcome, self.timers.seconds["draft"] - drafting))
-        return self.scheduler.commit(plan, outcome, token_logprobs(out.logits, tree, verdict, view))
+        report = _report(plan, outcome, self.timers.seconds["draft"] - drafting)
+        self.controller.observe(report)
+        logprobs = token_logprobs(out.logits, tree, verdict, view)
+        traces = step_traces(out.logits, tree, verdict, view, len(plan.items), report.num_rows)
+        return self.scheduler.commit(plan, outcome, logprobs, traces)
 
     def _score(self, plan: Plan, tree: TokenTree, span: Tensor) -> tuple[ForwardBatch, ForwardOutput]:
         """The target's logits at every tree node, in the tree's order."""

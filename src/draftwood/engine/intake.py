@@ -37,6 +37,8 @@ class Guessers:
     def fitted(self, params: SamplingParams) -> SamplingParams:
         """The same with a law that is exact for the guesses it will get; refused where there is none."""
         drafts = self._drafts(params)
+        if self.offered is not None and self.offered.drafter_of(params.drafter) is self.offered.default:
+            params = replace(params, drafter=None)  # no wish of its own: it may run where everybody runs
         law = self.laws.law_of(params.law)
         if params.law is None and self.suits_itself and law.refuses(drafts) is not None:
             params = replace(params, law=default_law(drafts))

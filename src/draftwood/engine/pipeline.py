@@ -178,7 +178,9 @@ class Pipeline:
         plan = Plan(tuple(flight.plan.items[b] for b in heard)).brought_up_to_date()
         outcome = HostVerdict(*([column[b] for b in heard] for column in vars(outcome).values()))
         controller.observe(_report(flight.nodes, outcome, seconds))
-        return self.scheduler.commit(plan, outcome)
+        told = zip(plan.items, heard, strict=True)
+        traces = [flight.launched.trace(b) if item.seq.params.trace else None for item, b in told]
+        return self.scheduler.commit(plan, outcome, traces=traces)
 
 
 def _report(nodes: int, outcome: HostVerdict, seconds: float | None) -> StepReport:

@@ -18,10 +18,12 @@ from draftwood.cache.kv import Places, stage_behind, stage_trees
 from draftwood.cache.resident import ResidentDrafter
 from draftwood.cache.seats import Kind, SeatedView, Seats
 from draftwood.engine.plan import Plan
+from draftwood.engine.trace import NUM_FACTS, facts, step_trace
 from draftwood.model.batch import ForwardBatch
 from draftwood.model.runner import ModelRunner
 from draftwood.ops.choice import likeliest
 from draftwood.protocols import Randomness, Span, Verifier
+from draftwood.request import StepTrace
 from draftwood.sampling import target_distribution
 from draftwood.tree import HostVerdict, TokenTree, Verdict
 from draftwood.verifiers.path import keep_chosen
@@ -40,6 +42,7 @@ class Round:
     rows: Tensor  # [B] seats, written before every run
     run: Callable[[], None]
     outcome: Tensor  # [B, 3 + D] what the last run earned, see `Seats.advance`
+    facts: Tensor | None  # [B * (1 + N), 6] what it guessed, if anybody wants to know
 
 
 @dataclass
@@ -68,6 +71,7 @@ class Launched:
     host: Tensor  # [B, 3 + D]
     arrived: torch.cuda.Event | None
     size: int  # sequences; the rest of the batch is padding
+    facts: Tensor | None = None  # [B * (1 + N), 6]
 
     def wait(self) -> HostVerdict:
         """The outcome, once it is there."""
@@ -80,6 +84,13 @@ class Launched:
             drafted=[row[2] for row in rows],
             drift=[0.0] * len(rows),
         )
+
+    def trace(self, b: int) -> StepTrace | None:
+        """What the round did for its b-th sequence, if it was made to tell; once the outcome is there."""
+        if self.facts is None:
+            return None
+        tree = self.facts.view(len(self.host), -1, NUM_FACTS)[b].tolist()
+        return step_trace(tree, int(self.host[b, 1]), self.size, self.size * len(tree))
 
 
 @dataclass
@@ -152,13 +163,13 @@ class Rounds:
             self.drafter.prepare(plan.view(torch.device("cpu")), size, nodes)
         todo.rows.copy_(self.seats.rows(seq_ids, size))
         todo.run()
+        told = None if todo.facts is None else _on_its_way(todo.facts)
+        outcome = _on_its_way(todo.outcome)
         if todo.outcome.device.type == "cpu":
-            return Launched(todo.outcome.clone(), None, len(seq_ids))
-        host = torch.empty(todo.outcome.shape, dtype=todo.outcome.dtype, pin_memory=True)
-        host.copy_(todo.outcome, non_blocking=True)
+            return Launched(outcome, None, len(seq_ids), told)
         arrived = torch.cuda.Event()
         arrived.record()
-        return Launched(host, arrived, len(seq_ids))
+        return Launched(outcome, arrived, len(seq_ids), told)
 
     def read(self, spans: Sequence[Span]) -> None:
         """Run pieces of prompts through target and drafter: a few short ones by graphs, others all at once."""
@@ -231,13 +242,15 @@ class Rounds:
         rows = torch.full((size,), self.seats.nobody, device=self.seats.device)
         depth = self.drafter.depth(nodes) if nodes else 0
         outcome = torch.zeros(size, 3 + depth, dtype=torch.int64, device=self.seats.device)
+        shape = size * (1 + nodes), NUM_FACTS
+        told = torch.zeros(shape, dtype=torch.float64, device=self.seats.device) if kind.traced else None
 
         def run() -> None:
-            self._step(rows, nodes, kind, outcome)
+            self._step(rows, nodes, kind, outcome, told)
 
-        return Round(rows, self._ready(run), outcome)  # on nobody's seat
+        return Round(rows, self._ready(run), outcome, told)  # on nobody's seat
 
-    def _step(self, rows: Tensor, nodes: int, kind: Kind, outcome: Tensor) -> None:
+    def _step(self, rows: Tensor, nodes: int, kind: Kind, outcome: Tensor, told: Tensor | None) -> None:
         """The decode step, from seats to seats."""
         view = self.seats.view(rows, kind)
         tree = self.drafter.propose(view, nodes, self.rng) if nodes else self._bare_roots(view)
@@ -251,6 +264,8 @@ class Rounds:
         )
         out = self.target.forward(batch, self.drafter.needs)
         verdict = self._verdict(out.logits, tree, view, kind)
+        if told is not None:
+            told.copy_(facts(out.logits, tree, verdict, view))
         if nodes:
             index = tree.local[verdict.path.clamp(min=0)]
             memory.keep(view.block_table, view.lengths, index, verdict.length, chain=batch.linear)
@@ -293,3 +308,10 @@ class Rounds:
         with torch.cuda.graph(graph, pool=self._pool, stream=self._side):
             run()
         return _Replay(graph, run)
+
+
+def _on_its_way(found: Tensor) -> Tensor:
+    """A copy for the host, which is there when the device gets to it."""
+    if found.device.type == "cpu":
+        return found.clone()
+    return torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)

@@ -17,7 +17,7 @@ from draftwood.engine.plan import Plan, PlanItem
 from draftwood.engine.sequence import Sequence
 from draftwood.errors import InvalidRequest
 from draftwood.protocols import Budget, Load
-from draftwood.request import Event, FinishReason, TokenLogprob
+from draftwood.request import Event, FinishReason, StepTrace, TokenLogprob
 from draftwood.tree import HostVerdict
 
 
@@ -52,6 +52,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self.budget = Budget(0, why="no step has run yet")  # of the last step
 
     @property
     def load(self) -> Load:
@@ -84,6 +85,7 @@ class Scheduler:
 
     def schedule(self, budget: Budget) -> Plan:
         """Everybody who has caught up gets a row, then draft nodes and chunks share what rows are left."""
+        self.budget = budget
         self._admit()
         share = self._node_rows(max((seq.wanted_nodes(budget.max_nodes) for seq in self.running), default=0))
         items: dict[int, PlanItem] = {}
@@ -106,6 +108,7 @@ class Scheduler:
 
         `ahead`: the most tokens a sequence may have earned there that nobody here has heard of; at least one.
         """
+        self.budget = budget
         self._admit()
         nodes = self._node_rows(budget.max_nodes)
         items: dict[int, PlanItem] = {}
@@ -135,7 +138,13 @@ class Scheduler:
         shared = spare if ready == len(self.running) else spare // 2
         return min(wanted, shared // max(ready, 1))
 
-    def commit(self, plan: Plan, outcome: HostVerdict, logprobs: list[list[TokenLogprob]] | None = None) -> list[Event]:
+    def commit(
+        self,
+        plan: Plan,
+        outcome: HostVerdict,
+        logprobs: list[list[TokenLogprob]] | None = None,
+        traces: list[StepTrace | None] | None = None,
+    ) -> list[Event]:
         """Give every sequence what the step earned it; the one place where sequences change."""
         gains = {i: b for b, i in enumerate(plan.sampling)}
         events = []
@@ -144,7 +153,8 @@ class Scheduler:
             if b is None:
                 self.tables.advance(item.seq.id, item.end, item.seq.tokens)
             else:
-                events.append(self._give(item, outcome, b, logprobs[b] if logprobs else []))
+                event = self._give(item, outcome, b, logprobs[b] if logprobs else [])
+                events.append(_traced(event, traces[b]) if traces else event)
         return events
 
     def _give(self, item: PlanItem, outcome: HostVerdict, b: int, logprobs: list[TokenLogprob]) -> Event:
@@ -223,3 +233,10 @@ class Scheduler:
         else:
             self.waiting.remove(seq)
         self.on_end(seq.id)
+
+
+def _traced(event: Event, trace: StepTrace | None) -> Event:
+    """What the event tells of its step: nothing that was cut off."""
+    if trace is None or not event.token_ids:
+        return event
+    return replace(event, step=replace(trace, emitted=trace.emitted[: len(event.token_ids)]))

@@ -1,4 +1,4 @@
-"""The routes, and what stands around them. `/` is left free for a page."""
+"""The routes, and what stands around them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import Annotated, Any
 
-from fastapi import Body, Depends, FastAPI, Request
+from fastapi import Body, Depends, FastAPI, Query, Request
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -19,6 +19,8 @@ from draftwood.server.config import ServerConfig
 from draftwood.server.desk import Ticket
 from draftwood.server.doors import AccessLog, ApiKeys, BodyLimit, only_from_here
 from draftwood.server.errors import ApiError, install_handlers
+from draftwood.server.files import page_file
+from draftwood.server.live import LONGEST, SHORTEST
 from draftwood.server.replies import (
     ChatCompletion,
     ErrorReply,
@@ -30,6 +32,7 @@ from draftwood.server.replies import (
     Tokens,
     UnderWay,
 )
+from draftwood.server.responses import EventStream
 from draftwood.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from draftwood.server.service import Service
 
@@ -75,6 +78,7 @@ def make_app(llm: LLM, config: ServerConfig, drafter: str = "none", offers: Sequ
     _answering(app, service)
     _reading(app, service)
     _watching(app, service)
+    _showing(app)
     _managing(app, service)
     app.add_middleware(ApiKeys, keys=config.api_keys)
     app.add_middleware(BodyLimit, limit=config.max_body)
@@ -83,16 +87,18 @@ def make_app(llm: LLM, config: ServerConfig, drafter: str = "none", offers: Sequ
     return app
 
 
-def _answering(app: FastAPI, service: Service) -> None:
-    event = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
-    stream = {"content": {"text/event-stream": {"schema": event}}}
+EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
+STREAM = {"content": {"text/event-stream": {"schema": EVENT}}}
 
-    @app.post("/v1/chat/completions", responses={200: {"model": ChatCompletion, **stream}}, tags=["answers"])
+
+def _answering(app: FastAPI, service: Service) -> None:
+
+    @app.post("/v1/chat/completions", responses={200: {"model": ChatCompletion, **STREAM}}, tags=["answers"])
     async def chat_completions(body: Annotated[ChatRequest, Body()], request: Request) -> Response:
         """Answer a conversation."""
         return await service.chat(body, request)
 
-    @app.post("/v1/completions", responses={200: {"model": TextCompletion, **stream}}, tags=["answers"])
+    @app.post("/v1/completions", responses={200: {"model": TextCompletion, **STREAM}}, tags=["answers"])
     async def completions(body: Annotated[CompletionRequest, Body()], request: Request) -> Response:
         """Continue texts."""
         return await service.complete(body, request)
@@ -139,10 +145,31 @@ def _watching(app: FastAPI, service: Service) -> None:
         state = State(status="ready" if closed is None else "closed", reason=None if closed is None else closed.message)
         return JSONResponse(state.model_dump(), 200 if closed is None else 503)
 
+    @app.get("/live", tags=["state"], response_class=Response, responses={200: STREAM})
+    async def live(
+        every: Annotated[float, Query(ge=SHORTEST, le=LONGEST, description="Seconds between two events.")] = 0.5,
+        count: Annotated[int | None, Query(ge=1, description="Events after which the stream ends.")] = None,
+    ) -> Response:
+        """Figures of the moment, as server-sent events."""
+        return EventStream(service.live.listen(every, count), lambda: None)
+
     @app.get("/metrics", tags=["state"], response_class=Response)
     def metrics() -> Response:
         """Figures for Prometheus."""
         return Response(service.metrics.page(), media_type=CONTENT_TYPE_LATEST)
+
+
+def _showing(app: FastAPI) -> None:
+    # Not on the event loop, for they are read from disk; and not in the document, for they are no interface.
+    @app.get("/", include_in_schema=False)
+    def index(request: Request) -> Response:
+        """The page."""
+        return page_file("index.html", request)
+
+    @app.get("/page/{name:path}", include_in_schema=False)
+    def page(name: str, request: Request) -> Response:
+        """What belongs to it."""
+        return page_file(name, request)
 
 
 def _managing(app: FastAPI, service: Service) -> None:

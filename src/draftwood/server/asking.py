@@ -84,6 +84,7 @@ def _params(
         drafter=wishes.drafter,
         max_nodes=wishes.max_nodes if wishes.enabled else 0,
         max_depth=wishes.depth,
+        trace=wishes.report == "trace",
         **{name: value for name, value in given.items() if value is not None},
     )
 

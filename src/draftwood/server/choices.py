@@ -10,18 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from draftwood.drafters.predicted import Alignment
-from draftwood.model.tokenizer import Detokenizer, Tokenizer
+from draftwood.model.tokenizer import Tokenizer
 from draftwood.request import Event, FinishReason, SpeculationStats, TokenLogprob
+from draftwood.server.margin import Margin, Spoken
 from draftwood.server.tools import Call, CallReader
-
-
-@dataclass(frozen=True)
-class Spoken:
-    """A token of the answer with its log-probabilities, and where its text begins."""
-
-    logprob: TokenLogprob
-    start: int  # characters
-    end: int
+from draftwood.server.tracing import Tracer
 
 
 @dataclass(frozen=True)
@@ -30,44 +23,14 @@ class Delta:
 
     text: str
     calls: list[Call]
-    tokens: list[Spoken]
+    tokens: list[Spoken[TokenLogprob]]
+    steps: list[dict[str, Any]]  # where the answer is traced
     finish: str | None
 
     @property
     def empty(self) -> bool:
         """Whether there is nothing to tell."""
-        return not (self.text or self.calls or self.tokens or self.finish)
-
-
-class _Margin:
-    """Holds log-probabilities back until the text of their tokens is certain."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._reader = Detokenizer(tokenizer)
-        self._read = 0  # characters of all tokens
-        self._told = 0  # characters that are certain
-        self._held: list[Spoken] = []
-
-    def add(self, event: Event) -> list[Spoken]:
-        """The tokens whose text is certain with this event."""
-        for entry in event.logprobs:
-            if self._tokenizer.piece(entry.token):  # what reads as nothing, such as the end of text, is not told
-                start = self._read
-                self._read += len(self._reader.push([entry.token]))
-                self._held.append(Spoken(entry, start, self._read))
-        self._told += len(event.text)
-        return self._released(last=event.finished)
-
-    def _released(self, *, last: bool) -> list[Spoken]:
-        count = 0
-        for spoken in self._held:
-            partly = last and spoken.start < self._told
-            if spoken.end > self._told and not partly:
-                break
-            count += 1
-        released, self._held = self._held[:count], self._held[count:]
-        return released
+        return not (self.text or self.calls or self.tokens or self.steps or self.finish)
 
 
 @dataclass
@@ -109,17 +72,25 @@ class Choice:
     """One answer of a request."""
 
     def __init__(
-        self, index: int, tokenizer: Tokenizer, *, reads_calls: bool, prediction: tuple[int, ...] = ()
+        self,
+        index: int,
+        tokenizer: Tokenizer,
+        *,
+        reads_calls: bool,
+        prediction: tuple[int, ...] = (),
+        tracer: Tracer | None = None,
     ) -> None:
         self.index = index
         self.text: list[str] = []
         self.calls: list[Call] = []
-        self.tokens: list[Spoken] = []
+        self.tokens: list[Spoken[TokenLogprob]] = []
         self.finish: str | None = None
         self.stats = SpeculationStats()
         self.figures = Figures()
         self.alignment = Alignment(prediction) if prediction else None
-        self._margin = _Margin(tokenizer)
+        self._tokenizer = tokenizer
+        self._margin: Margin[TokenLogprob] = Margin(tokenizer)
+        self._tracer = tracer
         self._calls = CallReader() if reads_calls else None
 
     def add(self, event: Event) -> Delta:
@@ -128,14 +99,17 @@ class Choice:
         self.figures.add(event)
         if self.alignment is not None:
             self.alignment.follow(event.token_ids)
-        tokens = self._margin.add(event)
+        # What reads as nothing, such as the end of text, is not told.
+        readable = [entry for entry in event.logprobs if self._tokenizer.piece(entry.token)]
+        tokens = self._margin.add(readable, event)
+        steps = [] if self._tracer is None else self._tracer.add(event)
         text, calls = self._read(event)
         if event.finished:
             self.finish = self._finish(event.finish_reason)
         self.text.append(text)
         self.calls += calls
         self.tokens += tokens
-        return Delta(text, calls, tokens, self.finish)
+        return Delta(text, calls, tokens, steps, self.finish)
 
     def _read(self, event: Event) -> tuple[str, list[Call]]:
         if self._calls is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hmac
 import ipaddress
 import json
@@ -20,12 +22,18 @@ from draftwood.server.errors import ApiError
 
 access = logging.getLogger("draftwood.access")
 OPEN_PATHS = frozenset({"/health"})
+PAGE = re.compile(r"/|/page/.*", re.DOTALL)
+QUIET = re.compile(r"/health|/ready|/metrics|/live|/page/.*", re.DOTALL)  # asked for again and again
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
 
 
 class ApiKeys:
-    """A key for everything but /health. All keys are compared, each in constant time."""
+    """A key for everything but /health. All keys are compared, each in constant time.
+
+    Programs send `Bearer KEY`. A browser that opens the page asks its user, and from then on sends the key by itself as
+    the password of `Basic`, whatever the name.
+    """
 
     def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
         self._app = app
@@ -39,14 +47,27 @@ class ApiKeys:
             401,
             "This server wants an API key: send the header 'Authorization: Bearer KEY'.",
             "invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
+            headers={"WWW-Authenticate": 'Basic realm="draftwood"' if PAGE.fullmatch(scope["path"]) else "Bearer"},
         )
         await refusal.response()(scope, receive, send)
 
     def _known(self, scope: Scope) -> bool:
-        kind, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        same = [hmac.compare_digest(given.strip().encode(), key) for key in self._keys]
-        return kind.lower() == "bearer" and any(same)
+        given = _given_key(Headers(scope=scope).get("authorization", ""))
+        same = [hmac.compare_digest(given, key) for key in self._keys]
+        return any(same)
+
+
+def _given_key(authorization: str) -> bytes:
+    """The key in a header; none is empty, and nobody's key is."""
+    kind, _, given = authorization.partition(" ")
+    if kind.lower() == "bearer":
+        return given.strip().encode()
+    if kind.lower() != "basic":
+        return b""
+    try:
+        return base64.b64decode(given.strip(), validate=True).partition(b":")[2]
+    except (binascii.Error, ValueError):
+        return b""
 
 
 class BodyLimit:
@@ -114,7 +135,7 @@ class AccessLog:
 
 
 def _write(line: dict[str, Any]) -> None:
-    quiet = line["path"] in ("/health", "/ready", "/metrics") and line["status"] < 400
+    quiet = QUIET.fullmatch(line["path"]) is not None and line["status"] < 400
     access.log(logging.DEBUG if quiet else logging.INFO, "%s", json.dumps(line, ensure_ascii=True))
 
 

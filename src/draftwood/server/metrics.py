@@ -32,6 +32,54 @@ class _Course:
     last: float = field(default_factory=time.perf_counter)
 
 
+@dataclass
+class Totals:
+    """The same counts as plain numbers, for those who look at them often."""
+
+    steps: int = 0  # of answers: a step of the engine counts for each of them that it gave tokens
+    emitted: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+class RecentDepths:
+    """How often guesses came true lately, by depth.
+
+    New proposals weigh more instead of old ones less: nothing is touched but what was tried. How deep a tree was is not
+    heard of, only how many nodes it had, so depths at which nothing was accepted lately are left out.
+    """
+
+    MEMORY = 0.99  # what a proposal's weight becomes, against later ones, with each of them
+    SCALE = 1e9  # where numbers are brought back to size
+
+    def __init__(self) -> None:
+        self._weight = 1.0
+        self._hits: list[float] = []
+        self._tried: list[float] = []
+
+    def learn(self, drafted: int, accepted: int) -> None:
+        """So many nodes were guessed for an answer, and so many of them stayed."""
+        self._weight /= self.MEMORY
+        deepest = min(drafted, accepted + 1)
+        missing = [0.0] * (deepest - len(self._hits))
+        self._hits += missing
+        self._tried += missing
+        for depth in range(deepest):
+            self._tried[depth] += self._weight
+            self._hits[depth] += self._weight if depth < accepted else 0.0
+        if self._weight > self.SCALE:
+            self._hits = [hits / self._weight for hits in self._hits]
+            self._tried = [tried / self._weight for tried in self._tried]
+            self._weight = 1.0
+
+    def shares(self) -> list[float]:
+        """Of the proposals that came to a depth, how many had the right node there; from depth 1."""
+        lately = [d for d, hits in enumerate(self._hits, 1) if hits > 0.01 * self._weight]
+        deepest = max(lately, default=0)
+        pairs = zip(self._hits[:deepest], self._tried[:deepest], strict=True)
+        return [round(hits / tried, 4) if tried else 0.0 for hits, tried in pairs]
+
+
 class Metrics:
     """Counts what it hears."""
 
@@ -40,6 +88,8 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._model = model
         self._courses: dict[tuple[int, int], _Course] = {}
+        self.totals = Totals()
+        self.depths = RecentDepths()
         self._count_requests()
         self._time_requests()
         self._show_load()
@@ -109,6 +159,8 @@ class Metrics:
         else:
             self._times["inter_token_latency_seconds"].observe((now - course.last) / count)
         self._counts["generation_tokens"].inc(count)
+        self.totals.steps += 1
+        self.totals.emitted += count
         self._count_guesses(event, event.stats.drafted - course.drafted)
         course.steps, course.drafted, course.last = course.steps + 1, event.stats.drafted, now
 
@@ -116,6 +168,9 @@ class Metrics:
         if not drafted:
             return
         accepted = sum(event.accepted)
+        self.totals.drafted += drafted
+        self.totals.accepted += accepted
+        self.depths.learn(drafted, accepted)
         self._counts["spec_decode_num_drafts"].inc()
         self._counts["spec_decode_num_draft_tokens"].inc(drafted)
         self._counts["spec_decode_num_accepted_tokens"].inc(accepted)

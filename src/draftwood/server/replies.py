@@ -82,6 +82,14 @@ class TextCompletion(Open):
     usage: Usage
 
 
+class LawCard(BaseModel):
+    """A law that a request may name."""
+
+    name: str
+    lossless: bool
+    exact_for: str  # the trees it takes
+
+
 class ModelCard(Open):
     """A model, and what can be asked of it."""
 
@@ -93,6 +101,8 @@ class ModelCard(Open):
     drafter: str
     drafters: list[str]
     law: str
+    laws: list[LawCard]
+    max_nodes: int  # draft nodes a step, at most
 
 
 class ModelList(BaseModel):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +13,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from draftwood.server.choices import Choice, usage
+from draftwood.server.choices import Choice, Delta, usage
 from draftwood.server.desk import Ticket
 from draftwood.server.errors import ApiError, error_body, log
 from draftwood.server.writers import Writer
@@ -31,7 +31,7 @@ class Reply:
     n: int
     writer: Writer
     tells_usage: bool
-    report: str  # none, summary or detailed
+    report: str  # none, summary, detailed or trace
 
     def choice_of(self, prompt: int, index: int) -> Choice:
         """The choice that an answer becomes."""
@@ -53,32 +53,41 @@ class Reply:
 
     async def whole(self) -> dict[str, Any]:
         """Everything at once."""
+        steps: list[dict[str, Any]] = []
         while news := await self.ticket.news():
             for prompt, event in news:
-                self.choice_of(prompt, event.index).add(event)
-        return self.writer.whole(self.choices, self.usage, self.metrics)
+                steps += self.choice_of(prompt, event.index).add(event).steps
+        metrics = self.metrics
+        if metrics is not None and self.report == "trace":
+            metrics["trace"] = steps
+        return self.writer.whole(self.choices, self.usage, metrics)
 
     async def parts(self) -> AsyncGenerator[bytes, None]:
         """Chunk by chunk; a failure is the last of them."""
         try:
             openings = [self.writer.opening(choice) for choice in self.choices]
-            yield b"".join(_event(opening) for opening in openings if opening is not None)
+            yield b"".join(sse(opening) for opening in openings if opening is not None)
             while news := await self.ticket.news():
                 deltas = [(choice := self.choice_of(i, event.index), choice.add(event)) for i, event in news]
-                chunks = [self.writer.chunk(choice, delta) for choice, delta in deltas if not delta.empty]
+                chunks = [self._chunk(choice, delta) for choice, delta in deltas if not delta.empty]
                 if chunks:
-                    yield b"".join(map(_event, chunks))
+                    yield b"".join(map(sse, chunks))
             if self.tells_usage or self.metrics is not None:
-                yield _event(self.writer.closing(self.usage, self.metrics))
+                yield sse(self.writer.closing(self.usage, self.metrics))
         except ApiError as failure:
-            yield _event(failure.body)
+            yield sse(failure.body)
         except Exception:
             log.exception("a stream has failed")
-            yield _event(error_body(500, "The server failed on this request; its log says why.", "internal_error"))
+            yield sse(error_body(500, "The server failed on this request; its log says why.", "internal_error"))
         yield DONE
 
+    def _chunk(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+        chunk = self.writer.chunk(choice, delta)
+        return chunk | {"trace": delta.steps} if delta.steps else chunk
 
-def _event(data: dict[str, Any]) -> bytes:
+
+def sse(data: dict[str, Any]) -> bytes:
+    """One server-sent event."""
     return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
@@ -117,20 +126,21 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, reply: Reply) -> None:
+    def __init__(self, parts: AsyncGenerator[bytes, None], close: Callable[[], None]) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._reply = reply
+        self._parts = parts
+        self._close = close  # whatever is behind the parts, once nobody listens any more
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send until the end of the answers or of the connection."""
+        """Send until the end of the parts or of the connection."""
         sending, leaving = asyncio.ensure_future(self._send(send)), asyncio.ensure_future(_disconnected(receive))
         try:
             await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
                 sending.result()
         finally:
-            self._reply.ticket.close()
+            self._close()
             for task in (sending, leaving):
                 task.cancel()
                 with suppress(asyncio.CancelledError, OSError):
@@ -138,7 +148,7 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async with aclosing(self._reply.parts()) as parts:
+        async with aclosing(self._parts) as parts:
             async for part in parts:
                 await send({"type": "http.response.body", "body": part, "more_body": True})
         await send({"type": "http.response.body", "body": b""})

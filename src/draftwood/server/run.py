@@ -39,6 +39,11 @@ class DrainingServer(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         await super().serve(sockets)
 
+    async def shutdown(self, sockets=None) -> None:  # type: ignore[no-untyped-def]
+        """Nobody waits for streams that have no end of their own."""
+        self._service.live.close()
+        await super().shutdown(sockets)
+
     @property
     def engine_died(self) -> bool:
         """Whether there is nothing left that could be closed."""

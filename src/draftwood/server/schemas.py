@@ -42,8 +42,10 @@ class Speculation(BaseModel):
     )
     max_nodes: Annotated[int, Field(ge=0, lt=1 << 31)] | None = Field(None, description="Draft nodes a step, at most.")
     depth: Count | None = Field(None, description="Draft tokens one behind the other, at most.")
-    report: Literal["none", "summary", "detailed"] = Field(
-        "none", description="Acceptance figures in `metrics.speculative_decoding` of the answer."
+    report: Literal["none", "summary", "detailed", "trace"] = Field(
+        "none",
+        description="Acceptance figures in `metrics.speculative_decoding` of the answer; with `trace` also every step, "
+        "in `trace` of the chunks of a stream or in `metrics.trace` of a whole answer.",
     )
 
 

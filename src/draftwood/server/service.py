@@ -19,12 +19,15 @@ from draftwood.server.config import ServerConfig
 from draftwood.server.desk import Desk, Ticket
 from draftwood.server.errors import ApiError, invalid
 from draftwood.server.health import Monitor
+from draftwood.server.live import Live
 from draftwood.server.metrics import Metrics
-from draftwood.server.replies import ModelCard
+from draftwood.server.replies import LawCard, ModelCard
 from draftwood.server.responses import EventStream, Reply, answer_at_once
 from draftwood.server.schemas import ChatRequest, CompletionRequest, Sampling, TokenizeRequest
 from draftwood.server.tools import ToolBox
+from draftwood.server.tracing import Tracer
 from draftwood.server.writers import ChatWriter, CompletionWriter, Writer
+from draftwood.verifiers import LAWS
 
 
 class Service:
@@ -37,7 +40,10 @@ class Service:
         self.metrics = Metrics(llm, config.model_name, vllm_names=config.vllm_names)
         self.desk = Desk(llm, config, self.metrics.heard)
         self.monitor = Monitor(llm, self.desk, config.stall_seconds)
+        self.live = Live(llm, self.metrics, self.desk, self.monitor)
         self.started = int(time.time())
+        laws = [entry() for entry in LAWS.values()]
+        self._laws = [LawCard(name=law.name, lossless=law.lossless, exact_for=str(law.scope)) for law in laws]
 
     @property
     def card(self) -> ModelCard:
@@ -49,6 +55,8 @@ class Service:
             drafter=self.drafters[0],
             drafters=self.drafters,
             law=self.llm.laws.default.name,
+            laws=self._laws,
+            max_nodes=self.llm.engine.drafter.max_nodes,
         )
 
     def check_model(self, name: str | None) -> None:
@@ -112,13 +120,28 @@ class Service:
         reads_calls: bool,
     ) -> Response:
         choices = [
-            Choice(i, self.llm.tokenizer, reads_calls=reads_calls, prediction=answer.prediction)
+            Choice(
+                i,
+                self.llm.tokenizer,
+                reads_calls=reads_calls,
+                prediction=answer.prediction,
+                tracer=Tracer(i, self._guessing_for(answer), self.llm.tokenizer) if params.trace else None,
+            )
             for i, answer in enumerate(answer for answers in ticket.prompts for answer in answers)
         ]
         report = "none" if body.speculation is None else body.speculation.report
         reply = Reply(ticket, choices, params.n, writer, _tells_usage(body), report)
         request.state.figures = lambda: _figures(reply)
-        return EventStream(reply) if body.stream else await answer_at_once(request, reply)
+        if body.stream:
+            return EventStream(reply.parts(), reply.ticket.close)
+        return await answer_at_once(request, reply)
+
+    def _guessing_for(self, answer: Answer) -> str:
+        """Who drafts for an answer, by the name clients know."""
+        if answer.params.max_nodes == 0:
+            return "none"
+        drafter = answer.params.drafter or self.drafters[0]
+        return f"{drafter} + prediction" if answer.prediction else drafter
 
     def tokens(self, body: TokenizeRequest) -> list[int]:
         """A text or a conversation as tokens."""

@@ -8,7 +8,9 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from draftwood.model.tokenizer import Tokenizer
-from draftwood.server.choices import Choice, Delta, Spoken
+from draftwood.request import TokenLogprob
+from draftwood.server.choices import Choice, Delta
+from draftwood.server.margin import Spoken
 from draftwood.server.tools import Call
 
 Json = dict[str, Any]
@@ -97,7 +99,7 @@ class ChatWriter(_Envelope):
             said["tool_calls"] = [{"index": first + i} | _call(call) for i, call in enumerate(delta.calls)]
         return self._as_chunk(self._delta(choice, said, delta.finish, delta.tokens))
 
-    def _delta(self, choice: Choice, said: Json, finish: str | None, tokens: Sequence[Spoken]) -> Json:
+    def _delta(self, choice: Choice, said: Json, finish: str | None, tokens: Sequence[Spoken[TokenLogprob]]) -> Json:
         return {"index": choice.index, "delta": said, "logprobs": self._margin(tokens), "finish_reason": finish}
 
     def choice(self, choice: Choice) -> Json:
@@ -109,12 +111,12 @@ class ChatWriter(_Envelope):
         logprobs = self._margin(choice.tokens) or ({"content": [], "refusal": None} if self._logprobs else None)
         return {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish}
 
-    def _margin(self, tokens: Sequence[Spoken]) -> Json | None:
+    def _margin(self, tokens: Sequence[Spoken[TokenLogprob]]) -> Json | None:
         return {"content": [self._entry(spoken) for spoken in tokens], "refusal": None} if tokens else None
 
-    def _entry(self, spoken: Spoken) -> Json:
-        top = [self._named(token, logprob) for token, logprob in spoken.logprob.top]
-        return self._named(spoken.logprob.token, spoken.logprob.logprob) | {"top_logprobs": top}
+    def _entry(self, spoken: Spoken[TokenLogprob]) -> Json:
+        top = [self._named(token, logprob) for token, logprob in spoken.entry.top]
+        return self._named(spoken.entry.token, spoken.entry.logprob) | {"top_logprobs": top}
 
     def _named(self, token: int, logprob: float) -> Json:
         spelled = self._spelled(token)
@@ -155,14 +157,14 @@ class CompletionWriter(_Envelope):
         text = self._echo(choice) + "".join(choice.text)
         return _text(choice, text, self._margin(choice.tokens, choice), choice.finish)
 
-    def _margin(self, tokens: Sequence[Spoken], choice: Choice) -> Json | None:
+    def _margin(self, tokens: Sequence[Spoken[TokenLogprob]], choice: Choice) -> Json | None:
         if not self._logprobs:
             return None
         before = len(self._echo(choice))
         return {
-            "tokens": [self._read(spoken.logprob.token) for spoken in tokens],
-            "token_logprobs": [finite(spoken.logprob.logprob) for spoken in tokens],
-            "top_logprobs": [{self._read(t): finite(p) for t, p in spoken.logprob.top} for spoken in tokens],
+            "tokens": [self._read(spoken.entry.token) for spoken in tokens],
+            "token_logprobs": [finite(spoken.entry.logprob) for spoken in tokens],
+            "top_logprobs": [{self._read(t): finite(p) for t, p in spoken.entry.top} for spoken in tokens],
             "text_offset": [before + spoken.start for spoken in tokens],
         }
 
