@@ -276,7 +276,7 @@ def idle_shares(spans: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 TASKS = {"code": CODE8, "maths": MATHS8, "chat": CHAT8}
-TRAINED_TREES = ("chain:depth=6", "static:widths=2x2x1x1x1x1", "static:widths=4x2x1x1x1x1")
+TRAINED_TREES = ("chain:depth=6", "beam:nodes=31,width=6,depth=6", "beam:nodes=63,width=8,depth=6")
 WANTED = {"code": 3.0, "maths": 3.0, "chat": 2.3}
 
 

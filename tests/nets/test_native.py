@@ -47,9 +47,9 @@ def guesses(kind: str, grower: Levels) -> Guesses:
         hear(view, 0, logits)
         return logits, state
 
-    def listen_on(view, shape, number, tokens, state):  # type: ignore[no-untyped-def]
-        logits, state = extend(view, shape, number, tokens, state)
-        hear(view, number, logits)
+    def listen_on(view, front, state):  # type: ignore[no-untyped-def]
+        logits, state = extend(view, front, state)
+        hear(view, front.number, logits)
         return logits, state
 
     resident.begin, resident.extend = listen_first, listen_on

@@ -36,14 +36,13 @@ class Growth:
 
     def begin(self, view: BatchView) -> Tensor:
         """Run everything pending, in chunks; logits at the roots. [B, V], zeros without a seat."""
-        logits = torch.zeros(len(view.seq_ids), self.runner.model.config.vocab_size, device=self.runner.device)
-        logits = logits.to(self.runner.model.dtype)
+        logits = self.runner.no_logits(len(view.seq_ids))
         behind = list(self.seats)
         while behind:
             spans, ready, behind = self._next_chunk(behind)
             out = self.runner.forward(self.runner.cache.stage(spans, None))
             done = [i for i, b in enumerate(ready) if b is not None]
-            logits[[ready[i] for i in done]] = out.logits[done]
+            logits[[ready[i] for i in done]] = out.logits[done].to(logits.dtype)
             for span in spans:
                 self.runner.cache.tables.advance(span.seq_id, span.end, span.tokens)
         return logits
@@ -72,11 +71,10 @@ class Growth:
         seated = torch.zeros(builder.num_trees, dtype=torch.bool, device=columns.device)
         seated[[b for b in self.seats if self._reserve(b, builder.num_columns)]] = True
         runs = builder.alive.gather(1, columns) & seated[:, None]
-        logits = torch.zeros(*columns.shape, self.runner.model.config.vocab_size, device=columns.device)
-        logits = logits.to(self.runner.model.dtype)
+        logits = self.runner.no_logits(*columns.shape)
         if not bool(runs.any()):
             return logits
-        logits[runs] = self._run_nodes(builder, columns, runs)
+        logits[runs] = self._run_nodes(builder, columns, runs).to(logits.dtype)
         grown = torch.zeros_like(builder.alive)
         grown[:, : self.ran.shape[1]] = self.ran
         self.ran = grown.scatter(1, columns, grown.gather(1, columns) | runs)

@@ -47,15 +47,14 @@ class _Growth(Growth):
         """Run everything pending and the masks behind it; logits at the roots. [B, V]."""
         self._read_ahead()
         config = self.runner.model.config
-        self.slots = torch.zeros(len(view.seq_ids), self.guesses, config.vocab_size, device=self.runner.device)
-        self.slots = self.slots.to(self.runner.model.dtype)
+        self.slots = self.runner.no_logits(len(view.seq_ids), self.guesses)
         if self.seats:
             spans = [self._pending(b) for b in self.seats]
             masks = chain_of_masks(len(spans), self.guesses - 1, self.mask, self.runner.device)
             out = self.runner.forward(self.runner.cache.stage(spans, masks))
             count = len(spans)
             behind = out.logits[count:].view(count, self.guesses - 1, config.vocab_size)
-            self.slots[self.seats] = torch.cat([out.logits[:count, None], behind], 1)
+            self.slots[self.seats] = torch.cat([out.logits[:count, None], behind], 1).to(self.slots.dtype)
             for span in spans:
                 self.runner.cache.tables.advance(span.seq_id, span.end, span.tokens)
         return self.slots[:, 0]

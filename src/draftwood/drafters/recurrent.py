@@ -162,10 +162,12 @@ class _Growth:
         seated[[b for b in self.ready if self._reserve(b, builder.num_columns)]] = True
         runs = builder.alive.gather(1, columns) & seated[:, None]
         head = self.drafter.net.head
-        logits = self.outputs.new_zeros(*columns.shape, head.size)
+        wide = torch.promote_types(self.outputs.dtype, torch.float32)  # what kernels of narrow networks give
+        logits = self.outputs.new_zeros(*columns.shape, head.size, dtype=wide)
         if bool(runs.any()):
             owner, place = runs.nonzero(as_tuple=True)
-            self.outputs[owner, columns[owner, place]], logits[owner, place] = self._run(builder, columns, runs)
+            output, found = self._run(builder, columns, runs)
+            self.outputs[owner, columns[owner, place]], logits[owner, place] = output, found.to(wide)
         return head.spread(logits)
 
     def _reserve(self, b: int, num_columns: int) -> bool:

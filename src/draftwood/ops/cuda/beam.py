@@ -109,7 +109,7 @@ def offer(
         None if above is None else above.scores, None if above is None else above.offers,
         chosen[0], scores, chosen[1], chosen[2], vocabulary, parts, into.start(level), into.scores.shape[1],
         nodes, width, max(2, triton.next_power_of_2(parts * width)), max(2, triton.next_power_of_2(parts)),
-        max(2, triton.next_power_of_2(nodes * width)), **OVERLAPPING,
+        max(2, triton.next_power_of_2(nodes * width)), num_warps=1, **OVERLAPPING,
     )  # fmt: skip
     return Chosen(chosen[0], scores, chosen[1], chosen[2])
 
