@@ -40,7 +40,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--only", default=",".join(BY_DEFAULT), help=f"of {', '.join(SECTIONS)}; {' '.join(BY_DEFAULT)}"
     )
-    parser.add_argument("--contenders", help="of the section speed, such as plain,model")
+    parser.add_argument("--contenders", help="of the sections speed and strict, such as plain,model")
     parser.add_argument("--trained", type=Path, nargs="*", default=[], help="drafters of standin_drafter.py")
     parser.add_argument("--batches", type=_integers, help="such as 1,32")
     parser.add_argument("--temperatures", type=_numbers, help="such as 0")

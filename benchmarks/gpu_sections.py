@@ -137,7 +137,10 @@ def strict(lab: Lab) -> Iterator[Row]:
         "ngram": Setup("ngram", strict=True, law="match"),
         "model chain": Setup(f"model:{lab.small}", f"chain:depth={lab.sizes.depth}", "match", strict=True),
         "model tree": Setup(f"model:{lab.small}", "static:widths=3x2x1x1", "match", strict=True),
+        **{folder.name: Setup(str(folder), law="match", strict=True) for folder in lab.trained},
     }
+    if lab.contenders:
+        setups = {name: setup for name, setup in setups.items() if name in ("none", *lab.contenders)}
     wanted: dict[float, list[tuple[int, ...]]] = {}
     for name, setup in setups.items():
         llm = lab.open(setup)
@@ -276,7 +279,8 @@ def idle_shares(spans: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 TASKS = {"code": CODE8, "maths": MATHS8, "chat": CHAT8}
-TRAINED_TREES = ("chain:depth=6", "beam:nodes=31,width=6,depth=6", "beam:nodes=63,width=8,depth=6")
+TRAINED_TREES = ("beam:nodes=31,width=6,depth=6", "beam:nodes=63,width=6,depth=6")
+WARM_TOKENS = 24
 WANTED = {"code": 3.0, "maths": 3.0, "chat": 2.3}
 
 
@@ -298,10 +302,12 @@ def trained(lab: Lab) -> Iterator[Row]:
 
 
 def _one_at_a_time(lab: Lab, setup: Setup, texts: tuple[str, ...]) -> tuple[float, float]:
-    """Tokens a second and tokens a step; the first prompts warm up, and the prefix cache never helps."""
+    """Tokens a second and tokens a step; all of them warm up first, and the prefix cache never helps."""
     llm = lab.open(setup)
-    prompts = chats(llm.tokenizer, texts, len(texts) + 2, 11000)
-    found = [ask(llm, [prompt], lab.sizes.tokens, 0.0) for prompt in prompts][2:]
+    for prompt in chats(llm.tokenizer, texts, len(texts), 11000):  # lengths that are new compile and capture
+        ask(llm, [prompt], WARM_TOKENS, 0.0)
+    prompts = chats(llm.tokenizer, texts, len(texts), 12000)
+    found = [ask(llm, [prompt], lab.sizes.tokens, 0.0) for prompt in prompts]
     stats = [results[0].stats for _, results in found]
     tokens = sum(own.num_tokens for own in stats)
     return tokens / sum(seconds for seconds, _ in found), tokens / sum(own.steps for own in stats)

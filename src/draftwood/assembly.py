@@ -68,14 +68,6 @@ from draftwood.verifiers import LAWS, ByRequest, default_law
 DEFAULT_TREE = "chain"
 TRAINED = Path(__file__).parent / "trained"  # drafters that come with the package, for the embedded model
 SHIPPED = tuple(sorted(folder.name for folder in TRAINED.glob("*") if (folder / "config.json").is_file()))
-TREE_OF: Mapping[type, str] = {
-    Eagle3: "chain:depth=5",
-    ParallelEagle: "chain:depth=8",
-    BlockNet: "chain:depth=6",
-    HeadStack: "static:widths=3x2x1",
-    Kangaroo: "chain:depth=5",
-    MaskedStudent: "chain:depth=8",
-}
 AUTO = "auto"
 
 
@@ -242,7 +234,31 @@ def load_trained(
     words = TargetWords(target, config.torch_device(), config.torch_dtype())
     net = build_net(files, target.config, words)
     self_test(net, words)
-    return drafter_of(net, words, build_grower(tree or TREE_OF.get(type(net), DEFAULT_TREE)))
+    return drafter_of(net, words, build_grower(tree or usual_tree(type(net), words.device)))
+
+
+@dataclass(frozen=True)
+class UsualTree:
+    """The tree a network gets where nobody asks for one: more guesses cost a CPU time, and a GPU hardly any."""
+
+    on_cpu: str
+    on_gpu: str
+
+
+USUAL: Mapping[type, UsualTree] = {
+    Eagle3: UsualTree("chain:depth=5", "beam:nodes=63,width=6,depth=6"),
+    BlockNet: UsualTree("chain:depth=6", "beam:nodes=63,width=6,depth=6"),
+    HeadStack: UsualTree("static:widths=3x2x1", "beam:nodes=63,width=16,depth=4"),
+    ParallelEagle: UsualTree("chain:depth=8", "chain:depth=8"),
+    Kangaroo: UsualTree("chain:depth=5", "chain:depth=5"),
+    MaskedStudent: UsualTree("chain:depth=8", "chain:depth=8"),
+}
+
+
+def usual_tree(kind: type, device: torch.device) -> str:
+    """For a network of this kind."""
+    usual = USUAL.get(kind, UsualTree(DEFAULT_TREE, DEFAULT_TREE))
+    return usual.on_gpu if device.type == "cuda" else usual.on_cpu
 
 
 def load_parallel(

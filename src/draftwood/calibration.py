@@ -19,7 +19,7 @@ from draftwood.cache.seats import Kind, Seats
 from draftwood.costs import StepCosts
 from draftwood.drafters.scripted import ScriptedDrafter
 from draftwood.drafters.trimmed import TrimmedDrafter
-from draftwood.engine.controller import FixedBudget, MeasuredBudget
+from draftwood.engine.controller import FixedBudget, MeasuredBudget, MeasuredTreeBudget, SharedRows
 from draftwood.engine.engine import Engine
 from draftwood.engine.rounds import Rounds
 from draftwood.engine.scheduler import Scheduler, SchedulerConfig
@@ -42,6 +42,7 @@ GPU_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 GPU_BATCH = 32
 WIDE_ROWS = (256, 512)
 GPU_REPEATS = 20
+UNNOTICED = 128  # rows of a step that a GPU runs in little more time than one
 Say = Callable[[str], None]
 
 
@@ -70,10 +71,12 @@ def known_costs(target: ModelRunner) -> StepCosts | None:
 
 def default_controller(target: ModelRunner, drafter: Drafter) -> Controller:
     """By measured costs where they are known; else as much as the drafter likes to guess."""
-    costs = known_costs(target)
+    costs, chain = known_costs(target), drafter.law.chain
+    if costs is None and target.device.type == "cuda" and not chain:
+        return SharedRows(drafter.max_nodes, UNNOTICED)
     if costs is None or drafter.max_nodes == 0:
         return FixedBudget(drafter.max_nodes)
-    return MeasuredBudget(costs, drafter.max_nodes, chain=drafter.law.chain)
+    return (MeasuredBudget if chain else MeasuredTreeBudget)(costs, drafter.max_nodes)
 
 
 def trimmed(drafter: Drafter, target: ModelRunner) -> TrimmedDrafter:

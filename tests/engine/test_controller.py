@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from draftwood.costs import StepCosts
-from draftwood.engine.controller import FixedBudget, MeasuredBudget
+from draftwood.engine.controller import FixedBudget, MeasuredBudget, MeasuredTreeBudget, SharedRows
 from draftwood.protocols import Load, StepReport
 
 FLAT = StepCosts((1, 64), (64,), ((1.0, 1.2),), 0.0)
@@ -30,14 +30,14 @@ def test_a_fixed_budget_learns_nothing() -> None:
 
 def test_decisions_are_explained_when_somebody_asks() -> None:
     assert str(FixedBudget(1).budget(ALONE).why) == "always 1 node"
-    controller = MeasuredBudget(UP_TO_FOUR, 8, chain=True)
+    controller = MeasuredBudget(UP_TO_FOUR, 8)
     for _ in range(50):
         controller.observe(report((3, 3)))
     assert str(controller.budget(ALONE).why).startswith("3 nodes: 3.")
     assert str(controller.budget(ALONE).why).endswith(" ms; none: 1.00 expected tokens in 1000.00 ms")
-    given_up = MeasuredBudget(STEEP, 8, chain=True).budget(ALONE)
+    given_up = MeasuredBudget(STEEP, 8).budget(ALONE)
     assert (given_up.max_nodes, str(given_up.why)) == (0, "no nodes pay: 1.00 expected tokens in 1000.00 ms without")
-    tree = MeasuredBudget(FLAT, 8, chain=False).budget(ALONE)
+    tree = MeasuredTreeBudget(FLAT, 8).budget(ALONE)
     assert str(tree.why) == f"up to 8 nodes: one more row pays from a chance of {tree.worth:.2f}"
 
 
@@ -47,15 +47,15 @@ def test_a_budget_cannot_be_negative() -> None:
 
 
 def test_rows_that_cost_nothing_are_used() -> None:
-    assert MeasuredBudget(FLAT, 8, chain=True).budget(ALONE).max_nodes == 8
+    assert MeasuredBudget(FLAT, 8).budget(ALONE).max_nodes == 8
 
 
 def test_rows_that_cost_a_step_each_are_not() -> None:
-    assert MeasuredBudget(STEEP, 8, chain=True).budget(ALONE).max_nodes == 0
+    assert MeasuredBudget(STEEP, 8).budget(ALONE).max_nodes == 0
 
 
 def test_the_step_of_the_table_is_the_size_of_the_tree() -> None:
-    controller = MeasuredBudget(UP_TO_FOUR, 8, chain=True)
+    controller = MeasuredBudget(UP_TO_FOUR, 8)
     for _ in range(50):
         controller.observe(report((3, 3)))
     assert controller.budget(ALONE).max_nodes == 3
@@ -63,7 +63,7 @@ def test_the_step_of_the_table_is_the_size_of_the_tree() -> None:
 
 def test_guesses_that_fail_are_given_up_and_tried_again() -> None:
     gentle = StepCosts((1, 9), (64,), ((1.0, 2.2),), 0.0)
-    controller = MeasuredBudget(gentle, 8, chain=True)
+    controller = MeasuredBudget(gentle, 8)
     assert controller.budget(ALONE).max_nodes > 0
     for _ in range(60):
         controller.observe(report((8, 0)))
@@ -74,7 +74,7 @@ def test_guesses_that_fail_are_given_up_and_tried_again() -> None:
 
 
 def test_survival_is_learnt_by_depth() -> None:
-    controller = MeasuredBudget(FLAT, 4, chain=True)
+    controller = MeasuredBudget(FLAT, 4)
     for _ in range(300):
         controller.observe(report((4, 2)))
     first, second, third, fourth = controller.survival()
@@ -83,7 +83,7 @@ def test_survival_is_learnt_by_depth() -> None:
 
 
 def test_a_slow_drafter_is_asked_for_less() -> None:
-    quick, slow = (MeasuredBudget(FLAT, 8, chain=True) for _ in range(2))
+    quick, slow = (MeasuredBudget(FLAT, 8) for _ in range(2))
     for _ in range(60):
         quick.observe(report((8, 4)))
         slow.observe(report((8, 4), draft_seconds=8.0))
@@ -91,7 +91,7 @@ def test_a_slow_drafter_is_asked_for_less() -> None:
 
 
 def test_one_slow_proposal_is_no_verdict() -> None:
-    controller = MeasuredBudget(FLAT, 8, chain=True)
+    controller = MeasuredBudget(FLAT, 8)
     controller.observe(report((8, 4), draft_seconds=8.0))
     assert controller.budget(ALONE).max_nodes > 0
     for _ in range(40):
@@ -105,14 +105,14 @@ def test_one_slow_proposal_is_no_verdict() -> None:
 def test_a_batch_fills_the_rows_by_itself() -> None:
     crowded = Load(num_running=32, num_waiting=0, context=64)
     knee = StepCosts((1, 32, 64), (64,), ((1.0, 1.1, 4.0),), 0.0)
-    controller = MeasuredBudget(knee, 4, chain=True)
+    controller = MeasuredBudget(knee, 4)
     assert controller.budget(ALONE).max_nodes == 4
     assert controller.budget(crowded).max_nodes == 0
 
 
 def test_a_tree_is_told_what_a_node_must_be_worth() -> None:
-    cheap = MeasuredBudget(FLAT, 16, chain=False).budget(ALONE)
-    dear = MeasuredBudget(STEEP, 16, chain=False).budget(ALONE)
+    cheap = MeasuredTreeBudget(FLAT, 16).budget(ALONE)
+    dear = MeasuredTreeBudget(STEEP, 16).budget(ALONE)
     assert cheap.max_nodes == dear.max_nodes == 16
     assert 0 < cheap.worth < 0.01
     assert dear.worth == 0.9
@@ -120,7 +120,7 @@ def test_a_tree_is_told_what_a_node_must_be_worth() -> None:
 
 def test_where_everybody_runs_all_nodes_few_proposals_are_not_worth_them() -> None:
     costs = StepCosts((1, 10, 90), (64,), ((1.0, 1.1, 3.0),), 0.0)
-    controller = MeasuredBudget(costs, 8, chain=True)
+    controller = MeasuredBudget(costs, 8)
     for _ in range(200):
         controller.observe(report((8, 8), *[(0, 0)] * 9))
     ten = Load(num_running=10, num_waiting=0, context=64)
@@ -129,9 +129,49 @@ def test_where_everybody_runs_all_nodes_few_proposals_are_not_worth_them() -> No
 
 
 def test_a_step_that_was_disturbed_says_nothing_about_drafting() -> None:
-    controllers = [MeasuredBudget(FLAT, 8, chain=True) for _ in range(3)]
+    controllers = [MeasuredBudget(FLAT, 8) for _ in range(3)]
     for _ in range(60):
         for controller, seconds in zip(controllers, (1.0, None, 9.0), strict=True):
             controller.observe(replace(report((8, 4)), draft_seconds=None, step_seconds=seconds))
     quick, unknown, slow = (controller.budget(ALONE).max_nodes for controller in controllers)
     assert quick == unknown > slow
+
+
+ROUNDS = replace(ALONE, padded=True)
+GPU = StepCosts((1, 32, 64, 128, 512, 2048), (64,), ((3.8, 4.5, 4.6, 5.2, 10.5, 40.0),), 0.0)
+
+
+def test_trees_of_one_size_for_all_get_the_size_that_pays() -> None:
+    controller = MeasuredTreeBudget(GPU, 63)
+    for _ in range(100):
+        controller.observe(report((63, 3)))
+    assert controller.budget(ROUNDS).max_nodes == 63
+    crowded = controller.budget(replace(ROUNDS, num_running=32)).max_nodes
+    assert 0 < crowded < 16  # 2,048 rows would take ten times as long as 32
+    assert "expected tokens" in str(controller.budget(ROUNDS).why)
+
+
+def test_trees_that_gain_nothing_are_given_up_and_tried_again() -> None:
+    controller = MeasuredTreeBudget(GPU, 63)
+    assert controller.budget(ROUNDS).max_nodes > 0
+    for _ in range(200):
+        controller.observe(report((63, 0)))
+    assert controller.budget(ROUNDS).max_nodes == 0
+    for _ in range(400):
+        controller.observe(report((0, 0)))
+    assert controller.budget(ROUNDS).max_nodes > 0
+
+
+def test_trees_that_take_long_to_guess_are_not_worth_it() -> None:
+    controller = MeasuredTreeBudget(GPU, 63)
+    for _ in range(200):
+        controller.observe(report((63, 1), draft_seconds=9.0))
+    assert controller.budget(ROUNDS).max_nodes == 0
+
+
+def test_unmeasured_rows_are_shared() -> None:
+    controller = SharedRows(63, 128)
+    nodes = [controller.budget(replace(ROUNDS, num_running=batch)).max_nodes for batch in (1, 2, 4, 32, 256)]
+    assert nodes == [63, 63, 31, 3, 0]
+    assert str(controller.budget(ROUNDS).why).startswith("63 nodes each: about 128 rows")
+    controller.observe(report((3, 1)))

@@ -99,6 +99,11 @@ def largest_differences(runner: ModelRunner, texts: list[list[int]]) -> list[flo
         ("eagle3", "beam", "match"),
         ("eagle3", "best-first", "walk"),
         ("eagle3", "without-replacement", "traversal"),
+        ("block", None, "match"),
+        ("block", "beam:nodes=24,width=6,depth=6", "match"),
+        ("medusa", None, "match"),
+        ("hydra", "beam:nodes=16,width=6,depth=3", "match"),
+        ("student", None, "match"),
     ],
 )
 def test_tokens_equal_plain_decoding(wanted: dict, drafter: str, tree: str | None, law: str) -> None:

@@ -113,7 +113,7 @@ class BlockDrafter(FeatureDrafter):
 
     def resident(self, target: ModelRunner) -> ResidentBlock | None:
         """In rounds on the device, if its trees can grow there."""
-        growth = growth_of(self.grower)
+        growth = growth_of(self.grower, self.deepest)
         return None if growth is None else ResidentBlock(self, growth, target)
 
     def through(self, batch: ForwardBatch, pages: Pages, embedded: Tensor) -> tuple[Tensor, Tensor]:

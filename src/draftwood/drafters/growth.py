@@ -102,13 +102,13 @@ class Growth(Protocol):
         """How deep a tree is at most."""
         ...
 
-    @property
-    def columns(self) -> int:
-        """How many nodes a network is asked about at most, the roots not counted."""
+    def asked(self, nodes: int) -> int:
+        """How many nodes a network is asked about for a tree of so many, the roots not counted."""
         ...
 
-    def sizes(self, deepest: int) -> Sequence[int]:
-        """The sizes its trees can have where guesses reach `deepest` tokens, ascending, roots not counted."""
+    @property
+    def sizes(self) -> Sequence[int]:
+        """The sizes its trees can have, ascending, roots not counted."""
         ...
 
     def depth(self, nodes: int) -> int:
@@ -129,9 +129,8 @@ class GrownTrees:
 
     waits = False
 
-    def __init__(self, growth: Growth, deepest: int | None = None) -> None:
+    def __init__(self, growth: Growth) -> None:
         self.growth = growth
-        self._deepest = deepest or growth.levels
 
     @property
     def law(self) -> DraftLaw:
@@ -141,7 +140,7 @@ class GrownTrees:
     @cached_property
     def sizes(self) -> Sequence[int]:
         """Asked for in every round."""
-        return self.growth.sizes(self._deepest)
+        return self.growth.sizes
 
     def depth(self, nodes: int) -> int:
         """As the growth says."""
@@ -176,11 +175,15 @@ def fixed_growth(grower: Grower) -> FixedGrowth | None:
     return FixedGrowth(grower) if isinstance(grower, Levels) and grower.picker.unfailing else None
 
 
-def growth_of(grower: Grower) -> Growth | None:
-    """How the grower's trees come to be on a device; None: only with the host's help."""
-    if isinstance(grower, Beam) and grower.num_offers <= MOST_OFFERS and grower.nodes <= grower.num_offers:
-        return RankedGrowth(grower)
-    return fixed_growth(grower)
+def growth_of(grower: Grower, deepest: int | None) -> Growth | None:
+    """How the grower's trees come to be on a device, where guesses reach so deep; None: only with the host's help."""
+    if isinstance(grower, Levels):
+        return fixed_growth(replace(grower, widths=grower.widths[:deepest]))
+    if not isinstance(grower, Beam):
+        return None
+    reachable = replace(grower, depth=min(grower.depth, deepest or grower.depth))
+    fits = reachable.nodes <= reachable.num_offers <= MOST_OFFERS
+    return RankedGrowth(reachable) if fits else None
 
 
 @dataclass(frozen=True)
@@ -273,15 +276,15 @@ class FixedGrowth:
         """As many as it has widths for."""
         return len(self.grower.widths)
 
-    @property
-    def columns(self) -> int:
-        """All nodes."""
-        return self.grower.max_nodes
+    def asked(self, nodes: int) -> int:
+        """All of them, but for the last level."""
+        return nodes
 
-    def sizes(self, deepest: int) -> Sequence[int]:
-        """As many whole levels as fit, and as there are guesses for."""
+    @property
+    def sizes(self) -> Sequence[int]:
+        """As many whole levels as fit."""
         fitting = [self.grower.within(nodes) for nodes in round_sizes(self.grower.max_nodes)[1:]]
-        return sorted({0, *(each.max_nodes for each in fitting if each and len(each.widths) <= deepest)})
+        return sorted({0, *(each.max_nodes for each in fitting if each)})
 
     def depth(self, nodes: int) -> int:
         """As many levels as fit."""
@@ -363,17 +366,14 @@ class RankedGrowth:
         """As many as are offered."""
         return self.grower.depth
 
-    @property
-    def columns(self) -> int:
-        """Nobody asks behind the last level."""
+    def asked(self, nodes: int) -> int:
+        """The likeliest of every level but the last, whatever is kept of them."""
         return self.grower.width * (self.grower.depth - 1)
 
-    def sizes(self, deepest: int) -> Sequence[int]:
-        """Any, if guesses reach as deep; but what a network is asked about needs room as well."""
-        if deepest < self.levels:
-            return (0,)
-        least = min(self.columns, self.grower.nodes)
-        return [size for size in round_sizes(self.grower.nodes) if not size or size >= least]
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Any."""
+        return round_sizes(self.grower.nodes)
 
     def depth(self, nodes: int) -> int:
         """The likeliest may all lie on one path."""
@@ -393,7 +393,7 @@ class RankedGrowth:
             tokens = None if among is None else among.tokens
             chosen = offer(offers, level, logits, view.temperature, tokens, front and front.chosen)
             if level + 1 < depth:
-                front = _RankedFront(level + 1, chosen.tokens, chosen.parents, front, chosen, self.columns)
+                front = _RankedFront(level + 1, chosen.tokens, chosen.parents, front, chosen, self.asked(nodes))
                 logits, state = guesser.extend(view, front, state)
         links = likeliest_tree(offers, view.roots, nodes)
         return self._tree(size, nodes, view.rows.device).relinked(**vars(links))

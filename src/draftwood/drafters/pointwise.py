@@ -39,7 +39,7 @@ class HeadStackDrafter(FeatureDrafter):
 
     def resident(self, target: ModelRunner) -> ResidentHeads | None:
         """In rounds on the device, if its trees can grow there."""
-        growth = growth_of(self.grower)
+        growth = growth_of(self.grower, self.deepest)
         return None if growth is None else ResidentHeads(self, growth, target)
 
     def begin(self, view: BatchView, ready: Sequence[int]) -> FrontierModel:

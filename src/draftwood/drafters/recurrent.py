@@ -100,8 +100,8 @@ class RecurrentDrafter(FeatureDrafter):
 
     def resident(self, target: ModelRunner) -> ResidentRecurrent | None:
         """In rounds on the device, if its trees can grow there, in the room that is theirs anyway."""
-        growth = growth_of(self.grower)
-        if growth is None or growth.columns > self.grower.max_nodes:
+        growth = growth_of(self.grower, self.deepest)
+        if growth is None or growth.asked(self.grower.max_nodes) > self.grower.max_nodes:
             return None
         return ResidentRecurrent(self, growth, target)
 

@@ -6,7 +6,9 @@ of a tree in `learn`. So nothing belongs to a sequence, and what the target shar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,7 +37,7 @@ class ResidentFeatures(GrownTrees):
     reads = False
 
     def __init__(self, drafter: FeatureDrafter, growth: Growth, target: ModelRunner) -> None:
-        super().__init__(growth, drafter.deepest)
+        super().__init__(growth)
         self.drafter, self.target, self.words = drafter, target, drafter.words
         self._steps: dict[tuple[int, int, int], Tensor] = {}
 
@@ -109,6 +111,11 @@ class ResidentRecurrent(ResidentFeatures):
         self._kept = _Kept(target, drafter.net.config.hidden_size)
         self._pages = pages_under(target, drafter.net.config)
         self._ends: dict[int, tuple[Places, Tensor]] = {}
+
+    @cached_property
+    def sizes(self) -> Sequence[int]:
+        """What it is asked about needs room as well, even if the tree will be smaller."""
+        return [size for size in self.growth.sizes if size == 0 or self.growth.asked(size) <= size]
 
     def store(self, slots: Tensor, positions: Tensor, rows: Tensor) -> None:
         """Fused features."""

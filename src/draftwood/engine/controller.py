@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -25,6 +26,23 @@ class FixedBudget:
         """Nothing to learn."""
 
 
+class SharedRows:
+    """As many nodes as leave a step with about so many rows in all: a guess at what a GPU hardly notices, where nobody
+    has measured it.
+    """
+
+    def __init__(self, max_nodes: int, rows: int) -> None:
+        self._most, self._rows = max_nodes, rows
+
+    def budget(self, load: Load) -> Budget:
+        """Everybody's share."""
+        nodes = max(0, min(self._most, self._rows // max(load.num_running, 1) - 1))
+        return Budget(nodes, why=Unmeasured(nodes, self._rows))
+
+    def observe(self, report: StepReport) -> None:
+        """Nothing to learn."""
+
+
 class Outlook(NamedTuple):
     """What a step is expected to give each sequence, and to take."""
 
@@ -37,7 +55,7 @@ class Outlook(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BestRate:
-    """Why a chain has as many nodes as it has; put into words only where somebody asks."""
+    """Why a step has as many nodes as it has; put into words only where somebody asks."""
 
     nodes: int
     best: Outlook
@@ -60,12 +78,36 @@ class WorthTheRow:
         return f"up to {_nodes(self.nodes)}: one more row pays from a chance of {self.chance:.2f}"
 
 
+@dataclass(frozen=True, slots=True)
+class Unmeasured:
+    """Why a step has as many nodes as it has, where nobody knows what they cost."""
+
+    nodes: int
+    rows: int
+
+    def __str__(self) -> str:
+        return f"{_nodes(self.nodes)} each: about {self.rows} rows are shared, and their cost is not measured"
+
+
 def _nodes(count: int) -> str:
     return "1 node" if count == 1 else f"{count} nodes"
 
 
+def _best_rate(outlooks: dict[int, Outlook]) -> Budget:
+    """The number of nodes with the most tokens a second; the fewer at a tie."""
+    best = max(outlooks, key=lambda nodes: outlooks[nodes].tokens / outlooks[nodes].seconds)
+    return Budget(best, why=BestRate(best, outlooks[best], outlooks[0]))
+
+
+def _drafting(report: StepReport, costs: StepCosts) -> float | None:
+    """Seconds that guessing took, as far as can be told."""
+    if report.step_seconds is None:
+        return report.draft_seconds
+    return max(0.0, report.step_seconds - costs.at(report.num_rows, 0, max(report.num_sampling, 1)))
+
+
 class MeasuredBudget:
-    """As many nodes as pay, by what rows cost on this machine and how many guesses have come true lately.
+    """As many nodes of a chain as pay, by what rows cost on this machine and how many guesses have come true lately.
 
     What it decides with is known before the step's tokens are drawn, so no law's exactness is touched.
     """
@@ -75,22 +117,17 @@ class MeasuredBudget:
     PRIOR = 0.7  # chance that a node behind an accepted one is accepted, before anything is known
     PRIOR_WEIGHT = 2.0
 
-    def __init__(self, costs: StepCosts, max_nodes: int, *, chain: bool) -> None:
+    def __init__(self, costs: StepCosts, max_nodes: int) -> None:
         self._costs = costs
         self._most = max_nodes
-        self._chain = chain
         self._hits = [0.0] * (max_nodes + 1)
         self._trials = [0.0] * (max_nodes + 1)
         self._draft_seconds = 0.0  # of one node
         self._proposing = 1.0  # share of sequences that get a proposal
-        self._tokens_per_step = 1.0  # of one sequence
 
     def budget(self, load: Load) -> Budget:
         """The size with the best ratio of expected tokens to expected time."""
         batch = max(load.num_running, 1)
-        if not self._chain:
-            worth = self._worth(load, batch)
-            return Budget(self._most, worth, WorthTheRow(self._most, worth))
         share = max(self._proposing, 1 / batch)
         gains, gain = [0.0], 0.0
         for chance in self.survival():
@@ -102,9 +139,7 @@ class MeasuredBudget:
             drafting = batch * share * nodes * self._draft_seconds
             return Outlook(1 + share * gains[nodes], self._costs.at(rows, load.context, batch) + drafting)
 
-        outlooks = [outlook(nodes) for nodes in range(self._most + 1)]
-        best = max(range(self._most + 1), key=lambda nodes: outlooks[nodes].tokens / outlooks[nodes].seconds)
-        return Budget(best, why=BestRate(best, outlooks[best], outlooks[0]))
+        return _best_rate({nodes: outlook(nodes) for nodes in range(self._most + 1)})
 
     def survival(self) -> list[float]:
         """The chance that the first, the first two, … nodes of a chain are all accepted."""
@@ -131,12 +166,9 @@ class MeasuredBudget:
                 self._hits[depth] += accepted >= depth
         if report.num_sampling:
             self._proposing += 0.05 * (len(proposed) / report.num_sampling - self._proposing)
-            self._tokens_per_step += 0.05 * (report.emitted / report.num_sampling - self._tokens_per_step)
 
     def _learn_cost(self, report: StepReport) -> None:
-        seconds = report.draft_seconds
-        if report.step_seconds is not None:
-            seconds = max(0.0, report.step_seconds - self._costs.at(report.num_rows, 0, max(report.num_sampling, 1)))
+        seconds = _drafting(report, self._costs)
         if seconds is None:
             return
         # Down quickly, up slowly: a proposal that had to read a prompt first says little about the next.
@@ -146,6 +178,62 @@ class MeasuredBudget:
     def _forget(self, kept: float) -> None:
         self._hits = [kept * hits for hits in self._hits]
         self._trials = [kept * trials for trials in self._trials]
+
+
+class MeasuredTreeBudget:
+    """The same for trees. Where each may have a size of its own, it has nodes down to the chance that pays for a row;
+    where all run as many, the size with the best ratio of expected tokens to expected time.
+    """
+
+    LEARNING = 0.05
+    BOREDOM = 0.01  # how fast hope comes back in steps without guesses
+    HOPE = 1.5  # tokens that the largest tree is expected to gain before anything is known
+    # Gains grow like this power of the logarithm of a tree's size; beams of the shipped block head and EAGLE-3 with 6,
+    # 31 and 63 nodes lie within a tenth of it.
+    POWER = 0.6
+
+    def __init__(self, costs: StepCosts, max_nodes: int) -> None:
+        self._costs, self._most = costs, max_nodes
+        self._gain = self.HOPE  # tokens of one sequence and step, by the largest tree
+        self._draft_seconds = 0.0  # of one step
+        self._tokens_per_step = 1.0  # of one sequence
+        steps = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
+        self._sizes = sorted({0, max_nodes, *(step for step in steps if step < max_nodes)})
+
+    def budget(self, load: Load) -> Budget:
+        """As the device runs them."""
+        batch = max(load.num_running, 1)
+        if not load.padded:
+            worth = self._worth(load, batch)
+            return Budget(self._most, worth, WorthTheRow(self._most, worth))
+        return _best_rate({nodes: self._outlook(nodes, load, batch) for nodes in self._sizes})
+
+    def _outlook(self, nodes: int, load: Load, batch: int) -> Outlook:
+        seconds = self._costs.at(batch * (1 + nodes), load.context, batch) + (self._draft_seconds if nodes else 0.0)
+        return Outlook(1 + self._gain * self._share(nodes), seconds)
+
+    def _share(self, nodes: float) -> float:
+        """What a tree of so many nodes gains, of what the largest would."""
+        return (math.log1p(nodes) / math.log1p(self._most)) ** self.POWER
+
+    def observe(self, report: StepReport) -> None:
+        """Remember what trees gained, by their size, and what they took."""
+        proposed = [(drafted, accepted) for drafted, accepted in report.outcomes if drafted]
+        if proposed:
+            nodes, gain = (sum(side) / len(proposed) for side in zip(*proposed, strict=True))
+            self._gain += self.LEARNING * (gain / self._share(nodes) - self._gain)
+            self._learn_cost(report)
+        else:
+            self._gain += self.BOREDOM * max(0.0, self.HOPE - self._gain)
+            self._draft_seconds *= 1 - self.BOREDOM
+        if report.num_sampling:
+            self._tokens_per_step += 0.05 * (report.emitted / report.num_sampling - self._tokens_per_step)
+
+    def _learn_cost(self, report: StepReport) -> None:
+        seconds = _drafting(report, self._costs)
+        if seconds is not None:  # down quickly, up slowly, as for chains
+            change = seconds - self._draft_seconds
+            self._draft_seconds += change * (0.3 if change < 0 else 0.05)
 
     def _worth(self, load: Load, batch: int) -> float:
         """The chance of acceptance below which one more row costs more time than its token saves."""

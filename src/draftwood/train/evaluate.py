@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from draftwood.assembly import DEFAULT_TREE, TREE_OF, build_grower, load_parallel, student_drafter
+from draftwood.assembly import build_grower, load_parallel, student_drafter, usual_tree
 from draftwood.config import EngineConfig
 from draftwood.drafters.trained import drafter_of
 from draftwood.engine.controller import FixedBudget
@@ -116,9 +116,10 @@ def decode_figures(
 ) -> dict[str, Any]:
     """Tokens a step at temperatures 0 and 1, by decoding prompts (of tokens) with a copy of the network as drafter.
 
-    The tree is the one such a network gets by default, and the law the lossless one that goes with it.
+    The tree is the one such a network gets on a CPU, wherever this runs, so that figures can be compared; the law is
+    the lossless one that goes with it.
     """
-    tree = tree or TREE_OF.get(type(net), DEFAULT_TREE)
+    tree = tree or usual_tree(type(net), torch.device("cpu"))
     room = sum(len(prompt) + max_tokens + 2 * EngineConfig.page_size for prompt in prompts)
     config = EngineConfig(device=device, cache_tokens=room, max_running=len(prompts)).settled()
     drafter = ComputeThread.shared().call(lambda: drafter_for(net, checkpoint, tree, config))
