@@ -12,6 +12,8 @@ CORE := src/draftwood/tree.py,src/draftwood/treebuilder.py,src/draftwood/samplin
 demo: .venv/.installed
 	$(BIN)/draftwood models --fetch smollm2
 	$(BIN)/draftwood demo --weights w8a8
+	@echo; echo "The same by a trained head (eagle3), with weights of full precision:"; echo
+	$(BIN)/draftwood demo --weights float32 --drafter eagle3
 
 test: check
 	$(BIN)/draftwood models --fetch smollm2
