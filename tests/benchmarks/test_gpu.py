@@ -68,7 +68,7 @@ def test_trained_drafters_by_task(lab: Lab, tmp_path: Path, monkeypatch: pytest.
     config = replace(checkpoint.config, num_layers=1, windows=(None,))
     head = DraftHead(words.head(), None, config.vocab_size, own=False)
     export(Eagle3(config, Eagle3Spec((0, 1), config.hidden_size), head), tmp_path / "own", "stand-in", {})
-    lab.trained = (tmp_path / "own",)
+    monkeypatch.setattr(lab, "trained", (tmp_path / "own",))
     monkeypatch.setattr(gpu_sections, "TRAINED_TREES", ("chain:depth=2",))
     monkeypatch.setattr(gpu_sections, "TASKS", {"code": CODE8[:1], "chat": CODE8[1:2]})
     found = rows(lab, "trained")

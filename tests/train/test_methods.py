@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from draftwood.drafters.model import ModelDrafter
-from draftwood.growers import Best, Levels, chain
+from draftwood.growers import Beam, Best, Levels, chain
 from draftwood.nets.parallel import ParallelEagle
 from draftwood.nets.shallow import Kangaroo
 from draftwood.nets.words import TargetWords
@@ -162,16 +162,12 @@ def _heard_in_rounds(kind: str, grower) -> list[tuple[tuple[int, ...], int, Tens
         heard.extend((text, 0, spread[b, 0].clone()) for b, text in texts(view).items())
         return logits, state
 
-    def listen_on(view, shape, number, tokens, state):  # type: ignore[no-untyped-def]
-        logits, state = extend(view, shape, number, tokens, state)
-        spread = whole(number, logits)
+    def listen_on(view, front, state):  # type: ignore[no-untyped-def]
+        logits, state = extend(view, front, state)
+        spread = whole(front.number, logits)
         for b, text in texts(view).items():
-            for k in range(tokens[-1].shape[1]):
-                at, path = k, [int(tokens[-1][b, k])]
-                for level in range(number, 1, -1):
-                    at = int(shape.parents[level][b, at])
-                    path.append(int(tokens[level - 1][b, at]))
-                heard.append(((*text, *path[::-1]), number, spread[b, k].clone()))
+            for k, path in enumerate(front.path[b].tolist()):
+                heard.append(((*text, *path), front.number, spread[b, k].clone()))
         return logits, state
 
     resident.begin, resident.extend = listen_first, listen_on
@@ -180,11 +176,18 @@ def _heard_in_rounds(kind: str, grower) -> list[tuple[tuple[int, ...], int, Tens
     return heard
 
 
-@pytest.mark.parametrize("kind", [kind for kind in NETS if kind != "peagle"])  # which does not live on a device yet
-@pytest.mark.parametrize("shape", ["chain", "tree"])
+ON_A_DEVICE = [
+    (kind, shape)
+    for kind in NETS
+    for shape in ("chain", "tree", "beam")
+    if kind != "peagle" and (kind, shape) != ("kangaroo", "beam")  # which do not live there yet
+]
+
+
+@pytest.mark.parametrize(("kind", "shape"), ON_A_DEVICE)
 def test_a_draft_in_rounds_is_what_was_trained(kind: str, shape: str) -> None:
-    grower = chain(3) if shape == "chain" else Levels((2, 2, 1), Best())
-    heard = _heard_in_rounds(kind, grower)
+    growers = {"chain": chain(3), "tree": Levels((2, 2, 1), Best()), "beam": Beam(7, 2, 3)}
+    heard = _heard_in_rounds(kind, growers[shape])
     assert len(heard) > 40
     for tokens, depth, logits in heard[::5]:
         torch.testing.assert_close(trained_view(kind, list(tokens), depth), logits, rtol=1e-4, atol=1e-5)

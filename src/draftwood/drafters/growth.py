@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Protocol
 
 import torch
@@ -62,7 +62,7 @@ class Front:
     def sources(self) -> Tensor:
         """Where their parents stand among the nodes of all trees in the level above. [B * k]."""
         count = 1 if self.above is None else self.above.tokens.shape[1]
-        return (self.parents + count * torch.arange(len(self.parents), device=self.parents.device)[:, None]).view(-1)
+        return (self.parents + _firsts(len(self.parents), count, self.parents.device)).view(-1)
 
     @cached_property
     def path(self) -> Tensor:
@@ -71,6 +71,23 @@ class Front:
             return self.tokens[..., None]
         way = self.above.path.gather(1, self.parents[..., None].expand(-1, -1, self.number - 1))
         return torch.cat([way, self.tokens[..., None]], -1)
+
+
+# What follows from sizes alone is made once: in a captured round every small kernel is launched again and again.
+@lru_cache(maxsize=1024)
+def _firsts(size: int, count: int, device: torch.device) -> Tensor:
+    """Where the nodes of each of `size` trees begin, if each has `count`. [B, 1]."""
+    return count * torch.arange(size, device=device)[:, None]
+
+
+@lru_cache(maxsize=1024)
+def _columns(size: int, width: int, number: int, words: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Level `number` of trees with `width` nodes a level: places, depths and own bits. 2 x [B, k], [B, k, W]."""
+    place = torch.arange((number - 1) * width, number * width, device=device)
+    word = torch.arange(words, device=device)
+    bits = torch.where(place[:, None] // BITS == word, torch.ones_like(place)[:, None] << (place % BITS)[:, None], 0)
+    index = place.expand(size, -1).contiguous()
+    return index, torch.full_like(index, number - 1), bits.expand(size, -1, -1).contiguous()
 
 
 class Guesser(Protocol):
@@ -277,7 +294,7 @@ class FixedGrowth:
         return len(self.grower.widths)
 
     def asked(self, nodes: int) -> int:
-        """All of them, but for the last level."""
+        """No more than there are."""
         return nodes
 
     @property
@@ -330,23 +347,21 @@ class _RankedFront(Front):
 
     @cached_property
     def places(self) -> Places:
-        size, width = self.tokens.shape
-        own = torch.arange((self.number - 1) * width, self.number * width, device=self.tokens.device).expand(size, -1)
-        depth = torch.full_like(own, self.number - 1)
-        bits = self.ancestors.flatten(0, 1)
-        return Places(own.contiguous(), depth, bits, self.number + 1, self.number * width)
+        index, depth, _ = self._own
+        nodes = self.number * index.shape[1]
+        return Places(index, depth, self.ancestors.flatten(0, 1), self.number + 1, nodes)
 
     @cached_property
     def ancestors(self) -> Tensor:
         """The nodes of the levels so far on the way to each, itself included, as bits. [B, k, W]."""
-        size, width = self.tokens.shape
-        words = max(1, -(-self.columns // BITS))
-        place = torch.arange((self.number - 1) * width, self.number * width, device=self.tokens.device)
-        word = torch.arange(words, device=self.tokens.device)
-        own = torch.where(place[:, None] // BITS == word, torch.ones_like(place)[:, None] << (place % BITS)[:, None], 0)
+        own = self._own[2]
         if self.above is None:
-            return own.expand(size, -1, -1).contiguous()
-        return own | self.above.ancestors.gather(1, self.parents[..., None].expand(-1, -1, words))
+            return own
+        return own | self.above.ancestors.gather(1, self.parents[..., None].expand_as(own))
+
+    @property
+    def _own(self) -> tuple[Tensor, Tensor, Tensor]:
+        return _columns(*self.tokens.shape, self.number, max(1, -(-self.columns // BITS)), self.tokens.device)
 
 
 @dataclass
