@@ -14,7 +14,7 @@ from torch import Tensor
 
 from draftwood.cache.kv import NodeRows
 from draftwood.drafters.features import FeatureDrafter, PagedAttend, pages_under, text_ends, write
-from draftwood.drafters.growth import growth_of
+from draftwood.drafters.growths import growth_of
 from draftwood.drafters.resident_features import ResidentBlock
 from draftwood.model.batch import ForwardBatch, Pages
 from draftwood.model.runner import ModelRunner

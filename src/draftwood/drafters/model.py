@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftwood.cache.kv import NodeRows
-from draftwood.drafters.growth import fixed_growth
+from draftwood.drafters.growths import fixed_growth
 from draftwood.drafters.resident import ResidentModel
 from draftwood.model.runner import ModelRunner
 from draftwood.protocols import BatchView, Budget, Features, Grower, Randomness, Span

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from draftwood.drafters.features import FeatureDrafter
-from draftwood.drafters.growth import growth_of
+from draftwood.drafters.growths import growth_of
 from draftwood.drafters.resident_features import ResidentHeads
 from draftwood.model.runner import ModelRunner
 from draftwood.nets.pointwise import HeadStack
