@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from draftwood.model.runner import ModelRunner
 
 
+def round_sizes(most: int) -> list[int]:
+    """Sizes of trees worth a graph of their own, up to `most`."""
+    steps = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+    return sorted({0, most, *(step for step in steps if step < most)})
+
+
 class NeedsNothing:
     """The part of a resident drafter that does not look at the target's features."""
 

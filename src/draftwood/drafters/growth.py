@@ -23,12 +23,6 @@ from draftwood.tree import DraftLaw, TokenTree
 State = tuple[Tensor, ...]  # what a level of a tree leaves for the next one
 
 
-def round_sizes(most: int) -> list[int]:
-    """Sizes worth a graph of their own, up to `most`."""
-    steps = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-    return sorted({0, most, *(step for step in steps if step < most)})
-
-
 def only_compares(kind: Kind, verifier: Verifier) -> bool:
     """Whether a node that holds no token is refused like any wrong one: the law looks at nothing but equality."""
     return verifier.name == "match" or (kind.greedy and verifier.lossless)

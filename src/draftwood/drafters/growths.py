@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from draftwood.cache.kv import Places
+from draftwood.cache.resident import round_sizes
 from draftwood.cache.seats import Kind, SeatedView
-from draftwood.drafters.growth import Front, Growth, Guesser, known, only_compares, round_sizes
+from draftwood.drafters.growth import Front, Growth, Guesser, known, only_compares
 from draftwood.growers.levels import Levels
 from draftwood.growers.pickers import Frontier
 from draftwood.growers.ranked import Beam

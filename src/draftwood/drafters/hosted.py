@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from draftwood.cache.resident import NeedsNothing
+from draftwood.cache.resident import NeedsNothing, round_sizes
 from draftwood.cache.seats import Kind, SeatedView
-from draftwood.drafters.resident import only_compares, round_sizes
+from draftwood.drafters.growth import only_compares
 from draftwood.model.batch import ForwardBatch
 from draftwood.protocols import BatchView, Budget, Drafter, Randomness, Verifier
 from draftwood.rng import KeyedRng

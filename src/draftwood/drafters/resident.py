@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from draftwood.cache.kv import Places, stage_behind
-from draftwood.cache.resident import NeedsNothing
+from draftwood.cache.resident import NeedsNothing, round_sizes
 from draftwood.cache.seats import Kind, SeatedView
-from draftwood.drafters.growth import Front, GrownTrees, Growth, State, known, only_compares, round_sizes
+from draftwood.drafters.growth import Front, GrownTrees, Growth, State, known, only_compares
 from draftwood.model.batch import ForwardBatch
 from draftwood.model.runner import ModelRunner
 from draftwood.ops.lookup import suffix_lookup

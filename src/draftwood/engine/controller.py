@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from draftwood.cache.resident import round_sizes
 from draftwood.costs import StepCosts
 from draftwood.protocols import Budget, Load, StepReport
 
@@ -106,6 +107,12 @@ def _drafting(report: StepReport, costs: StepCosts) -> float | None:
     return max(0.0, report.step_seconds - costs.at(report.num_rows, 0, max(report.num_sampling, 1)))
 
 
+def _followed(known: float, seconds: float) -> float:
+    """Down quickly, up slowly: a proposal that had to read a prompt first says little about the next."""
+    change = seconds - known
+    return known + change * (0.3 if change < 0 else 0.05)
+
+
 class MeasuredBudget:
     """As many nodes of a chain as pay, by what rows cost on this machine and how many guesses have come true lately.
 
@@ -169,11 +176,8 @@ class MeasuredBudget:
 
     def _learn_cost(self, report: StepReport) -> None:
         seconds = _drafting(report, self._costs)
-        if seconds is None:
-            return
-        # Down quickly, up slowly: a proposal that had to read a prompt first says little about the next.
-        change = seconds / report.drafted - self._draft_seconds
-        self._draft_seconds += change * (0.3 if change < 0 else 0.05)
+        if seconds is not None:
+            self._draft_seconds = _followed(self._draft_seconds, seconds / report.drafted)
 
     def _forget(self, kept: float) -> None:
         self._hits = [kept * hits for hits in self._hits]
@@ -197,8 +201,7 @@ class MeasuredTreeBudget:
         self._gain = self.HOPE  # tokens of one sequence and step, by the largest tree
         self._draft_seconds = 0.0  # of one step
         self._tokens_per_step = 1.0  # of one sequence
-        steps = (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
-        self._sizes = sorted({0, max_nodes, *(step for step in steps if step < max_nodes)})
+        self._sizes = round_sizes(max_nodes)
 
     def budget(self, load: Load) -> Budget:
         """As the device runs them."""
@@ -231,9 +234,8 @@ class MeasuredTreeBudget:
 
     def _learn_cost(self, report: StepReport) -> None:
         seconds = _drafting(report, self._costs)
-        if seconds is not None:  # down quickly, up slowly, as for chains
-            change = seconds - self._draft_seconds
-            self._draft_seconds += change * (0.3 if change < 0 else 0.05)
+        if seconds is not None:
+            self._draft_seconds = _followed(self._draft_seconds, seconds)
 
     def _worth(self, load: Load, batch: int) -> float:
         """The chance of acceptance below which one more row costs more time than its token saves."""

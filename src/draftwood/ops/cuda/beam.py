@@ -9,10 +9,10 @@ import triton.language as tl
 from torch import Tensor
 
 from draftwood.ops.beam import Chosen, Links, Offers
+from draftwood.ops.cuda.choice import PART, next_best
 from draftwood.ops.cuda.overlap import OVERLAPPING, wait_for_predecessors
 from draftwood.tree import BITS
 
-PART = 2048  # tokens a program
 TILE = 64  # offers compared with all others at a time
 
 
@@ -33,8 +33,7 @@ def _best_of_part(
     tl.store(highest + row * parts + part, peak)
     tl.store(total + row * parts + part, tl.sum(tl.exp(value - tl.where(peak > float("-inf"), peak, 0.0)), 0))
     for rank in tl.static_range(COUNT):
-        top = tl.max(tl.where(left, value, float("-inf")), 0)
-        first = tl.min(tl.where(left & (value == top), token, vocabulary), 0)
+        top, first = next_best(value, token, left, vocabulary)
         tl.store(best + (row * parts + part) * COUNT + rank, top)
         tl.store(place + (row * parts + part) * COUNT + rank, first)
         left = left & (token != first)
@@ -65,8 +64,7 @@ def _choose(
             way = tl.load(up_scores + row)
             behind = tl.load(up_offers + row)
         for rank in tl.static_range(COUNT):
-            top = tl.max(tl.where(left, value, float("-inf")), 0)
-            first = tl.min(tl.where(left & (value == top), token, vocabulary), 0)
+            top, first = next_best(value, token, left, vocabulary)
             score = way + (top - mass)
             chosen = tl.minimum(first, vocabulary - 1).to(tl.int64)
             if known is not None:

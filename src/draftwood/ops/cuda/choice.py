@@ -15,7 +15,7 @@ MOST = 16  # tokens of a row that are found one after the other
 
 
 @triton.jit
-def _next(value, token, left, vocabulary):
+def next_best(value, token, left, vocabulary):
     """The largest of those left and its token, the first of equal ones; `vocabulary` where nothing is left."""
     highest = tl.max(tl.where(left, value, float("-inf")), 0)
     return highest, tl.min(tl.where(left & (value == highest), token, vocabulary), 0)
@@ -29,7 +29,7 @@ def _best_of_part(logits, best, place, vocabulary, parts, COUNT: tl.constexpr, W
     left = token < vocabulary
     value = tl.load(logits + row * vocabulary + token, mask=left, other=float("-inf")).to(tl.float32)
     for rank in tl.static_range(COUNT):
-        highest, first = _next(value, token, left, vocabulary)
+        highest, first = next_best(value, token, left, vocabulary)
         tl.store(best + (row * parts + part) * COUNT + rank, highest)
         tl.store(place + (row * parts + part) * COUNT + rank, first)
         left = left & (token != first)
@@ -44,7 +44,7 @@ def _best_of_all(best, place, tokens, out, vocabulary, candidates, COUNT: tl.con
     value = tl.load(best + row * candidates + at, mask=left, other=float("-inf"))
     token = tl.load(place + row * candidates + at, mask=left, other=vocabulary)
     for rank in tl.static_range(COUNT):
-        first = _next(value, token, left, vocabulary)[1]
+        first = next_best(value, token, left, vocabulary)[1]
         chosen = tl.minimum(first, vocabulary - 1).to(tl.int64)  # a row of nothing but nan has no best
         if tokens is not None:
             chosen = tl.load(tokens + chosen)
