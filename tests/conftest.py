@@ -1,6 +1,9 @@
 import importlib.util
 import os
+import random
+import secrets
 
+import hypothesis
 import pytest
 import torch
 
@@ -33,6 +36,19 @@ if kernels() is not None:  # children of tests, with homes of their own, need no
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--thorough", action="store_true", help="fuzz and load the server for minutes, not for seconds")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The same cases every time: a failure is the change's, not the day's. `--thorough` looks for new ones."""
+    hypothesis.settings.register_profile("same", derandomize=True, deadline=None)
+    if not config.getoption("--thorough"):
+        hypothesis.settings.load_profile("same")
+
+
+@pytest.fixture(autouse=True)
+def _no_luck(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests without a seed get one that depends on nothing but the test and how many it asked before."""
+    monkeypatch.setattr(secrets, "randbits", random.Random(request.node.nodeid).getrandbits)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import threading
@@ -189,7 +188,7 @@ def test_accumulated_batches_are_one_large_batch(tmp_path: Path) -> None:
 def test_ctrl_c_saves_after_the_step_and_stops(tmp_path: Path, number: signal.Signals) -> None:
     expected = whole(tmp_path / "whole", save_every=100)
     before = signal.getsignal(number)
-    summary = train(tmp_path / "pieces", Toy(3, lambda: os.kill(os.getpid(), number)), save_every=100)
+    summary = train(tmp_path / "pieces", Toy(3, lambda: signal.raise_signal(number)), save_every=100)
     assert (summary.reason, summary.step) == ("interrupted", 3)
     assert signal.getsignal(number) is before
     resumed = Toy()
@@ -200,8 +199,8 @@ def test_ctrl_c_saves_after_the_step_and_stops(tmp_path: Path, number: signal.Si
 
 def test_a_second_ctrl_c_does_not_wait(tmp_path: Path) -> None:
     def twice() -> None:
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
         train(tmp_path, Toy(3, twice))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import os
 import shutil
 import signal
 from pathlib import Path
@@ -161,7 +160,7 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(
 
     def interrupted(self: Trainer, stream: Any) -> dict[str, float]:
         if next(steps) == 1:
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
         return take_step(self, stream)
 
     with monkeypatch.context() as patch:
