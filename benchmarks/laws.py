@@ -2,6 +2,7 @@
 
     python benchmarks/laws.py                      # CPU: SmolLM2, trees of about 16 nodes, its own step in the same run
     python benchmarks/laws.py --device cuda        # trees of 64 nodes; the step is the matrix products of 7.2 B weights
+    python benchmarks/laws.py --device cuda --model DIR   # or a model's own, without its verdict: benchmarks/standin.py
 
 Both sides are interleaved, medians are printed, the last line is JSON. On CUDA a verdict is timed launched op by op and
 replayed as one graph; laws that look at values on the host cannot be captured and say so.
@@ -14,13 +15,18 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 from torch import Tensor
 
 from common import interleaved, provenance
+from draftwood.cache.kv import NodeRows
 from draftwood.growers import Hybrid, Independent, Levels, Paths, WithoutReplacement
-from draftwood.protocols import BatchView, Budget, Grower
+from draftwood.model import store
+from draftwood.model.checkpoint import open_checkpoint
+from draftwood.model.runner import ModelRunner
+from draftwood.protocols import BatchView, Budget, Grower, Span
 from draftwood.request import SamplingParams
 from draftwood.rng import KeyedRng
 from draftwood.tree import TokenTree
@@ -40,6 +46,7 @@ CUDA_TREES: dict[str, Grower] = {
     "without replacement 4x3x4": Levels((4, 3, 4), WithoutReplacement()),
     "hybrid 4x3x4": Levels((4, 3, 4), Hybrid()),
 }
+SEQUENCES = count()
 ALIASES = {"coupled", "optimal", "rrs", "rrsw", "hybrid", "token"}
 
 
@@ -125,26 +132,34 @@ def captured(run: Callable[[], object]) -> Callable[[], object] | None:
     return graph.replay
 
 
-def smollm2_step(rows: int) -> Callable[[], object]:
-    """A forward of SmolLM2 with a tree of `rows` nodes after a short prompt."""
-    from draftwood.cache.kv import NodeRows
-    from draftwood.model import store
-    from draftwood.model.checkpoint import open_checkpoint
-    from draftwood.model.runner import ModelRunner
-    from draftwood.protocols import Span
+def load_runner(model: str, device: torch.device) -> ModelRunner:
+    """The target whose step verdicts are compared with, computing as it would by default."""
+    if model == "smollm2":
+        store.fetch(model, lambda _: None)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return ModelRunner.load(open_checkpoint(model), dtype, device, 64, 64)
 
-    store.fetch("smollm2", lambda _: None)
-    runner = ModelRunner.load(open_checkpoint("smollm2"), torch.float32, torch.device("cpu"), 16, 64)
+
+def step_of(runner: ModelRunner, rows: int) -> Callable[[], object]:
+    """A forward with a tree of `rows` nodes after a short prompt; as one graph where there are graphs."""
     tokens = list(range(1, 120))
-    tree = TokenTree.of_points([([tokens[-1], *range(200, 200 + rows)], [-1, *range(rows)])])
-    tables = runner.cache.tables
-    tables.open(1, tokens)
-    tables.reserve(1, len(tokens) + rows)
-    runner.forward(runner.cache.stage([Span(1, tokens, 0, len(tokens) - 1)], None))
-    tables.advance(1, len(tokens) - 1, tokens)
-    nodes = NodeRows.of_tree(tree, torch.zeros(1, dtype=torch.int64))
-    span = [Span(1, tokens, len(tokens) - 1, len(tokens))]
-    return lambda: runner.forward(runner.cache.stage(span, nodes))
+    tree = TokenTree.of_points([([tokens[-1], *range(200, 200 + rows)], [-1, *range(rows)])], runner.device)
+    tables, seq_id = runner.cache.tables, next(SEQUENCES)
+    tables.open(seq_id, tokens)
+    tables.reserve(seq_id, len(tokens) + rows)
+    with torch.inference_mode():
+        runner.forward(runner.cache.stage([Span(seq_id, tokens, 0, len(tokens) - 1)], None))
+        tables.advance(seq_id, len(tokens) - 1, tokens)
+        nodes = NodeRows.of_tree(tree, torch.zeros(1, dtype=torch.int64, device=runner.device))
+        batch = runner.cache.stage([Span(seq_id, tokens, len(tokens) - 1, len(tokens))], nodes)
+
+    def run() -> object:
+        with torch.inference_mode():
+            return runner.forward(batch)
+
+    replay = captured(run) if runner.device.type == "cuda" else run
+    assert replay is not None, "a forward asks the host for nothing"
+    return replay
 
 
 def products_of_7b(rows: int, device: torch.device) -> Callable[[], object]:
@@ -191,21 +206,25 @@ def measure(name: str, case: Case, step: Callable[[], object], rounds: int, devi
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--model", help="whose step verdicts are compared with; smollm2 on a CPU")
     parser.add_argument("--vocabulary", type=int, default=49152)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
     device = torch.device(args.device)
+    model = args.model or ("" if device.type == "cuda" else "smollm2")
+    runner = load_runner(model, device) if model else None
     GROWERS.update(CUDA_TREES if device.type == "cuda" else CPU_TREES)
     results = []
     for name, grower in GROWERS.items():
         case = make_case(grower, args.vocabulary, args.batch, device)
         rows = case.tree.num_drafted
-        step = products_of_7b(rows + args.batch, device) if device.type == "cuda" else smollm2_step(rows)
+        step = products_of_7b(rows + args.batch, device) if runner is None else step_of(runner, rows)
         results += measure(name, case, step, args.rounds, device)
         del step
     where = torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
-    about = {"benchmark": "laws", "device": where, "vocabulary": args.vocabulary, "batch": args.batch}
+    about = {"benchmark": "laws", "device": where, "step": model or "products", "vocabulary": args.vocabulary}
+    about |= {"batch": args.batch}
     print(json.dumps(about | {"results": results, "provenance": provenance()}))
 
 

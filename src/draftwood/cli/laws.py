@@ -49,10 +49,11 @@ def run_laws(
 def _measure(
     engine: EngineFlags, prompts: Path | None, setting: Setting, save: Path | None
 ) -> tuple[Results, dict[str, Any]]:
-    if prompts is None or not engine.drafter.startswith("model:"):
+    if prompts is None or not engine.drafter.startswith(("model:", "student")):
         raise InvalidRequest(
             "The laboratory needs a pair of models and texts: draftwood laws --model BIG --drafter model:SMALL "
-            "--prompts FILE (one prompt a line, or JSON lines). `draftwood laws --list` names the laws."
+            "--prompts FILE (one prompt a line, or JSON lines); `--drafter student` goes with smollm2. "
+            "`draftwood laws --list` names the laws."
         )
     texts = read_prompts(prompts)
     with open_llm(engine) as llm:

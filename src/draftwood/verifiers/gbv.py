@@ -11,8 +11,8 @@ with lo(x) the draft's mass below x, `joint` the chance that a path comes this w
   one path alone (sum min(p, of) < sum min(p, q): rows only, no drawn token is looked at) the first path is verified.
 - Recycling: the paths not kept were never looked at below the node where they part. If the token after the accepted
   path is one of their nodes, they are fresh independent paths from there, and the same is done again.
-Only the `RANKED` likeliest tokens under q are ordered by p / q; all others rank below them, by number. Any fixed order
-is lossless, and whole vocabularies are slow to sort.
+Only about the `RANKED` likeliest tokens under q are ordered by p / q; all others rank below them, by number. Any fixed
+order is lossless, and whole vocabularies are slow to sort.
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ from draftwood.verifiers.law import NodeLaw, Odds, Scope, mass_of, ratio, value_
 from draftwood.verifiers.walk import without_children
 
 RANKED = 256
+NUM_BINS = 256  # of chances: an eighth of a power of two wide, all below 2^-24 in the lowest
+BIN_SHIFT = 20  # a float's bits without the last: its exponent and three more
+LOWEST_BIN = (127 - 24) << 3
 
 
 @dataclass
@@ -117,19 +120,26 @@ def _left_of(p: Tensor, at: _Standing, nodes: Tensor, law: Tensor) -> Tensor:
 def _order(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     """Where each token ranks, and the draft's mass below it. [n, V], [n, V] float64."""
     vocabulary = q.shape[1]
+    ranked = _likely(q)
     likely = q.topk(min(RANKED, vocabulary), -1).indices.sort(-1).values
-    ratios = p.gather(1, likely) / q.gather(1, likely)
-    ratios = torch.nan_to_num(ratios, nan=-1.0)  # 0 / 0: never drawn, wherever it ranks
+    ratios = torch.where(ranked, p / q, -1).gather(1, likely)  # those that are not ranked come first
     order = likely.gather(1, ratios.argsort(dim=-1, stable=True))  # ties by number
-    count = order.shape[1]
-    ranks = torch.arange(vocabulary - count, vocabulary, device=q.device).expand_as(order)
-    rank = torch.arange(vocabulary, device=q.device).repeat(len(q), 1) - vocabulary
-    rank.scatter_(1, order, ranks)
-    unranked = q.double().scatter(1, order, 0.0)
+    places = torch.arange(order.shape[1], device=q.device).expand_as(order)
+    by_number = torch.arange(-vocabulary, 0, device=q.device).repeat(len(q), 1)
+    rank = torch.where(ranked, by_number.scatter(1, order, places), by_number)
+    unranked = torch.where(ranked, 0, q).double()
     lower = unranked.cumsum(-1) - unranked
-    ranked = q.gather(1, order).double()
-    lower.scatter_(1, order, unranked.sum(-1, keepdim=True) + ranked.cumsum(-1) - ranked)
-    return rank, lower
+    own = torch.where(ranked, q, 0).double().gather(1, order)
+    below = unranked.sum(-1, keepdim=True) + own.cumsum(-1) - own
+    return rank, torch.where(ranked, lower.scatter(1, order, below), lower)
+
+
+def _likely(q: Tensor) -> Tensor:
+    """Which tokens are in the highest bins of q that hold at most `RANKED` of them. [n, V]."""
+    bins = ((q.float().view(torch.int32) >> BIN_SHIFT) - LOWEST_BIN).clamp(0, NUM_BINS - 1).long()
+    counts = torch.zeros(len(q), NUM_BINS, dtype=torch.int64, device=q.device).scatter_add_(1, bins, (q > 0).long())
+    at_least = counts.flip(1).cumsum(1).flip(1)
+    return (q > 0) & (bins >= (at_least > RANKED).sum(1, keepdim=True))
 
 
 def _law_of_greatest(q: Tensor, lower: Tensor, at: _Standing, nodes: Tensor) -> Tensor:

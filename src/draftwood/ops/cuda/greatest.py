@@ -69,7 +69,7 @@ def _law_of_greatest(law, lower, below, joint, paths, W: tl.constexpr):
 
 @triton.jit
 def _compare(
-    p, q, rows, tokens, extent, bar, equal, likelier, alike, before, rank, lower, partial, arrived, stands, under,
+    p, q, rows, tokens, extent, bar, first, before, rank, lower, partial, arrived, stands, under,
     loses,
     W: tl.constexpr, VOCABULARY: tl.constexpr, SIZE: tl.constexpr, SLICES: tl.constexpr, RANKED: tl.constexpr,
 ):  # fmt: skip
@@ -79,7 +79,7 @@ def _compare(
     paths = tl.load(extent + node)
     if paths > 0:
         x, law, below, standing = order_of_slice(
-            q, rows, bar, equal, likelier, alike, before, rank, lower, node, piece, slices, W, VOCABULARY, SIZE, RANKED
+            q, rows, bar, first, before, rank, lower, node, piece, slices, W, VOCABULARY, SIZE, RANKED
         )
         for j in tl.static_range(W):
             token = tl.load(tokens + node * W + j)
@@ -175,7 +175,7 @@ def _stand(
 
 @triton.jit
 def _leave(
-    p, q, rows, tokens, extent, tries, bar, equal, likelier, alike, before, rank, lower, partial, arrived, under,
+    p, q, rows, tokens, extent, tries, bar, first, before, rank, lower, partial, arrived, under,
     wanted, said, below, joint, paths, weight, kept, taken, hits,
     W: tl.constexpr, VOCABULARY: tl.constexpr, SIZE: tl.constexpr, SLICES: tl.constexpr, RANKED: tl.constexpr,
 ):  # fmt: skip
@@ -184,7 +184,7 @@ def _leave(
     node, piece, slices = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     if tl.load(extent + node) > 0:
         left, _, _ = left_of_greatest(
-            p, q, rows, bar, equal, likelier, alike, before, rank, lower, below, joint, paths, weight, node, piece,
+            p, q, rows, bar, first, before, rank, lower, below, joint, paths, weight, node, piece,
             slices, W, VOCABULARY, SIZE, RANKED,
         )  # fmt: skip
         tl.store(partial + node * slices + piece, tl.sum(left.to(tl.float64), 0))
@@ -207,12 +207,12 @@ def _leave(
 
 @triton.jit
 def left_of_greatest(
-    p, q, rows, bar, equal, likelier, alike, before, rank, lower, below, joint, paths, weight, node, piece, slices,
+    p, q, rows, bar, first, before, rank, lower, below, joint, paths, weight, node, piece, slices,
     W: tl.constexpr, VOCABULARY: tl.constexpr, SIZE: tl.constexpr, RANKED: tl.constexpr,
 ):  # fmt: skip
     """(weight p - law of the kept child)+ of a slice, p itself, and the tokens."""
     x, law, under, _ = order_of_slice(
-        q, rows, bar, equal, likelier, alike, before, rank, lower, node, piece, slices, W, VOCABULARY, SIZE, RANKED
+        q, rows, bar, first, before, rank, lower, node, piece, slices, W, VOCABULARY, SIZE, RANKED
     )
     of = _law_of_greatest(law, under, tl.load(below + node), tl.load(joint + node), tl.load(paths + node), W)
     target = tl.load(p + node * VOCABULARY + x, mask=x < VOCABULARY, other=0.0)
@@ -287,14 +287,14 @@ def _end_of_greatest(
 
 @triton.jit
 def _left_after(
-    p, q, rows, tokens, extent, bar, equal, likelier, alike, before, rank, lower, below, joint, paths, weight, node,
+    p, q, rows, tokens, extent, bar, first, before, rank, lower, below, joint, paths, weight, node,
     piece, slices,
     W: tl.constexpr, VOCABULARY: tl.constexpr, SIZE: tl.constexpr, RANKED: tl.constexpr,
 ):  # fmt: skip
     """What is left of a slice for the token after a path that ends at `node`: no child's; at a leaf all of p."""
     if tl.load(extent + node) > 0:
         left, target, x = left_of_greatest(
-            p, q, rows, bar, equal, likelier, alike, before, rank, lower, below, joint, paths, weight, node, piece,
+            p, q, rows, bar, first, before, rank, lower, below, joint, paths, weight, node, piece,
             slices, W, VOCABULARY, SIZE, RANKED,
         )  # fmt: skip
         for j in tl.static_range(W):
@@ -308,14 +308,14 @@ def _left_after(
 
 @triton.jit
 def _sum_after(
-    p, q, rows, tokens, extent, bar, equal, likelier, alike, before, rank, lower, below, joint, paths, weight, end,
+    p, q, rows, tokens, extent, bar, first, before, rank, lower, below, joint, paths, weight, end,
     sums,
     W: tl.constexpr, VOCABULARY: tl.constexpr, SIZE: tl.constexpr, RANKED: tl.constexpr,
 ):  # fmt: skip
     wait_and_make_way()
     b, piece, slices = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     left, target = _left_after(
-        p, q, rows, tokens, extent, bar, equal, likelier, alike, before, rank, lower, below, joint, paths, weight,
+        p, q, rows, tokens, extent, bar, first, before, rank, lower, below, joint, paths, weight,
         tl.load(end + b), piece, slices, W, VOCABULARY, SIZE, RANKED,
     )  # fmt: skip
     tl.store(sums + (b * slices + piece) * 2, tl.sum(left, 0))
@@ -324,7 +324,7 @@ def _sum_after(
 
 @triton.jit
 def _pick_after(
-    p, q, rows, tokens, extent, bar, equal, likelier, alike, before, rank, lower, below, joint, paths, weight, end,
+    p, q, rows, tokens, extent, bar, first, before, rank, lower, below, joint, paths, weight, end,
     sums, seeds, lengths, out, slices,
     W: tl.constexpr, VOCABULARY: tl.constexpr, SIZE: tl.constexpr, RANKED: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
@@ -337,7 +337,7 @@ def _pick_after(
     u = uniform(round_key(seeds, lengths, b, RESIDUAL))
     aim, piece, passed, _ = block_beyond(tl.where(some, of_left, of_p), index, u, SLICES)
     left, target = _left_after(
-        p, q, rows, tokens, extent, bar, equal, likelier, alike, before, rank, lower, below, joint, paths, weight,
+        p, q, rows, tokens, extent, bar, first, before, rank, lower, below, joint, paths, weight,
         tl.load(end + b), piece, slices, W, VOCABULARY, SIZE, RANKED,
     )  # fmt: skip
     w, x = tl.where(some, left, target), tl.arange(0, SIZE)

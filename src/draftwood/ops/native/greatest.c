@@ -2,9 +2,13 @@
 #include "draws.h"
 #include "verdict.h"
 
+#include <stdlib.h>
 #include <string.h>
 
 #define RANKED 256
+#define NUM_BINS 256 /* as in verifiers/gbv.py */
+#define BIN_SHIFT 20
+#define LOWEST_BIN ((127 - 24) << 3)
 #define BLOCK 256
 #define LANES 8
 
@@ -26,48 +30,27 @@ static int by_ratio(const void *a, const void *b) {
     return x->token < y->token ? -1 : 1;
 }
 
-static uint32_t bits_of(float x) {
+static int64_t bin_of(float x) {
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
-    return bits;
+    const int64_t bin = (int64_t)(bits >> BIN_SHIFT) - LOWEST_BIN;
+    return bin < 0 ? 0 : bin < NUM_BINS ? bin : NUM_BINS - 1;
 }
 
-/* The bits of the `wanted`-th largest of some numbers none of which is negative; `equal`: how many such to take. */
-static uint32_t threshold(const float *row, int64_t count, int64_t wanted, int64_t *equal) {
-    uint32_t found = 0, known = 0;
-    for (int shift = 22; shift >= 0; shift -= 11) {
-        int64_t counts[1024 * 2] = {0};
-        const uint32_t digit = 2047;
-        for (int64_t x = 0; x < count; x++) {
-            uint32_t bits = bits_of(row[x]);
-            if ((bits & known) == found) counts[bits >> shift & digit]++;
-        }
-        int64_t bin = digit;
-        for (; bin > 0 && counts[bin] < wanted; bin--) wanted -= counts[bin];
-        found |= (uint32_t)bin << shift;
-        known |= digit << shift;
-    }
-    *equal = wanted;
-    return found;
-}
-
-/* The likeliest tokens under q, in rising order of p / q, ties by number. */
+/* The tokens in the highest bins of q that hold at most RANKED, in rising order of p / q, ties by number. */
 static int64_t rank_likely(const float *p, const float *q, int64_t vocabulary, Ranked *order) {
-    int64_t count = 0, equal = 0, most = vocabulary < RANKED ? vocabulary : RANKED;
-    const uint32_t bar = threshold(q, vocabulary, most, &equal);
-    for (int64_t x = 0; x < vocabulary && count < most; x++) {
-        uint32_t bits = bits_of(q[x]);
-        if (bits < bar || (bits == bar && equal-- <= 0)) continue;
-        float ratio = p[x] / q[x];
-        order[count++] = (Ranked){ratio == ratio ? ratio : -1, x}; /* 0 / 0: never drawn, wherever it ranks */
-    }
+    int64_t counts[NUM_BINS] = {0}, bar = NUM_BINS, within = 0, count = 0;
+    for (int64_t x = 0; x < vocabulary; x++) counts[bin_of(q[x])] += q[x] > 0;
+    while (bar > 0 && within + counts[bar - 1] <= RANKED) within += counts[--bar];
+    for (int64_t x = 0; x < vocabulary; x++)
+        if (q[x] > 0 && bin_of(q[x]) >= bar) order[count++] = (Ranked){p[x] / q[x], x};
     qsort(order, count, sizeof *order, by_ratio);
     return count;
 }
 
 static int64_t rank_of(const Ranked *order, int64_t count, int64_t token, int64_t vocabulary) {
     for (int64_t i = 0; i < count; i++)
-        if (order[i].token == token) return vocabulary - count + i;
+        if (order[i].token == token) return i;
     return token - vocabulary;
 }
 
