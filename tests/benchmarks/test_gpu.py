@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,6 +16,7 @@ from tiny import tiny_folder
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import gpu
+import gpu_peers
 import gpu_sections
 from draftwood.model.checkpoint import open_checkpoint
 from draftwood.nets.export import export
@@ -116,3 +118,13 @@ def test_wrong_trees_have_the_size_that_is_asked_for() -> None:
         drafter = gpu_sections.wrong_tree([nodes], 127, 49152)
         paths = drafter.script(list(range(50)))  # pyright: ignore[reportAttributeAccessIssue]
         assert len({tuple(path) for path in paths}) == nodes
+
+
+@pytest.mark.parametrize("mode", ["plain", "assisted", "lookup"])
+def test_the_same_work_by_transformers(lab: Lab, mode: str) -> None:
+    pytest.importorskip("transformers")
+    given = argparse.Namespace(standin=lab.standin, small=lab.small, device="cpu", quick=True)
+    answer = gpu_peers.transformers_answer(mode, given)
+    prompts = [[5, 6, 7, 5, 6, 7, 5], [9, 8]][: 2 if mode == "plain" else 1]
+    for temperature in (0.0, 1.0):
+        assert answer(prompts, 6, temperature) == 6 * len(prompts)
