@@ -8,13 +8,14 @@ from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
 from draftwood.drafters.points import PointDrafter, PointTree
 from draftwood.drafters.scripted import ScriptedDrafter
+from draftwood.engine.controller import FixedBudget
 from draftwood.growers import Best, Coupled, Independent, Levels, Paths, chain
 from draftwood.protocols import Budget, Span
 from draftwood.request import SamplingParams
 from draftwood.rng import KeyedRng
 from draftwood.verifiers import Match
 from enumeration import view_of
-from tiny import Ask, Harness, generated, tiny_runner, with_masks
+from tiny import Ask, Harness, generated, tiny_runner, with_masks, with_net
 
 
 def proposal(drafter, tokens: list[int], nodes: int = 100, depth: int = 100, budget: int = 100) -> set[tuple[int, ...]]:
@@ -157,3 +158,19 @@ def test_what_is_guessed_behind_masks_is_what_the_model_says_there() -> None:
     assert leaves(proposal(drafter, text)) == {tuple(logits.argmax(-1).tolist())}, "and no deeper than there are slots"
     longer = [*text, *range(12), *range(12)]  # more than a forward has room for
     assert leaves(proposal(drafter, longer)) == leaves(proposal(with_masks(chain(6))(torch.float64), longer))
+
+
+@pytest.mark.parametrize(("kind", "most"), [("eagle3", 2), ("dflash", 2), ("medusa", 0)])
+def test_features_nobody_reads_cost_nothing(kind: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thirty steps without a guess: what a network has to see is put together many at a time, or never."""
+    target = tiny_runner(dtype=torch.float32)
+    drafter = with_net(kind, chain(2))(torch.float32)
+    asked: list[int] = []
+    digest = drafter.digest  # type: ignore[attr-defined]
+    monkeypatch.setattr(drafter, "digest", lambda features: (asked.append(len(features)), digest(features))[1])
+    harness = Harness(target, drafter, Match())
+    harness.engine.controller = FixedBudget(0)
+    (answer,) = harness.run([Ask([1, 2, 3], SamplingParams(max_tokens=30))])
+    assert len(answer.tokens) == 33
+    assert len(asked) <= most
+    assert all(count >= 16 for count in asked)

@@ -19,7 +19,7 @@ class StepCosts:
     """Seconds of a whole decode step of one sequence by rows and context, and what each further sequence adds.
 
     Between measured points times are interpolated, beyond the last ones extrapolated. Within a context they never
-    fall with the rows: a faster step with more work is noise.
+    fall with the rows: a step that is slower than one with more work was disturbed, since nothing makes steps faster.
     """
 
     rows: tuple[int, ...]  # ascending, from 1
@@ -44,7 +44,7 @@ class StepCosts:
 
     @cached_property
     def _rising(self) -> list[list[float]]:
-        return [list(itertools.accumulate(line, max)) for line in self.seconds]
+        return [list(itertools.accumulate(reversed(line), min))[::-1] for line in self.seconds]
 
     def slope(self, rows: int, context: float = 0, batch: int = 1, over: int = 8) -> float:
         """Seconds that one more row costs, on average over the next few."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftwood.cache.kv import NodeRows
-from draftwood.drafters.features import FeatureDrafter, PagedAttend, pages_under, text_ends, write
+from draftwood.drafters.features import READ_FROM, FeatureDrafter, PagedAttend, pages_under, text_ends, write
 from draftwood.drafters.growths import growth_of
 from draftwood.drafters.resident_features import ResidentBlock
 from draftwood.model.batch import ForwardBatch, Pages
@@ -62,14 +62,15 @@ class BlockDrafter(FeatureDrafter):
     def settle(self, spans: Sequence[Span]) -> None:
         """Every layer sees each of the target's positions through its own keys and values, written once."""
         due = [(span, self._pending[span.seq_id]) for span in spans]
-        self.write_context([Span(span.seq_id, span.tokens, p.start, p.end - 1) for span, p in due if p.count > 1])
+        due = [(span, pending) for span, pending in due if pending.count > READ_FROM]
+        self.write_context([Span(span.seq_id, span.tokens, pending.start, pending.end - 1) for span, pending in due])
 
     def write_context(self, spans: Sequence[Span]) -> None:
         """Keys and values of the pending features [start, end) of each."""
         if not spans:
             return
         with torch.inference_mode():
-            context = torch.cat([self._pending[span.seq_id].take(span.end - span.start) for span in spans])
+            context = self.take(spans)
             batch = self.target.cache.stage(spans, None)
             self.keep(context, batch.positions, batch.slots, self.pages)
 

@@ -22,6 +22,8 @@ from draftwood.ops import plan_attention
 from draftwood.protocols import BatchView, Budget, Features, FrontierModel, Grower, Randomness, Span
 from draftwood.tree import DraftLaw, TokenTree, Verdict
 
+READ_FROM = 16  # pending features from which on they are read without waiting for the next guess
+
 
 @dataclass
 class Pending:
@@ -44,7 +46,7 @@ class Pending:
     def take(self, count: int) -> Tensor:
         """The first so many, which are pending no longer. [count, width]."""
         rows = self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
-        self.parts = [rows[count:]] if count < len(rows) else []
+        self.parts = [rows[count:].clone()] if count < len(rows) else []  # what is left of a prompt is short
         self.start, self.count = self.start + count, self.count - count
         return rows[:count]
 
@@ -89,7 +91,8 @@ class Net(Protocol):
 class FeatureDrafter:
     """Base: keeps features until the network reads them, and lets a grower ask the network.
 
-    Subclasses say what is kept of a feature (`digest`), how many tokens ahead they can guess, and how (`begin`).
+    Subclasses say what their network reads of features (`digest`), how many tokens ahead they can guess, and how
+    (`begin`). Nothing is computed of features before somebody reads them: steps without guesses should cost nothing.
     """
 
     deepest: int | None = None  # tokens ahead; None: any number
@@ -119,7 +122,7 @@ class FeatureDrafter:
         self.target = target
 
     def digest(self, features: Tensor) -> Tensor:
-        """What is kept of features [N, len(reads) * hidden]. [N, width]."""
+        """What the network reads of features [N, len(reads) * hidden]. [N, width]."""
         raise NotImplementedError
 
     def settle(self, spans: Sequence[Span]) -> None:
@@ -135,7 +138,7 @@ class FeatureDrafter:
 
     def read(self, spans: Sequence[Span], features: Features) -> None:
         """Keep what the target made of prompts and roots."""
-        rows = self._digested(features)
+        rows = self._joined(features)
         sizes = [span.end - span.start for span in spans]
         for span, part in zip(spans, rows.split(sizes), strict=True):
             self._add(span.seq_id, span.start, part)
@@ -148,7 +151,7 @@ class FeatureDrafter:
             return
         deep = torch.arange(1, verdict.path.shape[1], device=verdict.path.device) <= verdict.length[:, None]
         nodes = verdict.path[:, 1:][deep]
-        rows = self._digested({layer: part[nodes] for layer, part in features.items()})
+        rows = self._joined({layer: part[nodes] for layer, part in features.items()})
         for b, part in enumerate(rows.split(accepted)):
             if accepted[b]:
                 self._add(view.seq_ids[b], len(view.tokens[b]), part)
@@ -187,9 +190,13 @@ class FeatureDrafter:
     def refresh(self) -> None:
         """The network's weights are others now; subclasses renew what they have made of them."""
 
-    def _digested(self, features: Features) -> Tensor:
-        with torch.inference_mode():
-            return self.digest(torch.cat([features[layer] for layer in self.net.reads], -1).to(self.words.dtype))
+    def take(self, spans: Sequence[Span]) -> Tensor:
+        """Features [start, end) of each as the network reads them; they are pending no longer. [N, width]."""
+        parts = [self._pending[span.seq_id].take(span.end - span.start) for span in spans]
+        return self.digest(torch.cat(parts))
+
+    def _joined(self, features: Features) -> Tensor:
+        return torch.cat([features[layer] for layer in self.net.reads], -1).to(self.words.dtype)
 
     def _add(self, seq_id: int, start: int, rows: Tensor) -> None:
         """What does not follow what is there begins anew: the sequence was pushed out, or shares another's pages."""

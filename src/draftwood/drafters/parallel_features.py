@@ -48,7 +48,7 @@ class ParallelEagleDrafter(RecurrentDrafter):
             for b, known in zip(ready, pending, strict=True)
         ]
         masked = self.digest(self.net.mask_hidden[None])
-        features = torch.cat([*(known.take(known.count) for known in pending), masked])
+        features = torch.cat([self.take(spans), masked])
         masks = chain_of_masks(count, ahead.guesses - 1, ahead.mask_token, self.target.device)
         batch = self.target.cache.stage(spans, masks)
         rows = torch.full_like(batch.tokens, len(features) - 1)

@@ -49,7 +49,7 @@ class HeadStackDrafter(FeatureDrafter):
             pending = self._pending[view.seq_ids[b]]
             pending.take(pending.count - 1)
             last.append(pending.parts[0][-1])
-        return _Growth(self, ready, torch.stack(last))
+        return _Growth(self, ready, self.digest(torch.stack(last)))
 
 
 @dataclass

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftwood.cache.kv import NodeRows
-from draftwood.drafters.features import FeatureDrafter, PagedAttend, Pending, pages_under, text_ends
+from draftwood.drafters.features import READ_FROM, FeatureDrafter, PagedAttend, Pending, pages_under, text_ends
 from draftwood.drafters.growths import growth_of
 from draftwood.drafters.resident_features import ResidentRecurrent
 from draftwood.model.batch import ForwardBatch, Pages
@@ -23,8 +23,6 @@ from draftwood.nets.recurrent import Eagle3, Eagle3Layer, RecurrentNet
 from draftwood.ops.side_by_side import side_by_side
 from draftwood.protocols import BatchView, FrontierModel, Span
 from draftwood.treebuilder import TreeBuilder
-
-READ_FROM = 16  # pending features from which on they are read without waiting for the next guess
 
 
 class RecurrentDrafter(FeatureDrafter):
@@ -69,7 +67,7 @@ class RecurrentDrafter(FeatureDrafter):
 
     def catch_up(self, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
         """Run pending rows [start, end) of each; output and logits of the last row of each. [S, hidden], [S, R]."""
-        features = torch.cat([self._pending[span.seq_id].take(span.end - span.start) for span in spans])
+        features = self.take(spans)
         shifted = [Span(span.seq_id, span.tokens[1:], span.start, span.end) for span in spans]
         batch = self.target.cache.stage(shifted, None)
         return self.run(batch, self.pages, features, torch.arange(len(features), device=features.device))
