@@ -16,17 +16,18 @@ def test_measured_points_come_back() -> None:
 
 
 def test_more_rows_never_cost_less() -> None:
-    assert COSTS.at(4, 100) == 1.2
+    """A step that is slower than one with more work was disturbed."""
+    assert COSTS.at(2, 100) == COSTS.at(4, 100) == 1.1
     assert COSTS.slope(2, 100, over=2) == 0
 
 
 def test_between_and_beyond() -> None:
-    assert COSTS.at(6, 100) == pytest.approx(1.6)
-    assert COSTS.at(12, 100) == pytest.approx(2.8)
+    assert COSTS.at(6, 100) == pytest.approx(1.55)
+    assert COSTS.at(12, 100) == pytest.approx(2.9)
     assert COSTS.at(1, 550) == pytest.approx(1.5)
     assert COSTS.at(1, 1900) == pytest.approx(3.0)
     assert COSTS.at(1, 0) == 1.0, "a shorter context than any measured is no cheaper than the shortest"
-    assert COSTS.at(4, 100, batch=3) == pytest.approx(1.4)
+    assert COSTS.at(4, 100, batch=3) == pytest.approx(1.3)
 
 
 def test_a_table_survives_the_disk(tmp_path: Path) -> None:

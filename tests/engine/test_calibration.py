@@ -10,7 +10,6 @@ import torch
 
 from draftwood import LLM, EngineConfig, SamplingParams, calibration
 from draftwood.calibration import CONTEXTS, ROWS, calibrate, costs_path, default_controller, known_costs
-from draftwood.costs import StepCosts
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
 from draftwood.engine.controller import FixedBudget, MeasuredBudget
@@ -91,8 +90,3 @@ def test_a_table_is_plain_json() -> None:
     target = roomy(dtype=torch.float32)
     calibrate(target)
     assert set(json.loads(costs_path(target).read_text())) == {"rows", "contexts", "seconds", "per_sequence"}
-
-
-def test_a_step_slower_than_one_with_more_work_was_disturbed() -> None:
-    costs = StepCosts((1, 2, 4, 8), (64,), ((5.0, 3.0, 4.0, 6.0),), 0.0)
-    assert [costs.at(rows, 64) for rows in (1, 2, 4, 8)] == [3.0, 3.0, 4.0, 6.0]
