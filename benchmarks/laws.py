@@ -223,8 +223,8 @@ def main() -> None:
         results += measure(name, case, step, args.rounds, device)
         del step
     where = torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"
-    about = {"benchmark": "laws", "device": where, "step": model or "products", "vocabulary": args.vocabulary}
-    about |= {"batch": args.batch}
+    about = {"benchmark": "laws", "device": where, "step": model or "products"}
+    about |= {"vocabulary": args.vocabulary, "batch": args.batch}
     print(json.dumps(about | {"results": results, "provenance": provenance()}))
 
 

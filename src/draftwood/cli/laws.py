@@ -49,7 +49,7 @@ def run_laws(
 def _measure(
     engine: EngineFlags, prompts: Path | None, setting: Setting, save: Path | None
 ) -> tuple[Results, dict[str, Any]]:
-    if prompts is None or not engine.drafter.startswith(("model:", "student")):
+    if prompts is None:
         raise InvalidRequest(
             "The laboratory needs a pair of models and texts: draftwood laws --model BIG --drafter model:SMALL "
             "--prompts FILE (one prompt a line, or JSON lines); `--drafter student` goes with smollm2. "

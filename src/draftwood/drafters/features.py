@@ -138,7 +138,7 @@ class FeatureDrafter:
 
     def read(self, spans: Sequence[Span], features: Features) -> None:
         """Keep what the target made of prompts and roots."""
-        rows = self._joined(features)
+        rows = self.joined(features)
         sizes = [span.end - span.start for span in spans]
         for span, part in zip(spans, rows.split(sizes), strict=True):
             self._add(span.seq_id, span.start, part)
@@ -151,7 +151,7 @@ class FeatureDrafter:
             return
         deep = torch.arange(1, verdict.path.shape[1], device=verdict.path.device) <= verdict.length[:, None]
         nodes = verdict.path[:, 1:][deep]
-        rows = self._joined({layer: part[nodes] for layer, part in features.items()})
+        rows = self.joined({layer: part[nodes] for layer, part in features.items()})
         for b, part in enumerate(rows.split(accepted)):
             if accepted[b]:
                 self._add(view.seq_ids[b], len(view.tokens[b]), part)
@@ -195,7 +195,8 @@ class FeatureDrafter:
         parts = [self._pending[span.seq_id].take(span.end - span.start) for span in spans]
         return self.digest(torch.cat(parts))
 
-    def _joined(self, features: Features) -> Tensor:
+    def joined(self, features: Features) -> Tensor:
+        """The layers its network reads, side by side. [N, len(reads) * hidden]."""
         return torch.cat([features[layer] for layer in self.net.reads], -1).to(self.words.dtype)
 
     def _add(self, seq_id: int, start: int, rows: Tensor) -> None:

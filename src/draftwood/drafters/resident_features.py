@@ -54,11 +54,11 @@ class ResidentFeatures(GrownTrees):
 
     def take_in(self, batch: ForwardBatch, features: Features) -> None:
         """Keep what the target made of rows of text."""
-        self.store(batch.slots, batch.positions, self.drafter.digest(self._joined(features)))
+        self.store(batch.slots, batch.positions, self.drafter.digest(self.drafter.joined(features)))
 
     def learn(self, view: SeatedView, path: Tensor, features: Features) -> None:
         """Keep what it made of a path. What lies behind the accepted part is written over before anybody looks."""
-        rows = self._joined(features).index_select(0, path.clamp(min=0).reshape(-1))
+        rows = self.drafter.joined(features).index_select(0, path.clamp(min=0).reshape(-1))
         self.store(*self.around_end(view, -1, path.shape[1] - 1), self.drafter.digest(rows))
 
     def around_end(self, view: SeatedView, start: int, end: int) -> tuple[Tensor, Tensor]:
@@ -75,9 +75,6 @@ class ResidentFeatures(GrownTrees):
     def _limits(self) -> tuple[int, int]:
         """The target's positions, and tokens of its pages."""
         return self.target.model.config.max_positions, self.target.cache.page_size
-
-    def _joined(self, features: Features) -> Tensor:
-        return torch.cat([features[layer] for layer in self.drafter.net.reads], -1).to(self.words.dtype)
 
     def stage(self, view: SeatedView, tokens: Tensor, places: Places) -> ForwardBatch:
         """Rows behind all but the last token, which the target has not run."""

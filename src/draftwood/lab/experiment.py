@@ -68,7 +68,7 @@ def record(llm: LLM, prompts: Sequence[str], setting: Setting, say: Say = lambda
     """Rows of all trees, context after context. Every law will see the same ones."""
     drafter = llm.engine.drafter
     if not isinstance(drafter, ModelDrafter):
-        raise InvalidRequest("The laboratory needs a draft model that states its law: --drafter model:NAME.")
+        raise InvalidRequest("The laboratory needs a draft model: --drafter model:NAME, or student with smollm2.")
     recorder = Recorder(llm.engine.target, drafter, llm.config.max_rows)
     each = -(-setting.contexts // len(prompts))
     number = 0

@@ -2,7 +2,6 @@
 #include "draws.h"
 #include "verdict.h"
 
-#include <stdlib.h>
 #include <string.h>
 
 #define RANKED 256
