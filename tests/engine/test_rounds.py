@@ -194,6 +194,20 @@ def test_new_weights_reach_rounds_that_are_ready(name: str) -> None:
     assert runs[0] != [(answer.steps, answer.accepted) for answer in untouched]
 
 
+def test_a_round_too_many_is_not_heard_by_who_comes_later() -> None:
+    """Even if later answers go by the same numbers, as they do in this harness."""
+    harness, wanted = RoundHarness(DRAFTERS["none"](), "match"), asks(0.0)
+    surprise = [
+        replace(ask, params=replace(ask.params, stop_token_ids=(tokens[3],)))
+        for ask, tokens in zip(wanted, plain(wanted), strict=True)
+    ]
+    harness.run(surprise)
+    assert harness.engine.pipeline is not None
+    assert harness.engine.pipeline._in_flight is not None
+    harness.events.clear()
+    assert generated(harness.run(wanted)) == plain(wanted)
+
+
 def test_a_drafter_learns_between_rounds() -> None:
     wanted = [Ask((i, (3 * i + 1) % 13, 5), SamplingParams(max_tokens=40)) for i in range(6)]
     harness, rates = RoundHarness(DRAFTERS["eagle3"](), "match"), []

@@ -169,11 +169,11 @@ class Pipeline:
             return []
         outcome = flight.launched.wait()
         seconds = self._seconds(flight)
-        running = {seq.id for seq in self.scheduler.running}
+        running = {seq.id: seq for seq in self.scheduler.running}
         heard = [
             b
             for b, (item, lives) in enumerate(zip(flight.plan.items, flight.lives, strict=True))
-            if item.seq.id in running and item.seq.preemptions == lives
+            if running.get(item.seq.id) is item.seq and item.seq.preemptions == lives
         ]
         plan = Plan(tuple(flight.plan.items[b] for b in heard)).brought_up_to_date()
         outcome = HostVerdict(*([column[b] for b in heard] for column in vars(outcome).values()))
