@@ -362,3 +362,33 @@ def end_of_layers(
         layer -= 1
     tl.debug_barrier()
     pick_end(parents, stop, begin, size, seeds, lengths, end, path, length, steps, b, LANES)
+
+
+@triton.jit
+def stop_by_layers(
+    extent, weight, mass, depth, left, spare, passed, stop, begin, size, steps,
+    LEVELS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """The chances that one tree's path ends at its nodes, from the deepest layer up, in proportion to what is left at
+    them; `left` and `spare`: of each layer in all, and what the layer above it did not give away.
+    """
+    level = tl.arange(0, LEVELS)
+    others = tl.load(spare + level, mask=level <= steps, other=1.0)
+    whole = others + tl.load(left + level, mask=level <= steps, other=0.0)
+    goes_up = tl.where(whole > 0, others / tl.where(whole > 0, whole, 1.0), 0.0)
+    comes = tl.cumprod(goes_up, 0, reverse=True)  # to the layer above
+    tl.store(passed + level - 1, comes, mask=(level > 0) & (level <= steps))
+    tl.store(passed + steps, 1.0)
+    tl.debug_barrier()
+    at = 0
+    while at < size:
+        x = at + tl.arange(0, LANES)
+        inside, node = x < size, begin + x
+        layer = tl.load(depth + node, mask=inside, other=0)
+        given, kept = tl.load(weight + node, mask=inside, other=0.0), tl.load(mass + node, mask=inside, other=0.0)
+        here = tl.where(tl.load(extent + node, mask=inside, other=0) > 0, kept, given)
+        every = tl.load(spare + layer, mask=inside, other=0.0) + tl.load(left + layer, mask=inside, other=0.0)
+        ending = tl.where(every > 0, here / tl.where(every > 0, every, 1.0), 1.0)
+        tl.store(stop + node, ending * tl.load(passed + layer, mask=inside, other=0.0), mask=inside)
+        at += LANES
+    tl.debug_barrier()

@@ -1,11 +1,12 @@
 """A layer of a tree at a time, all its draws against one common target, on CUDA: see `verifiers/layer.py`.
 
-Each draw needs to know what all draws before it left, but not one after the other. What the draws behind a node leave,
-(w p - s_1 q_1 - … - s_j q_j)+ summed, is convex in the scales s, and linear as long as the same tokens are left. So all
-scales of a layer are guessed, one launch sums up what would be left and how that grows with every scale, and the scales
-are solved for as if it were linear: Newton's method, which is exact once the right tokens are left. Three times do, and
-while a layer is solved the next one already begins. What has not settled by then is done by one program, however long
-it takes.
+Each draw needs to know what all draws before it left, and each layer what the one above it gave, but not one after the
+other. What the first k draws behind a node leave, (w p - s_1 q_1 - … - s_k q_k)+ summed, is w P - s_1 Q_1 - … - s_k Q_k
+with the sums P and Q over the tokens they leave something of: linear as long as these are the same. So the weights w
+and scales s of a whole tree are guessed, one launch sums up P and Q, and another solves for all weights and scales as
+if it were linear, from the root down: Newton's method, which is exact once the right tokens are left, and takes as long
+for deep trees as for flat ones. Three times do for most trees. For the others there are more, which settled trees leave
+at once, and what has not settled by then is done by one program, however long it takes.
 """
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportUnreachable=false, reportCallIssue=false
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
@@ -15,56 +16,125 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
-from draftwood.ops.cuda.draws import PADDED, Drawn, Weights, fair_chance, last_to_arrive, padded
-from draftwood.ops.cuda.ends import pick_end
+from draftwood.ops.cuda.draws import PADDED, Drawn, Weights, last_to_arrive, padded
+from draftwood.ops.cuda.ends import pick_end, stop_by_layers
 from draftwood.ops.cuda.overlap import OVERLAPPING, wait_and_make_way
 
-POOL_SLICE = 1024  # tokens a program
-TIMES = 3  # each layer is solved
+POOL_SLICE = 2048  # tokens a program
+NODES = 32  # of a layer solved together: one for each thread of a warp, which need not wait for others
+TIMES = 7  # a tree is solved at most before one program is left alone with it: one of several hundred is
 SETTLED = 1e-5  # a change of scales and weights whose square is nothing
+LANES = tl.constexpr(PADDED)
+SUMS = tl.constexpr((1 + PADDED) * PADDED)  # of a node: of P, then of each Q, after each of its draws
+FEW = tl.constexpr(4)  # draws
+NOWHERE = tl.constexpr(1 << 30)
 
 
 @triton.jit
-def _law(q, rows, tokens, at, x, inside, VOCABULARY: tl.constexpr):
-    """The law of one draw at tokens x; nothing where there is no draw."""
-    row, token = tl.load(rows + at), tl.load(tokens + at)
+def _draws_of(rows, scales, depth, node, turn, W: tl.constexpr):
+    """The rows of a node's laws, and how much of each is taken; what is guessed first depends on no row."""
+    row, scale = (), ()
+    most = tl.where(tl.load(depth + node) > 0, 2.0, 1.0)  # below the root there is less of p to take from
+    for i in tl.static_range(W):
+        row += (tl.load(rows + node * W + i),)
+        scale += (tl.where(turn > 0, tl.load(scales + node * W + i).to(tl.float32), most / (1 + i)),)
+    return row, scale
+
+
+@triton.jit
+def _law(q, row, token, x, inside, VOCABULARY: tl.constexpr):
+    """The law of one draw at tokens x; nothing where there is no draw. What a point mass says is found anew every time:
+    kept, it would take as much room as a row.
+    """
     law = tl.load(q + row * VOCABULARY + x, mask=inside & (row >= 0), other=0.0)
-    return tl.where(row >= 0, law, (x == token).to(tl.float32))
+    return tl.where(row >= 0, law, (x == tl.load(token)).to(tl.float32))
 
 
 @triton.jit
 def _sum_slice(
-    p, q, rows, tokens, weight, scales, node, draws, piece, out,
-    W: tl.constexpr, LANES: tl.constexpr, VOCABULARY: tl.constexpr, SIZE: tl.constexpr,
+    p, q, row, token, scale, whole, node, piece, slices, partial,
+    PLACES: tl.constexpr, VOCABULARY: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """What the first j draws leave of a slice, and what of the law of each lies where they leave something."""
-    j, x = tl.arange(0, LANES), piece * SIZE + tl.arange(0, SIZE)
+    """What of p and of the laws of the first draws lies where these leave something of a slice, after each draw."""
+    x = piece * SIZE + tl.arange(0, SIZE)
     inside = x < VOCABULARY
-    target = tl.load(p + node * VOCABULARY + x, mask=inside, other=0.0) * tl.load(weight + node).to(tl.float32)
-    left = target[None, :] + tl.zeros((LANES, SIZE), tl.float32)
-    for i in tl.static_range(W):
-        if i < draws:
-            scale = tl.where(i <= j, tl.load(scales + node * W + i), 0.0).to(tl.float32)
-            left -= scale[:, None] * _law(q, rows, tokens, node * W + i, x, inside, VOCABULARY)[None, :]
-    tl.store(out + j, tl.sum(tl.maximum(left, 0.0), 1).to(tl.float64), mask=j < W)
-    for i in tl.static_range(W):
-        if i < draws:
-            law = _law(q, rows, tokens, node * W + i, x, inside, VOCABULARY)[None, :]
-            tl.store(out + (1 + i) * W + j, tl.sum(tl.where(left > 0, law, 0.0), 1).to(tl.float64), mask=j < W)
+    target = tl.load(p + node * VOCABULARY + x, mask=inside, other=0.0)
+    left = whole * target
+    out = partial + node * SUMS * slices + piece
+    for k in tl.static_range(PLACES):
+        left -= scale[k] * _law(q, row[k], token + k, x, inside, VOCABULARY)
+        tl.store(out + k * slices, tl.sum(tl.where(left > 0, target, 0.0), 0).to(tl.float64))
+        for i in tl.static_range(k + 1):  # read again, from nearby: there is no room to keep all laws
+            law = _law(q, row[i], token + i, x, inside, VOCABULARY)
+            at = out + ((1 + i) * LANES + k) * slices
+            tl.store(at, tl.sum(tl.where(left > 0, law, 0.0), 0).to(tl.float64))
 
 
 @triton.jit
-def _add_slices(partial, sums, node, draws, slices, W: tl.constexpr, LANES: tl.constexpr, SLICES: tl.constexpr):
-    """The sums of one node's slices, in order. [1 + W, W]."""
-    j, i = tl.arange(0, LANES), tl.arange(0, SLICES)
-    size = (1 + W) * W
-    for r in tl.static_range(1 + W):
-        if r <= draws:
-            every = partial + (node * slices + i)[None, :] * size + r * W + j[:, None]
-            there = (i < slices)[None, :] & (j < W)[:, None]
-            total = tl.sum(tl.load(every, mask=there, other=0.0, cache_modifier=".cg"), 1)
-            tl.store(sums + node * size + r * W + j, total, mask=j < W)
+def _add_slices(partial, sums, node, slices, nodes, PLACES: tl.constexpr, SLICES: tl.constexpr):
+    """The sums of one node's slices, in order, all at once; not from a cache that others' answers pass by."""
+    each, i = tl.arange(0, LANES * (2 if PLACES == 1 else 8 if PLACES <= FEW else 16)), tl.arange(0, SLICES)
+    law, k = each // LANES, each % LANES
+    known = (law <= PLACES) & (k < PLACES) & (k >= law - 1)  # a draw takes nothing before its turn
+    every = partial + (node * SUMS + each)[:, None] * slices + i[None, :]
+    those = tl.load(every, mask=known[:, None] & (i < slices)[None, :], other=0.0, cache_modifier=".cg")
+    tl.store(sums + each * nodes + node, tl.sum(those, 1), mask=known)
+
+
+@triton.jit
+def _sum_node(
+    p, q, row, token, scale, whole, node, draws, piece, slices, partial,
+    W: tl.constexpr, VOCABULARY: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """One slice of a node, with no more work than its own draws need."""
+    if draws == 1:
+        _sum_slice(p, q, row, token, scale, whole, node, piece, slices, partial, 1, VOCABULARY, SIZE)
+    elif draws <= FEW:
+        _sum_slice(p, q, row, token, scale, whole, node, piece, slices, partial, min(FEW, W), VOCABULARY, SIZE)
+    elif W > FEW:
+        _sum_slice(p, q, row, token, scale, whole, node, piece, slices, partial, W, VOCABULARY, SIZE)
+
+
+@triton.jit
+def _add_node(partial, sums, weight, summed, node, draws, slices, nodes, W: tl.constexpr, SLICES: tl.constexpr):
+    """All slices of a node, and the weight they were summed up with."""
+    tl.store(summed + node, tl.load(weight + node))
+    if draws == 1:
+        _add_slices(partial, sums, node, slices, nodes, 1, SLICES)
+    elif draws <= FEW:
+        _add_slices(partial, sums, node, slices, nodes, min(FEW, W), SLICES)
+    elif W > FEW:
+        _add_slices(partial, sums, node, slices, nodes, W, SLICES)
+
+
+@triton.jit
+def _look_behind(extent, tries, behind, node, W: tl.constexpr):
+    """The most draws behind a child of a node."""
+    k = tl.arange(0, LANES)
+    child = tl.load(tries + node * W + k, mask=k < W, other=-1)
+    tl.store(behind + node, tl.max(tl.load(extent + child, mask=child >= 0, other=0), 0))
+
+
+@triton.jit(do_not_specialize=["turn", "nodes"])
+def _sum(
+    p, q, rows, tokens, extent, behind, tries, weight, summed, scales, depth, owner, partial, sums, arrived, change,
+    turn, nodes,
+    W: tl.constexpr, SLICES: tl.constexpr, VOCABULARY: tl.constexpr, SIZE: tl.constexpr, TOLERANCE: tl.constexpr,
+):  # fmt: skip
+    """The sums of all nodes of trees that have not settled, a slice of a row a program."""
+    wait_and_make_way()
+    node, piece, slices = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    draws, whole = tl.load(extent + node), tl.load(weight + node).to(tl.float32)
+    row, scale = _draws_of(rows, scales, depth, node, turn, W)
+    if (turn == 0) & (piece == 0):
+        _look_behind(extent, tries, behind, node, W)
+    restless = (turn == 0) | (tl.load(change + tl.load(owner + node)) > TOLERANCE)
+    if (draws > 0) & restless:
+        _sum_node(p, q, row, tokens + node * W, scale, whole, node, draws, piece, slices, partial, W, VOCABULARY, SIZE)
+        if last_to_arrive(arrived, node, slices):
+            _add_node(partial, sums, weight, summed, node, draws, slices, nodes, W, SLICES)
 
 
 @triton.jit
@@ -74,291 +144,267 @@ def _then(a, b, c, d):
 
 
 @triton.jit
-def _as_lines(sums, extent, weight, node, here, guess, j, W: tl.constexpr):
+def _as_lines(stays, lost, draws, whole, PLACES: tl.constexpr):
     """The scales of the draws behind nodes as lines a S + b, S what survives before the first; and so what survives
-    the last. Everything not `here` leaves S as it is.
+    the last.
     """
-    draws, whole = tl.load(extent + node, mask=here, other=0), tl.load(weight + node, mask=here, other=0.0)
-    a, b = guess * 0.0 + 1.0, guess * 0.0
-    out_a, out_b = whole * 0.0 + 1.0, whole * 0.0
-    most = tl.max(draws, 0)
-    for k in tl.static_range(W):
-        if k < most:
-            at = sums + node * ((1 + W) * W) + k
-            left = tl.load(at, mask=here & (k < draws), other=0.0, cache_modifier=".cg")
-            takes = (here & (k < draws))[:, None] & (j <= k)[None, :]
-            grows = tl.load(at[:, None] + (1 + j)[None, :] * W, mask=takes, other=0.0, cache_modifier=".cg")
-            next_a = 1.0 - tl.sum(grows * a, 1)
-            next_b = left - tl.sum(grows * (b - guess), 1) - whole
-            a = tl.where((j == k + 1)[None, :], next_a[:, None], a)
-            b = tl.where((j == k + 1)[None, :], next_b[:, None], b)
-            out_a, out_b = tl.where(draws == k + 1, next_a, out_a), tl.where(draws == k + 1, next_b, out_b)
-    return a, b, out_a, out_b
+    a, b = (whole * 0.0 + 1.0,), (whole * 0.0,)
+    for k in tl.static_range(PLACES):
+        takes = k < draws  # elsewhere nothing was summed up
+        next_a, next_b = whole * 0.0 + 1.0, (tl.where(takes, stays[k], 1.0) - 1.0) * whole
+        for i in tl.static_range(k + 1):
+            of_law = tl.where(takes, lost[k * (k + 1) // 2 + i], 0.0)
+            next_a, next_b = next_a - of_law * a[i], next_b - of_law * b[i]
+        a += (tl.where(takes, next_a, a[k]),)
+        b += (tl.where(takes, next_b, b[k]),)
+    return a, b
 
 
 @triton.jit
-def _solve_scales(
-    sums, extent, tokens, wanted, said, weight, scales, chance, depth, passed, begin, size, layer,
-    W: tl.constexpr, LANES: tl.constexpr, NODES: tl.constexpr,
-):  # fmt: skip
-    """New scales for a layer of one tree, the chances of its draws, and the chance that all up to a node are rejected;
-    returns how much changed.
-    """
-    j = tl.arange(0, LANES)
-    survives, rejected = begin.to(tl.float64) * 0.0 + 1.0, begin.to(tl.float64) * 0.0 + 1.0
-    change = begin.to(tl.float64) * 0.0
-    at = 0
-    while at < size:
-        lane = tl.arange(0, NODES)
-        node = begin + at + lane
-        here = (at + lane < size) & (tl.load(depth + node, mask=at + lane < size, other=-1) == layer)
-        place = node[:, None] * W + j[None, :]
-        there = tl.load(tokens + place, mask=here[:, None] & (j < W)[None, :], other=-1) >= 0
-        guess = tl.load(scales + place, mask=there, other=0.0)
-        a, b, out_a, out_b = _as_lines(sums, extent, weight, node, here, guess, j, W)
-        steep, offset = tl.associative_scan((out_a, out_b), 0, _then)
-        after = steep * survives + offset
-        tl.store(passed + node, after, mask=at + lane < size)
-        tl.debug_barrier()
-        before = tl.load(passed + node - 1, mask=(lane > 0) & (at + lane < size), other=0.0)
-        before = tl.where(lane > 0, before, survives)
-        found = tl.minimum(tl.maximum(a * before[:, None] + b, 0.0), 1.0)
-        change = tl.maximum(change, tl.max(tl.max(tl.where(there, tl.abs(found - guess), 0.0), 1), 0))
-        tl.store(scales + place, found, mask=there)
-        tl.debug_barrier()
-        each, which = node[:, None] + 0 * j[None, :], 0 * place + j[None, :]
-        fair = fair_chance(wanted, said, weight, scales, each, which, there, W)
-        tl.store(chance + place, fair, mask=there)
-        missed = out_a * 0.0 + 1.0
-        for k in tl.static_range(W):
-            missed = missed * (1.0 - tl.sum(tl.where((j == k)[None, :], fair, 0.0), 1))
-        so_far = rejected * tl.cumprod(missed, 0)
-        tl.store(passed + node, so_far, mask=at + lane < size)
-        survives = tl.sum(tl.where(lane == NODES - 1, after, 0.0), 0)
-        rejected = tl.sum(tl.where(lane == NODES - 1, so_far, 0.0), 0)
-        at += NODES
-    tl.debug_barrier()
-    return change
+def _shifted(values, before, lane):
+    """Everybody the value of the one before."""
+    return tl.where(lane > 0, tl.gather(values, tl.maximum(lane - 1, 0), 0), before)
 
 
 @triton.jit
-def _hand_on(
-    parents, depth, tries, chance, passed, weight, weight_out, settled, begin, size, layer,
-    W: tl.constexpr, NODES: tl.constexpr,
-):  # fmt: skip
-    """What the children of a layer of one tree are offered; returns how much changed."""
-    change = begin.to(tl.float64) * 0.0
-    at = 0
-    while at < size:
-        x = at + tl.arange(0, NODES)
-        node = begin + x
-        below = (x < size) & (tl.load(depth + node, mask=x < size, other=-1) == layer + 1)
-        above = tl.load(parents + node, mask=below, other=0)
-        missed = tl.load(passed + above - 1, mask=below & (above > begin), other=1.0)
-        given = missed * 0.0
-        for k in tl.static_range(W):
-            fair = tl.load(chance + above * W + k, mask=below, other=0.0)
-            given += tl.where(tl.load(tries + above * W + k, mask=below, other=-1) == node, fair * missed, 0.0)
-            missed = missed * (1.0 - fair)
-        old = tl.load(weight + node, mask=below, other=0.0)
-        change = tl.maximum(change, tl.max(tl.where(below, tl.abs(given - old), 0.0), 0))
-        tl.store(weight_out + node, given, mask=below)
-        tl.store(settled + node, given, mask=below)
-        at += NODES
-    tl.debug_barrier()
-    return change
+def _last(values, lane, NODES: tl.constexpr):
+    """The value of the last."""
+    return tl.sum(tl.where(lane == NODES - 1, values, 0.0), 0)
 
 
-@triton.jit(do_not_specialize=["nodes", "levels"])
-def _start(
-    extent, parents, depth, offsets, guesses, settled, scales, tokens, expected, met, nodes, levels,
-    W: tl.constexpr, LANES: tl.constexpr, NODES: tl.constexpr,
+@triton.jit
+def _known_of(sums, tries, wanted, said, scales, node, near, nodes, W: tl.constexpr, PLACES: tl.constexpr):
+    """Of each draw behind nodes: its child, its scale so far, what of p stays after it, and what p says of its token;
+    and the same of the laws up to its own. One draw after the other, so that what the first needs is asked for at once.
+    """
+    child, guess, stays, of_p, lost, of_laws = (), (), (), (), (), ()
+    for k in tl.static_range(PLACES):
+        child += (tl.load(tries + node * W + k, mask=near, other=-1),)
+        guess += (tl.load(scales + node * W + k, mask=near, other=0.0),)
+        stays += (tl.load(sums + k * nodes + node, mask=near, other=0.0),)
+        of_p += (tl.load(wanted + node * W + k, mask=near, other=0.0),)
+        for i in tl.static_range(k + 1):
+            lost += (tl.load(sums + ((1 + i) * LANES + k) * nodes + node, mask=near, other=0.0),)
+            of_laws += (tl.load(said + (node * W + i) * W + k, mask=near, other=0.0),)
+    return child, guess, stays, of_p, lost, of_laws
+
+
+@triton.jit
+def _fair_chances(of_p, of_laws, whole, scale, exists, PLACES: tl.constexpr):
+    """That each draw is accepted once those before it were rejected; as `fair_chance` of `draws.py`."""
+    chance = ()
+    for k in tl.static_range(PLACES):
+        left = whole * of_p[k]
+        for m in tl.static_range(k):
+            left -= scale[m] * of_laws[k * (k + 1) // 2 + m]
+        offered = scale[k] * of_laws[k * (k + 1) // 2 + k]
+        fair = tl.where(offered > 0, tl.minimum(tl.maximum(left, 0.0) / tl.where(offered > 0, offered, 1.0), 1.0), 1.0)
+        chance += (tl.where(exists[k], fair, 0.0),)
+    return chance
+
+
+@triton.jit
+def _hand_on(weight, child, exists, chance, reach, PLACES: tl.constexpr):
+    """What children are offered: the chance that a draw that gave them is the first accepted."""
+    given = ()
+    for k in tl.static_range(PLACES):
+        given += (reach * chance[k],)
+        reach = reach * (1.0 - chance[k])
+    for k in tl.static_range(PLACES):
+        offered = reach * 0.0
+        for m in tl.static_range(PLACES):
+            offered += tl.where(child[m] == child[k], given[m], 0.0)
+        tl.store(weight + child[k], offered, mask=exists[k])  # the same again where a child was drawn twice
+
+
+@triton.jit
+def _solve_nodes(
+    known, begin, at, last, layer, nodes, survives, rejected,
+    W: tl.constexpr, PLACES: tl.constexpr, NODES: tl.constexpr,
 ):  # fmt: skip
-    """The first guesses of one tree: draws take all there is, and nothing comes down to anybody but the root."""
-    wait_and_make_way()
-    b = tl.program_id(0)
-    begin = tl.load(offsets + b)
-    size = (tl.load(offsets + b + 1) - begin).to(tl.int32)
-    j = tl.arange(0, LANES)
-    at = 0
-    while at < size:
-        x = at + tl.arange(0, NODES)
-        node, inside = begin + x, x < size
-        root = (tl.load(parents + node, mask=inside, other=0) < 0).to(tl.float64)
-        tl.store(guesses + node, root, mask=inside)
-        tl.store(guesses + nodes + node, root, mask=inside)
-        tl.store(settled + node, root, mask=inside)
-        place = node[:, None] * W + j[None, :]
-        known = inside[:, None] & (j < W)[None, :]
-        exists = tl.load(tokens + place, mask=known, other=-1) >= 0
-        tl.store(scales + place, exists.to(tl.float64), mask=known)
-        at += NODES
-    layer = 0
-    while layer < levels:
-        count = 0
-        at = 0
-        while at < size:
-            x = at + tl.arange(0, NODES)
-            here = (x < size) & (tl.load(depth + begin + x, mask=x < size, other=-1) == layer)
-            count += tl.sum((tl.load(extent + begin + x, mask=here, other=0) > 0).to(tl.int32), 0)
+    """New scales for some nodes of a layer with at most PLACES draws each, what they leave, and the weights of their
+    children; `summed`: the weights they were summed up with. Returns what survives them, the chance that all draws
+    up to them are rejected, what is left at them, how much changed, from where to where their children are, and how
+    many draws are behind one of those at most.
+    """
+    sums, extent, behind, tries, wanted, said, weight, summed, scales, mass, depth = known
+    lane = tl.arange(0, NODES)
+    node, near = begin + at + lane, at + lane <= last
+    level, draws = tl.load(depth + node, mask=near, other=-1), tl.load(extent + node, mask=near, other=0)
+    whole, old = tl.load(weight + node, mask=near, other=0.0), tl.load(summed + node, mask=near, other=0.0)
+    widest = tl.load(behind + node, mask=near, other=0)
+    child, guess, stays, of_p, lost, of_laws = _known_of(
+        sums, tries, wanted, said, scales, node, near, nodes, W, PLACES
+    )
+    here = near & (level == layer)
+    draws, whole = tl.where(here, draws, 0), tl.where(here, whole, 0.0)
+    a, b = _as_lines(stays, lost, draws, whole, PLACES)
+    steep, offset = tl.associative_scan((a[PLACES], b[PLACES]), 0, _then)
+    after = steep * survives + offset
+    before = _shifted(after, survives, lane)
+    left = tl.where(here, tl.maximum(whole + (after - before), 0.0), 0.0)
+    tl.store(mass + node, left, mask=here)
+    scale, exists, change = (), (), tl.abs(whole - tl.where(draws > 0, old, whole))
+    first, until = lane * 0 + NOWHERE, lane * 0 - 1
+    for k in tl.static_range(PLACES):
+        exists += (here & (child[k] >= 0),)
+        scale += (tl.where(exists[k], tl.minimum(tl.maximum(a[k] * before + b[k], 0.0), 1.0), 0.0),)
+        tl.store(scales + node * W + k, scale[k], mask=exists[k])
+        change = tl.maximum(change, tl.where(exists[k], tl.abs(scale[k] - guess[k]), 0.0))
+        first = tl.minimum(first, tl.where(exists[k], (child[k] - begin).to(tl.int32), NOWHERE))
+        until = tl.maximum(until, tl.where(exists[k], (child[k] - begin).to(tl.int32), -1))
+    chance = _fair_chances(of_p, of_laws, whole, scale, exists, PLACES)
+    missed = whole * 0.0 + 1.0
+    for k in tl.static_range(PLACES):
+        missed = missed * (1.0 - chance[k])
+    so_far = rejected * tl.cumprod(missed, 0)
+    _hand_on(weight, child, exists, chance, _shifted(so_far, rejected, lane), PLACES)
+    return (
+        _last(after, lane, NODES), _last(so_far, lane, NODES), tl.sum(left, 0), tl.max(change, 0),
+        tl.min(first, 0), tl.max(until, 0), tl.max(tl.where(draws > 0, widest, 0), 0),
+    )  # fmt: skip
+
+
+@triton.jit
+def _solve_tree(
+    known, extent, left, spare, begin, steps, nodes, W: tl.constexpr, NODES: tl.constexpr, SHORT: tl.constexpr
+):  # fmt: skip
+    """One tree from the root down; what is `left` of each layer, and what the layer above it did not give away.
+    Returns how much changed. SHORT: code for the most draws alone, which takes a third of the time to compile.
+    """
+    one = begin.to(tl.float64) * 0.0 + 1.0
+    kept, change = one * 0.0, one * 0.0
+    first = begin.to(tl.int32) * 0
+    last, most = first, tl.load(extent + begin)
+    layer = steps * 0
+    while layer < steps:
+        survives, rejected, remains = one, one, one * 0.0
+        at, next_first, next_last, next_most = first, first * 0 + NOWHERE, first * 0 - 1, first * 0
+        while at <= last:
+            if SHORT:
+                survives, rejected, more, changed, low, high, wide = _solve_nodes(
+                    known, begin, at, last, layer, nodes, survives, rejected, W, W, NODES
+                )
+            elif most <= 1:
+                survives, rejected, more, changed, low, high, wide = _solve_nodes(
+                    known, begin, at, last, layer, nodes, survives, rejected, W, 1, NODES
+                )
+            elif most <= FEW:
+                survives, rejected, more, changed, low, high, wide = _solve_nodes(
+                    known, begin, at, last, layer, nodes, survives, rejected, W, min(FEW, W), NODES
+                )
+            else:
+                survives, rejected, more, changed, low, high, wide = _solve_nodes(
+                    known, begin, at, last, layer, nodes, survives, rejected, W, W, NODES
+                )
+            remains, change = remains + more, tl.maximum(change, changed)
+            next_first, next_last = tl.minimum(next_first, low), tl.maximum(next_last, high)
+            next_most = tl.maximum(next_most, wide)
             at += NODES
-        tl.store(expected + b * levels + layer, count)
-        tl.store(met + b * levels + layer, 0)
+        tl.store(left + layer, remains)
+        tl.store(spare + layer, kept)
+        kept, first, last, most = rejected, next_first, next_last, next_most
+        tl.debug_barrier()
         layer += 1
+    tl.store(left + layer, 1.0 - kept)
+    tl.store(spare + layer, kept)
+    return change
 
 
-@triton.jit
-def _solve_layer(
-    sums, extent, tokens, wanted, said, weight, scales, chance, parents, depth, tries, passed, weight_out, settled,
-    begin, size, layer, W: tl.constexpr, LANES: tl.constexpr, NODES: tl.constexpr,
+@triton.jit(do_not_specialize=["turn", "steps", "nodes"])
+def _solve(
+    sums, extent, behind, tries, wanted, said, weight, summed, scales, mass, depth, offsets, left, spare, change, turn,
+    steps, nodes, W: tl.constexpr, NODES: tl.constexpr, TOLERANCE: tl.constexpr,
 ):  # fmt: skip
-    change = _solve_scales(
-        sums, extent, tokens, wanted, said, weight, scales, chance, depth, passed, begin, size, layer, W, LANES, NODES
-    )
-    return tl.maximum(
-        change,
-        _hand_on(parents, depth, tries, chance, passed, weight, weight_out, settled, begin, size, layer, W, NODES),
-    )
-
-
-@triton.jit(do_not_specialize=["turn", "first", "last", "nodes", "levels"])
-def _improve(
-    p, q, rows, tokens, extent, wanted, said, guesses, scales, chance, settled, parents, depth, tries, owner, offsets,
-    partial, sums, passed, change, arrived, expected, met, turn, first, last, nodes, levels,
-    W: tl.constexpr, LANES: tl.constexpr, NODES: tl.constexpr, SLICES: tl.constexpr, VOCABULARY: tl.constexpr,
-    SIZE: tl.constexpr,
-):  # fmt: skip
-    """All layers from `first` to `last` once, a slice of a row a program; the last of a layer solves it."""
-    wait_and_make_way()
-    node, piece, slices = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    layer, draws = tl.load(depth + node), tl.load(extent + node)
-    if (draws > 0) & (layer >= first) & (layer <= last):
-        weight, weight_out = guesses + (turn % 2) * nodes, guesses + ((turn + 1) % 2) * nodes
-        out = partial + (node * slices + piece) * ((1 + W) * W)
-        _sum_slice(p, q, rows, tokens, weight, scales, node, draws, piece, out, W, LANES, VOCABULARY, SIZE)
-        if last_to_arrive(arrived, node, slices):
-            _add_slices(partial, sums, node, draws, slices, W, LANES, SLICES)
-            b = tl.load(owner + node)
-            begin = tl.load(offsets + b)
-            size = (tl.load(offsets + b + 1) - begin).to(tl.int32)
-            if last_to_arrive(met, b * levels + layer, tl.load(expected + b * levels + layer)):
-                changed = _solve_layer(
-                    sums, extent, tokens, wanted, said, weight, scales, chance, parents, depth, tries,
-                    passed + layer * nodes, weight_out, settled, begin, size, layer, W, LANES, NODES,
-                )  # fmt: skip
-                tl.store(change + b * levels + layer, changed)
-
-
-@triton.jit(do_not_specialize=["nodes", "levels", "slices"])
-def _finish(
-    p, q, rows, tokens, extent, wanted, said, settled, scales, chance, parents, depth, tries, offsets, partial, sums,
-    passed, change, expected, nodes, levels, slices,
-    W: tl.constexpr, LANES: tl.constexpr, NODES: tl.constexpr, SLICES: tl.constexpr, VOCABULARY: tl.constexpr,
-    SIZE: tl.constexpr, TOLERANCE: tl.constexpr,
-):  # fmt: skip
-    """Layers of one tree that have not settled, one after the other. A draw is right once all before it are."""
+    """All layers of one tree once, if it has not settled."""
     wait_and_make_way()
     b = tl.program_id(0)
     begin = tl.load(offsets + b)
-    size = (tl.load(offsets + b + 1) - begin).to(tl.int32)
-    restless = begin < 0
-    layer = 0
-    while layer < levels:
-        inner = tl.load(expected + b * levels + layer)
-        changed = tl.where(inner > 0, tl.load(change + b * levels + layer), 0.0)
-        restless = restless | (changed > TOLERANCE)
-        turns = tl.where(restless, inner * W + 1, 0)
-        while turns > 0:
-            at = begin
-            while at < begin + size:
-                draws = tl.load(extent + at)
-                if (tl.load(depth + at) == layer) & (draws > 0):
-                    piece = 0
-                    while piece < slices:
-                        out = partial + (at * slices + piece) * ((1 + W) * W)
-                        _sum_slice(
-                            p, q, rows, tokens, settled, scales, at, draws, piece, out, W, LANES, VOCABULARY, SIZE
-                        )
-                        piece += 1
-                    tl.debug_barrier()
-                    _add_slices(partial, sums, at, draws, slices, W, LANES, SLICES)
-                at += 1
+    if (turn == 0) | (tl.load(change + b) > TOLERANCE):
+        layers = b * (steps + 1)
+        known = (sums, extent, behind, tries, wanted, said, weight, summed, scales, mass, depth)
+        changed = _solve_tree(known, extent, left + layers, spare + layers, begin, steps, nodes, W, NODES, False)
+        tl.store(change + b, tl.where(turn == 0, 1.0, changed))  # the first sums are not those of known scales
+
+
+@triton.jit
+def _sum_alone(
+    p, q, rows, tokens, extent, weight, summed, scales, depth, partial, sums, begin, size, slices, nodes,
+    W: tl.constexpr, SLICES: tl.constexpr, VOCABULARY: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """All sums of one tree by one program."""
+    node = begin
+    while node < begin + size:
+        draws, whole = tl.load(extent + node), tl.load(weight + node).to(tl.float32)
+        row, scale = _draws_of(rows, scales, depth, node, 1, W)
+        if draws > 0:
+            piece = 0
+            while piece < slices:
+                _sum_slice(
+                    p, q, row, tokens + node * W, scale, whole, node, piece, slices, partial, W, VOCABULARY, SIZE
+                )
+                piece += 1
             tl.debug_barrier()
-            changed = _solve_layer(
-                sums, extent, tokens, wanted, said, settled, scales, chance, parents, depth, tries,
-                passed, settled, settled, begin, size, layer, W, LANES, NODES,
-            )  # fmt: skip
-            turns = tl.where(changed > TOLERANCE, turns - 1, 0)
-        layer += 1
+            tl.store(summed + node, tl.load(weight + node))
+            _add_slices(partial, sums, node, slices, nodes, W, SLICES)
+        node += 1
+    tl.debug_barrier()
 
 
-def solve_layers(draw: Drawn, w: Weights, nodes_together: int) -> None:
-    """The weights of all nodes and the scales of all draws."""
-    tree, count, levels = draw.tree, draw.tree.num_nodes, len(draw.tree.levels)
-    like, slices = {"dtype": torch.float64, "device": draw.p.device}, triton.cdiv(draw.vocabulary, POOL_SLICE)
-    guesses, passed = torch.empty(2, count, **like), torch.empty(levels, count, **like)
-    partial = torch.empty(count, slices, 1 + draw.width, draw.width, **like)
-    sums, change = torch.empty(count, 1 + draw.width, draw.width, **like), torch.empty(tree.num_trees, levels, **like)
-    expected, met = torch.empty(2, tree.num_trees, levels, dtype=torch.int32, device=draw.p.device)
-    known = (w.rows, w.tokens, w.extent, w.wanted, w.said)
-    links = (tree.parents, tree.depth, tree.tries)
-    fixed = (draw.width, PADDED, nodes_together, padded(slices), draw.vocabulary, POOL_SLICE)
-    _start[(tree.num_trees,)](
-        w.extent, tree.parents, tree.depth, tree.offsets, guesses, w.weight, w.scales, w.tokens, expected, met, count,
-        levels, *fixed[:3], num_warps=2, **OVERLAPPING,
-    )  # fmt: skip
-    for turn in range(levels + TIMES - 2 if levels > 1 else 0):
-        _improve[(count, slices)](
-            draw.p, draw.q, *known, guesses, w.scales, w.chance, w.weight, *links, tree.owner, tree.offsets, partial,
-            sums, passed, change, w.arrived, expected, met, turn, turn - TIMES + 1, turn, count, levels, *fixed,
-            num_warps=4, **OVERLAPPING,
-        )  # fmt: skip
-    _finish[(tree.num_trees,)](
-        draw.p, draw.q, *known, w.weight, w.scales, w.chance, *links, tree.offsets, partial, sums, passed, change,
-        expected, count, levels, slices, *fixed, SETTLED, num_warps=4, **OVERLAPPING,
-    )  # fmt: skip
-
-
-@triton.jit
-def _layer_sums(depth, weight, mass, begin, size, layer, LANES: tl.constexpr):
-    """What is left of a layer, the spare part of the target included."""
-    left, everything = begin.to(tl.float64) * 0.0, begin.to(tl.float64) * 0.0
-    at = 0
-    while at < size:
-        x = at + tl.arange(0, LANES)
-        node = begin + x
-        here = (x < size) & (tl.load(depth + node, mask=x < size, other=-1) == layer)
-        left += tl.sum(tl.load(mass + node, mask=here, other=0.0), 0)
-        everything += tl.sum(tl.load(weight + node, mask=here, other=0.0), 0)
-        at += LANES
-    return left + tl.maximum(1.0 - everything, 0.0)
-
-
-@triton.jit(do_not_specialize=["steps"])
-def end_of_pooled(
-    parents, depth, offsets, weight, mass, seeds, lengths, stop, end, path, length, steps, LANES: tl.constexpr
-):
-    """Where one tree's path ends, from the deepest layer up."""
+@triton.jit(do_not_specialize=["slices", "steps", "nodes"])
+def _end(
+    p, q, rows, tokens, extent, behind, tries, wanted, said, weight, summed, scales, mass, depth, parents, offsets,
+    partial, sums, left, spare, change, seeds, lengths, passed, stop, end, path, length, slices, steps, nodes,
+    W: tl.constexpr, NODES: tl.constexpr, SLICES: tl.constexpr, VOCABULARY: tl.constexpr, SIZE: tl.constexpr,
+    TOLERANCE: tl.constexpr, LEVELS: tl.constexpr, TOGETHER: tl.constexpr,
+):  # fmt: skip
+    """Where one tree's path ends; before that, a tree that has not settled does. A draw is right one time after all
+    before it are.
+    """
     wait_and_make_way()
     b = tl.program_id(0)
     begin = tl.load(offsets + b)
     size = (tl.load(offsets + b + 1) - begin).to(tl.int32)
-    passed = begin.to(tl.float64) * 0.0 + 1.0
-    layer = steps
-    while layer >= 0:
-        whole = _layer_sums(depth, weight, mass, begin, size, layer, LANES)
-        everybody = passed * 0.0
-        at = 0
-        while at < size:
-            x = at + tl.arange(0, LANES)
-            node = begin + x
-            here = (x < size) & (tl.load(depth + node, mask=x < size, other=-1) == layer)
-            left = tl.load(mass + node, mask=here, other=0.0)
-            ending = tl.where(here, tl.where(whole > 0, left / tl.where(whole > 0, whole, 1.0), 1.0), 0.0)
-            tl.store(stop + node, ending * passed, mask=here)
-            everybody += tl.sum(ending, 0)
-            at += LANES
-        passed = passed * tl.maximum(1.0 - everybody, 0.0)
-        layer -= 1
-    tl.debug_barrier()
-    pick_end(parents, stop, begin, size, seeds, lengths, end, path, length, steps, b, LANES)
+    layers = b * (steps + 1)
+    turns = tl.where(tl.load(change + b) > TOLERANCE, size * W + 1, 0)
+    while turns > 0:
+        _sum_alone(
+            p, q, rows, tokens, extent, weight, summed, scales, depth, partial, sums, begin, size, slices, nodes,
+            W, SLICES, VOCABULARY, SIZE,
+        )  # fmt: skip
+        known = (sums, extent, behind, tries, wanted, said, weight, summed, scales, mass, depth)
+        changed = _solve_tree(known, extent, left + layers, spare + layers, begin, steps, nodes, W, NODES, True)
+        tl.debug_barrier()
+        turns = tl.where(changed > TOLERANCE, turns - 1, 0)
+    stop_by_layers(
+        extent, weight, mass, depth, left + layers, spare + layers, passed + layers, stop, begin, size, steps,
+        LEVELS, TOGETHER,
+    )  # fmt: skip
+    pick_end(parents, stop, begin, size, seeds, lengths, end, path, length, steps, b, TOGETHER)
+
+
+def end_of_pooled(draw: Drawn, w: Weights, end: Tensor, path: Tensor, length: Tensor) -> None:
+    """The weights of all nodes, the scales of all draws, and where paths end."""
+    tree, count, steps = draw.tree, draw.tree.num_nodes, draw.tree.max_depth
+    slices, like = triton.cdiv(draw.vocabulary, POOL_SLICE), {"dtype": torch.float64, "device": draw.p.device}
+    partial, sums = torch.empty(count, SUMS.value, slices, **like), torch.empty(SUMS.value, count, **like)
+    left, spare, passed = torch.empty(3, tree.num_trees, steps + 1, **like)
+    change, stop, summed = torch.empty(tree.num_trees, **like), *torch.empty(2, count, **like)
+    tries, behind = tree.tries.contiguous(), torch.empty_like(w.extent)
+    drawn = (draw.p, draw.q, w.rows, w.tokens, w.extent, behind, tries)
+    known = (w.extent, behind, tries, w.wanted, w.said, w.weight, summed, w.scales, w.mass, tree.depth)
+    rows = (padded(slices), draw.vocabulary, POOL_SLICE, SETTLED)
+    for turn in range(TIMES):
+        _sum[(count, slices)](
+            *drawn, w.weight, summed, w.scales, tree.depth, tree.owner, partial, sums, w.arrived, change, turn, count,
+            draw.width, *rows, num_warps=4, maxnreg=96, **OVERLAPPING,
+        )  # fmt: skip
+        _solve[(tree.num_trees,)](
+            sums, *known, tree.offsets, left, spare, change, turn, steps, count, draw.width, NODES, SETTLED,
+            num_warps=1, **OVERLAPPING,
+        )  # fmt: skip
+    _end[(tree.num_trees,)](
+        *drawn[:4], *known, tree.parents, tree.offsets, partial, sums, left, spare, change, draw.seeds, draw.lengths,
+        passed, stop, end, path, length, slices, steps, count, draw.width, NODES, *rows, padded(steps + 1), 4 * NODES,
+        num_warps=4, **OVERLAPPING,
+    )  # fmt: skip

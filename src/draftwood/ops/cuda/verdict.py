@@ -31,7 +31,7 @@ from draftwood.ops.cuda.draws import (
 from draftwood.ops.cuda.ends import end_of_layers, end_of_search, end_of_walk, follow_choices, hand_down, round_key
 from draftwood.ops.cuda.kseq import left_of_bar, narrow_bars, settle_bars
 from draftwood.ops.cuda.overlap import OVERLAPPING, wait_and_make_way
-from draftwood.ops.cuda.pooled import end_of_pooled, solve_layers
+from draftwood.ops.cuda.pooled import end_of_pooled
 from draftwood.ops.cuda.random import block_beyond, first_beyond, uniform
 from draftwood.rng import Purpose
 from draftwood.tree import TokenTree, Verdict
@@ -256,11 +256,5 @@ def pooled_layers(tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor) ->
     """A layer at a time, all its draws against one common target."""
     draw, ends = Drawn.of(tree, p, seeds, lengths), Ends.of(tree)
     w = Weights.looked_up(draw)
-    solve_layers(draw, w, NODES)
-    take_draws(draw, w, None, draw.width, draw.width)
-    stop = torch.empty_like(w.weight)
-    end_of_pooled[(tree.num_trees,)](
-        tree.parents, tree.depth, tree.offsets, w.weight, w.mass, draw.seeds, draw.lengths, stop,
-        ends.node, ends.path, ends.length, tree.max_depth, NODES, num_warps=2, **OVERLAPPING,
-    )  # fmt: skip
+    end_of_pooled(draw, w, ends.node, ends.path, ends.length)
     return bonus_after(draw, w, ends, children=True)
