@@ -31,7 +31,7 @@ from draftwood.tree import BITS
 
 FILLS_CHIP = 264  # programs, two for each multiprocessor of an H200
 TALLEST_EXACT = 32  # lines of a tile whose bits are those of lower ones
-FEW_ROWS, TALL, TALLEST = 64, 64, 128  # lines where bits are free, for few rows and for many; measured on an H200
+FEW_ROWS, TALL, TALLEST = 128, 64, 128  # lines where bits are free, for few rows and for many; measured on an H200
 UNLIMITED = 1 << 30  # a window no sequence reaches
 
 
@@ -154,7 +154,6 @@ class TreeAttention:
         batch, (keys, values) = self.batch, self.cache.store[layer]
         kv_heads, num_slots, dim = keys.shape
         padded = _power_of_2(dim)
-        warps = 8 if tiling.lines >= 128 or padded >= 256 else 4  # with four, sums of that size leave the registers
         scan_linear[(tiling.num_tiles, kv_heads, tiling.num_splits)](
             query, keys, values, batch.block_table, batch.row_offsets, batch.positions, batch.visible,
             self._lengths, batch.ancestors.contiguous(), batch.tree_base, out, states, sums, self._scale, self._window,
@@ -162,7 +161,7 @@ class TreeAttention:
             batch.ancestors.shape[1], self.max_nodes,
             kv_heads, query.shape[1] // kv_heads, tiling.group_padded, dim, padded, self.cache.page_size,
             tiling.lines, tiling.one_tile, self.tails is not None, self.max_nodes > 0, tiling.num_splits > 1,
-            num_warps=warps, num_stages=_stages(keys), enable_fp_fusion=False, **OVERLAPPING,
+            num_warps=_warps(tiling.lines, padded), num_stages=_stages(keys), enable_fp_fusion=False, **OVERLAPPING,
         )  # fmt: skip
 
     def _finish(self, layer: int, query: Tensor, out: Tensor, states: Tensor, sums: Tensor, split: bool) -> None:
@@ -190,6 +189,11 @@ class TreeAttention:
     @property
     def _window(self) -> int:
         return UNLIMITED if self.shape.window is None else self.shape.window
+
+
+def _warps(lines: int, dim: int) -> int:
+    """Of a tile: with four, sums of that size leave the registers."""
+    return 8 if lines >= 128 or dim >= 256 else 4
 
 
 def _stages(keys: Tensor) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from draftwood.ops.cuda.overlap import wait_and_make_way, wait_for_predecessors
+from draftwood.ops.cuda.overlap import ask_for, make_way, wait_for_predecessors
 
 BLOCK = 64  # keys a product
 CHUNK = 256  # keys a running softmax of its own
@@ -82,10 +82,28 @@ def _load_slots(keys, values, slot, there, DIM: tl.constexpr, DIM_PADDED: tl.con
 
 
 @triton.jit
+def _ask_for_slots(keys, values, slot, DIM: tl.constexpr):
+    """Have the keys and values at `slot` on their way; 64 numbers at a time make 128 bytes, or two times as many."""
+    for part in tl.static_range(0, DIM, 64):
+        ask_for(keys + slot * DIM + part)
+        ask_for(values + slot * DIM + part)
+
+
+@triton.jit
 def _slot_of(pages, key, there, PAGE: tl.constexpr):
     """Where key number `key` of the sequence with these pages lies; never outside the cache."""
     page = tl.maximum(tl.load(pages + key // PAGE, mask=there, other=0), 0)
     return page * PAGE + key % PAGE
+
+
+@triton.jit
+def _slots_of_block(pages, start, key, there, PAGE: tl.constexpr):
+    """The same for a block's keys, which lie in one page where pages are no smaller."""
+    if tl.constexpr(PAGE) % _BLOCK == 0:
+        slot = tl.maximum(tl.load(pages + start // PAGE), 0) * PAGE + key % PAGE
+    else:
+        slot = _slot_of(pages, key, there, PAGE)
+    return slot
 
 
 @triton.jit
@@ -115,31 +133,35 @@ def _rows_of_tile(tile, offsets, num_sequences, ROWS: tl.constexpr, ONE_TILE: tl
 
 
 @triton.jit
-def _in_tree(key, words, base, real, num_words):
-    """Whether each line's bits, `words`, have each key, whose number in the tree counts from `base`. [lines, keys]."""
-    node = key - base
-    there = real[:, None] & (node >= 0)[None, :] & (node < num_words * 64)[None, :]
-    word = tl.load(words[:, None] + (node // 64)[None, :], mask=there, other=0)
-    return there & (((word >> (node % 64).to(tl.int64)[None, :]) & 1) == 1)
+def _in_tree(start, words, base, real, num_words):
+    """Whether each line's bits, `words`, have each key of a block; a key's number in the tree counts from `base`.
+
+    A block lies in at most two words. They are shifted once for a line and halved: no key needs 64 bits. [lines, keys].
+    """
+    first, shift = (start - base) >> 6, ((start - base) & 63).to(tl.int64)  # rounded down, before the tree too
+    low = tl.load(words + first, mask=real & (first >= 0) & (first < num_words), other=0).to(tl.uint64)
+    high = tl.load(words + first + 1, mask=real & (first >= -1) & (first + 1 < num_words), other=0).to(tl.uint64)
+    bits = (low >> shift) | tl.where(shift > 0, high << ((64 - shift) & 63), 0)
+    i = tl.arange(0, _BLOCK)[None, :]
+    half = tl.where(i < 32, bits.to(tl.uint32)[:, None], (bits >> 32).to(tl.uint32)[:, None])
+    return ((half >> (i & 31).to(tl.uint32)) & 1) == 1
 
 
 @triton.jit
-def _chunk(
-    q, chunk, begin, end, tile_begin, tile_end, pages, keys, values, scale, words, base, real, num_words,
+def _blocks(
+    q, first, until, begin, end, tile_end, pages, keys, values, scale, words, base, real, num_words,
     DIM: tl.constexpr, DIM_PADDED: tl.constexpr, PAGE: tl.constexpr, LINES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The running softmax over one chunk's keys; line i sees keys begin[i] … end[i] - 1 and, MASKED, its ancestors."""
+    """The running softmax over keys first … until - 1; line i sees begin[i] … end[i] - 1 and, MASKED, its ancestors."""
     highest, total, acc = _nothing(LINES, DIM_PADDED)
     sums = _widened(total, LINES)
-    first = tl.maximum(chunk * _CHUNK, tile_begin // _BLOCK * _BLOCK)
-    for start in range(first, tl.minimum((chunk + 1) * _CHUNK, tile_end), _BLOCK):
+    for start in range(first, tl.minimum(until, tile_end), _BLOCK):
         key = start + tl.arange(0, _BLOCK)
         there = key < tile_end
-        k, v = _load_slots(keys, values, _slot_of(pages, key, there, PAGE), there, DIM, DIM_PADDED)
+        k, v = _load_slots(keys, values, _slots_of_block(pages, start, key, there, PAGE), there, DIM, DIM_PADDED)
         seen = (key[None, :] >= begin[:, None]) & (key[None, :] < end[:, None])
-        if MASKED:  # noqa: SIM102 (what the compiler knows and what the program finds out are not one condition)
-            if start + _BLOCK > base:
-                seen = seen | _in_tree(key, words, base, real, num_words)
+        if MASKED:
+            seen = seen | _in_tree(start, words, base, real, num_words)
         highest, sums, acc = _attend(q, k, v, seen, highest, sums, acc, scale)
     return highest, tl.max(sums, 1), acc
 
@@ -198,6 +220,27 @@ def _leave(
         _store_rows(out, line, real, all_total, all_acc, DIM, PADDED)
 
 
+@triton.jit
+def _walk(
+    q, first, last, tile_begin, begin, end, tile_end, pages, keys, values, scale, words, base, real, num_words,
+    out, states, sums, line, num_states,
+    DIM: tl.constexpr, DIM_PADDED: tl.constexpr, PAGE: tl.constexpr, LINES: tl.constexpr, HAS_TREE: tl.constexpr,
+):  # fmt: skip
+    """All chunks, one after the other, by one program."""
+    all_highest, all_total, all_acc = _nothing(LINES, DIM_PADDED)
+    highest, total, acc = _nothing(LINES, DIM_PADDED)
+    for chunk in range(first, last + 1):
+        all_highest, all_total, all_acc = _combine(all_highest, all_total, all_acc, highest, total, acc)
+        highest, total, acc = _blocks(
+            q, tl.maximum(chunk * _CHUNK, tile_begin), (chunk + 1) * _CHUNK, begin, end, tile_end, pages, keys, values,
+            scale, words, base, real, num_words, DIM, DIM_PADDED, PAGE, LINES, False,
+        )  # fmt: skip
+    _leave(
+        out, states, sums, line, real, num_states, all_highest, all_total, all_acc, highest, total, acc,
+        DIM, DIM_PADDED, HAS_TREE,
+    )  # fmt: skip
+
+
 @triton.jit(
     do_not_specialize=["window", "num_sequences", "table_width", "num_slots", "num_states", "num_words", "nodes"]
 )
@@ -213,18 +256,13 @@ def scan_linear(
     Program (tile, key head, j). SPLIT: chunks j, j + splits, … leave a state each, by number. Otherwise one program
     walks all: with a tree it leaves two states, all chunks but the last, and the last; without, the result.
     """
-    wait_and_make_way()
+    make_way()
     rows: tl.constexpr = LINES // GROUP_PADDED
     sequence, row_begin, row_end = _rows_of_tile(tl.program_id(0), offsets, num_sequences, rows, ONE_TILE)
     head = tl.program_id(1)
-    if row_begin >= row_end:
-        return
-    i = tl.arange(0, LINES)
-    row, member = row_begin + i // GROUP_PADDED, i % GROUP_PADDED
+    row, member = row_begin + tl.arange(0, LINES) // GROUP_PADDED, tl.arange(0, LINES) % GROUP_PADDED
     real = (row < row_end) & (member < GROUP)
     line = row * (KV_HEADS * GROUP) + head * GROUP + member
-    d = tl.arange(0, DIM_PADDED)
-    q = tl.load(query + line[:, None] * DIM + d[None, :], mask=real[:, None] & (d < DIM)[None, :], other=0.0)
     end = tl.load(visible + row, mask=real, other=0).to(tl.int32)
     begin = tl.maximum(tl.load(positions + row, mask=real, other=0).to(tl.int32) - window + 1, 0)
     if HAS_TREE:
@@ -235,31 +273,36 @@ def scan_linear(
     last, tile_end = tl.max(open_chunk, 0), tl.minimum(tl.max(end, 0) + nodes, table_width * PAGE)
     words = ancestors + row.to(tl.int64) * num_words
     base = tl.load(tree_base + sequence).to(tl.int32)
-    tile_begin = tl.min(tl.where(real, begin, 1 << 30), 0)
+    tile_begin = tl.min(tl.where(real, begin, 1 << 30), 0) // _BLOCK * _BLOCK
     first = tl.minimum(tile_begin // _CHUNK, last)
     pages = table + sequence.to(tl.int64) * table_width
     keys += head.to(tl.int64) * num_slots * DIM
     values += head.to(tl.int64) * num_slots * DIM
+    key = first * _CHUNK + tl.arange(0, _CHUNK)
+    _ask_for_slots(keys, values, _slot_of(pages, key, key < tile_end, PAGE), DIM)
+    wait_for_predecessors()  # all before is known since the batch was laid out; only now come queries and new keys
+    if row_begin >= row_end:
+        return
+    d = tl.arange(0, DIM_PADDED)
+    q = tl.load(query + line[:, None] * DIM + d[None, :], mask=real[:, None] & (d < DIM)[None, :], other=0.0)
     if SPLIT:
         j, splits = tl.program_id(2), tl.num_programs(2)
         for chunk in range(first + (j + splits - first % splits) % splits, last + 1, splits):
-            highest, total, acc = _chunk(
-                q, chunk, begin, end, tile_begin, tile_end, pages, keys, values, scale, words, base, real, num_words,
-                DIM, DIM_PADDED, PAGE, LINES, MASKED,
+            highest, total, acc = _blocks(
+                q, tl.maximum(chunk * _CHUNK, tile_begin), (chunk + 1) * _CHUNK, begin, end, tile_end, pages, keys,
+                values, scale, words, base, real, num_words, DIM, DIM_PADDED, PAGE, LINES, MASKED,
             )  # fmt: skip
             _store_state(states, sums, line, real, num_states, chunk, highest, total, acc, DIM, DIM_PADDED)
+    elif MASKED:  # nobody asks for bits: no chunks
+        highest, total, acc = _blocks(
+            q, tile_begin, tile_end, begin, end, tile_end, pages, keys, values,
+            scale, words, base, real, num_words, DIM, DIM_PADDED, PAGE, LINES, MASKED,
+        )  # fmt: skip
+        _store_rows(out, line, real, total, acc, DIM, DIM_PADDED)
     else:
-        all_highest, all_total, all_acc = _nothing(LINES, DIM_PADDED)
-        highest, total, acc = _nothing(LINES, DIM_PADDED)
-        for chunk in range(first, last + 1):
-            all_highest, all_total, all_acc = _combine(all_highest, all_total, all_acc, highest, total, acc)
-            highest, total, acc = _chunk(
-                q, chunk, begin, end, tile_begin, tile_end, pages, keys, values, scale, words, base, real, num_words,
-                DIM, DIM_PADDED, PAGE, LINES, MASKED,
-            )  # fmt: skip
-        _leave(
-            out, states, sums, line, real, num_states, all_highest, all_total, all_acc, highest, total, acc,
-            DIM, DIM_PADDED, HAS_TREE,
+        _walk(
+            q, first, last, tile_begin, begin, end, tile_end, pages, keys, values, scale, words, base, real, num_words,
+            out, states, sums, line, num_states, DIM, DIM_PADDED, PAGE, LINES, HAS_TREE,
         )  # fmt: skip
 
 
@@ -271,7 +314,7 @@ def finish_rows(
     HAS_TREE: tl.constexpr, MASKED: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Combine the states of one row and key head, and go on with the keys only this draft node has."""
-    wait_and_make_way()
+    make_way()
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i = tl.arange(0, _ROW_LINES)
     real = i < GROUP
@@ -287,6 +330,7 @@ def finish_rows(
         if MASKED:
             opened = _last_chunk(seen_linear, nodes, room)
         first = tl.minimum(begin // _CHUNK, opened)
+    wait_for_predecessors()
     all_highest, all_total, all_acc = _nothing(_ROW_LINES, DIM_PADDED)
     for chunk in range(first, opened):
         highest, total, acc = _load_state(states, sums, line, real, num_states, chunk, DIM, DIM_PADDED)

@@ -2,6 +2,9 @@
 
 A kernel launched with `OVERLAPPING` must call `wait_for_predecessors()` before it touches anything that another kernel
 may write or read. From there on it is as if it had been started afterwards; what is saved is the start.
+
+Products make way only once they have waited. So whatever starts behind a product may read, before it waits itself,
+what had been written before that product began: how a batch is laid out, say, but not the product's rows.
 """
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 
@@ -38,6 +41,23 @@ def wait_and_make_way():
     if _POSSIBLE:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def make_way_and_wait():
+    """The next kernel may take its place at once, to prepare what it can; right for those between products."""
+    if _POSSIBLE:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def ask_for(at):
+    """Have what lies there brought into the cache, 128 bytes a pointer, without waiting for it."""
+    if _POSSIBLE:
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], tl.int32, False, 1
+        )
 
 
 @triton.jit

@@ -16,12 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftwood.ops.cuda.overlap import OVERLAPPING, make_way, wait_and_make_way, wait_for_predecessors
+from draftwood.ops.cuda.overlap import OVERLAPPING, ask_for, make_way, make_way_and_wait, wait_for_predecessors
 
 GROUP = tl.constexpr(32)  # inputs that share a scale, as in model/weights.py
 DENSE, INT8, INT4, FLOAT8 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)  # model/weights.Storage
 ACTIVATIONS = {None: -1, "silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
 LARGEST_TILE = 128  # rows
+AHEAD, LINE = tl.constexpr(128), tl.constexpr(64)  # weights asked for before the rows are there, and those in 128 bytes
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,9 @@ def tiles(outputs: int, inputs: int, storage: int, gated: bool) -> Tiles:
         return Tiles(128, 64, 1, 4, 4)
     if outputs >= 16384:
         return Tiles(128, 128, 1, 3, 8)
-    return Tiles(64, 128, 1 if outputs >= 6144 and inputs < 8192 else 2, 4, 4)
+    if inputs >= 8192:
+        return Tiles(64, 128, 2, 6, 4)
+    return Tiles(64, 128, 1, 6, 4) if outputs >= 6144 else Tiles(64, 128, 2, 4, 4)
 
 
 @cache
@@ -205,7 +208,8 @@ def _gemv(
     AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One row: a program has BLOCK_OUT outputs and sums over all inputs."""
-    wait_and_make_way()
+    wait_for_predecessors()
+    make_way()
     GATED: tl.constexpr = ACTIVATION >= 0
     WIDTH: tl.constexpr = BLOCK_K if (STORAGE == DENSE) | (STORAGE == FLOAT8) else BLOCK_K // GROUP
     first = tl.program_id(0).to(tl.int64) * BLOCK_OUT
@@ -259,6 +263,13 @@ def _finished(
     return total
 
 
+@triton.jit
+def _ask_for_weights(weight, row, local, start, inputs, stride):
+    """Have the first weights of a tile on their way; asking for more than about one step of them makes it slower."""
+    k = tl.minimum(start + tl.arange(0, AHEAD // LINE)[None, :] * LINE, inputs - 1)
+    ask_for(weight + row * stride + local[:, None] * stride + k)
+
+
 @triton.jit(do_not_specialize=["n"])
 def _skinny(
     x, weight, scale, minimum, bias, residual, out, n, outputs, inputs: tl.constexpr, stride: tl.constexpr,
@@ -266,7 +277,6 @@ def _skinny(
     STORAGE: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows times BLOCK_OUT outputs a program; with SPLIT_K, a part of their inputs, to be added by `_joined`."""
-    wait_for_predecessors()
     GATED: tl.constexpr = ACTIVATION >= 0
     STEPS: tl.constexpr = (inputs + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
     EVEN: tl.constexpr = inputs % (BLOCK_K * SPLIT_K) == 0
@@ -278,6 +288,10 @@ def _skinny(
     total = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
     total_up = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
     begin = tl.program_id(1) * STEPS * BLOCK_K
+    if STORAGE == DENSE:
+        for part in tl.static_range(2 if GATED else 1):
+            _ask_for_weights(weight, first + part * outputs, local, begin, inputs, stride)
+    wait_for_predecessors()
     for step in range(STEPS):
         start = begin + step * BLOCK_K
         k = start + tl.arange(0, BLOCK_K)
@@ -314,7 +328,7 @@ def _joined(
     BLOCK: tl.constexpr, SPLIT_K: tl.constexpr, STORAGE: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Add the parts of a split product, first to last, and finish it; with `gain`, a whole row, and norm it too."""
-    wait_for_predecessors()
+    make_way_and_wait()
     GATED: tl.constexpr = ACTIVATION >= 0
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

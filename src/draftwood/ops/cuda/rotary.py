@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftwood.ops.cuda.overlap import OVERLAPPING, wait_and_make_way
+from draftwood.ops.cuda.overlap import OVERLAPPING, make_way, wait_for_predecessors
 
 HEADS = 8  # a program
 
@@ -19,13 +19,18 @@ def _rotate_and_store(
     HEADS: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
     """A row's next HEADS heads, queries before keys before values; dimension i turns with i + DIM / 2."""
-    wait_and_make_way()
+    make_way()
     half: tl.constexpr = DIM // 2
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     i = tl.arange(0, HALF_PADDED)
     mask = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & (i < half)[None, :]
     is_query, turns = (head < NUM_HEADS)[:, None], (head < NUM_HEADS + NUM_KV_HEADS)[:, None]
+    angle = table + (tl.load(positions + row) * half + i) * 2
+    cos = tl.where(turns, tl.load(angle, mask=i < half, other=1.0)[None, :], 1.0)
+    sin = tl.where(turns, tl.load(angle + 1, mask=i < half, other=0.0)[None, :], 0.0)
+    slot = tl.load(slots + row)
+    wait_for_predecessors()
     at = qkv + row * row_stride + head[:, None] * DIM + i[None, :]
     low = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     high = tl.load(at + half, mask=mask, other=0.0).to(tl.float32)
@@ -34,12 +39,8 @@ def _rotate_and_store(
         factor = tl.where(turns, (1.0 / tl.sqrt_rn(square / DIM + eps))[:, None], 1.0)
         low = low * factor * _weight_of(query_weight, key_weight, i, half, is_query, turns)
         high = high * factor * _weight_of(query_weight + half, key_weight + half, i, half, is_query, turns)
-    angle = table + (tl.load(positions + row) * half + i) * 2
-    cos = tl.where(turns, tl.load(angle, mask=i < half, other=1.0)[None, :], 1.0)
-    sin = tl.where(turns, tl.load(angle + 1, mask=i < half, other=0.0)[None, :], 0.0)
     turned_low = tl.fma(low, cos, -(high * sin))
     turned_high = tl.fma(high, cos, low * sin)
-    slot = tl.load(slots + row)
     in_query = query + (row * NUM_HEADS + head[:, None]) * DIM + i[None, :]
     # The store's keys and values of all heads lie one behind the other, as in the row.
     in_store = store + ((head - NUM_HEADS).to(tl.int64)[:, None] * num_slots + slot) * DIM + i[None, :]

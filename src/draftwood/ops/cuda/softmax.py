@@ -18,7 +18,8 @@ def _scaled(logits, temperature, row, token, vocabulary):
     """A part of a row over its temperature, and whether that is 0: then the row itself."""
     heat = tl.load(temperature + row)
     value = tl.load(logits + row * vocabulary + token, mask=token < vocabulary, other=float("-inf"))
-    return value / tl.where(heat == 0, 1.0, heat), heat == 0
+    # Divided as torch does, to the last bit: what is lost here grows with the logit when its exponential is taken.
+    return tl.div_rn(value, tl.where(heat == 0, 1.0, heat)), heat == 0
 
 
 @triton.jit(do_not_specialize=["vocabulary", "parts"])
