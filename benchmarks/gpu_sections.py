@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -139,6 +140,8 @@ def strict(lab: Lab) -> Iterator[Row]:
         "model tree": Setup(f"model:{lab.small}", "static:widths=3x2x1x1", "match", strict=True),
         **{folder.name: Setup(str(folder), law="match", strict=True) for folder in lab.trained},
     }
+    # Guesses are made whether they pay or not: a budget that makes none would leave nothing to be put to the test.
+    setups = {name: replace(setup, whole=name != "none") for name, setup in setups.items()}
     if lab.contenders:
         setups = {name: setup for name, setup in setups.items() if name in ("none", *lab.contenders)}
     wanted: dict[float, list[tuple[int, ...]]] = {}

@@ -6,7 +6,8 @@
 
 Both sides are interleaved, medians are printed, the last line is JSON. On CUDA a verdict is timed launched op by op and
 replayed as a graph; laws that look at values on the host cannot be captured and say so. In rounds a verdict is part of
-the round's graph and pays no launch of its own: the graph timed here holds it REPEATS times, and the time is divided.
+the round's graph, and rounds follow each other: the graph timed here holds a verdict REPEATS times, a step is taken as
+often in a row, and times are divided.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ CUDA_TREES: dict[str, Grower] = {
 }
 SEQUENCES = count()
 ALIASES = {"coupled", "optimal", "rrs", "rrsw", "hybrid", "token"}
-REPEATS = 5  # verdicts in a timed graph: alone, one would pay the launch that in rounds is paid once for the whole step
+REPEATS = 5  # of a step, and of a verdict within a graph: in rounds nobody waits between them
 
 
 @dataclass(frozen=True)
@@ -197,7 +198,7 @@ def products_of_7b(rows: int, device: torch.device) -> Callable[[], object]:
 
 
 def measure(name: str, case: Case, step: Callable[[], object], rounds: int, device: torch.device) -> list[dict]:
-    found = []
+    found, steps = [], repeated(step, REPEATS)
     for law, entry in LAWS.items():
         verifier = entry()
         if law in ALIASES or verifier.refuses(GROWERS[name].law) is not None:
@@ -207,9 +208,9 @@ def measure(name: str, case: Case, step: Callable[[], object], rounds: int, devi
         graph = captured(repeated(verdict, REPEATS)) if device.type == "cuda" else None
         ways |= {} if graph is None else {"graph": graph}
         medians = interleaved(
-            {way: lambda run=run: seconds(run, device) for way, run in {**ways, "step": step}.items()}, rounds
+            {way: lambda run=run: seconds(run, device) for way, run in {**ways, "step": steps}.items()}, rounds
         )
-        medians |= {"graph": medians["graph"] / REPEATS} if graph is not None else {}
+        medians |= {way: medians[way] / REPEATS for way in ("graph", "step") if way in medians}
         best = min(medians[way] for way in ways)
         found.append({"tree": name, "nodes": case.tree.num_drafted, "law": law, "lossless": verifier.lossless})
         found[-1] |= {f"{way}_us": 1e6 * t for way, t in medians.items()} | {"share": best / medians["step"]}
@@ -234,7 +235,8 @@ def main() -> None:
     for name, grower in GROWERS.items():
         case = make_case(grower, args.vocabulary, args.batch, device)
         rows = case.tree.num_drafted
-        step = products_of_7b(rows + args.batch, device) if runner is None else step_of(runner, rows)
+        # With as many rows as drafted nodes: one more, and a GPU's tile would be twice as high, and the step slower.
+        step = products_of_7b(rows, device) if runner is None else step_of(runner, rows - 1)
         results += measure(name, case, step, args.rounds, device)
         del step
     where = torch.cuda.get_device_name() if device.type == "cuda" else f"cpu, {torch.get_num_threads()} threads"

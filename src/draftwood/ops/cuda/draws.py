@@ -67,6 +67,7 @@ class Weights:
     wanted: Tensor  # [M, W] float64: p of the tokens
     said: Tensor  # [M, W, W] float64: what the law of the first says of the token of the second
     weight: Tensor  # [M] float64: what the node is offered of p
+    score: Tensor  # [M] float64: what becomes of a weight of one on the way down
     chance: Tensor  # [M, W] float64
     scales: Tensor  # [M, W] float64
     values: Tensor  # [M, W] float64
@@ -82,21 +83,21 @@ class Weights:
         rows, tokens = torch.empty(2, *shape, dtype=torch.int64, device=device)
         wanted, chance, scales, values = torch.empty(4, *shape, dtype=torch.float64, device=device)
         said = torch.empty(*shape, shape[1], dtype=torch.float64, device=device)
-        weight, mass, scale = torch.empty(3, shape[0], dtype=torch.float64, device=device)
+        weight, score, mass, scale = torch.empty(4, shape[0], dtype=torch.float64, device=device)
         bars = torch.empty(shape[0], 2, dtype=torch.float64, device=device)
         extent, arrived = torch.empty(2, shape[0], dtype=torch.int32, device=device)
-        w = cls(rows, tokens, extent, wanted, said, weight, chance, scales, values, mass, bars, scale, arrived)
+        w = cls(rows, tokens, extent, wanted, said, weight, score, chance, scales, values, mass, bars, scale, arrived)
         _look_up[(shape[0],)](
-            draw.p, draw.q, *draw.links, rows, tokens, extent, wanted, said, weight, chance, scales, values, bars,
-            scale, arrived, shape[1], PADDED, draw.vocabulary, num_warps=1, **OVERLAPPING,
+            draw.p, draw.q, *draw.links, rows, tokens, extent, wanted, said, weight, score, chance, scales, values,
+            bars, scale, arrived, shape[1], PADDED, draw.vocabulary, num_warps=1, **OVERLAPPING,
         )  # fmt: skip
         return w
 
 
 @triton.jit
 def _look_up(
-    p, q, tries, tokens, q_row, rows_out, tokens_out, extent, wanted_out, said_out, weight, chance, scales, values,
-    bars, scale, arrived, W: tl.constexpr, LANES: tl.constexpr, VOCABULARY: tl.constexpr,
+    p, q, tries, tokens, q_row, rows_out, tokens_out, extent, wanted_out, said_out, weight, score, chance, scales,
+    values, bars, scale, arrived, W: tl.constexpr, LANES: tl.constexpr, VOCABULARY: tl.constexpr,
 ):  # fmt: skip
     """One node a program."""
     wait_and_make_way()
@@ -123,6 +124,7 @@ def _look_up(
     draws = tl.max(tl.where(there, j + 1, 0), 0)
     tl.store(extent + node, draws)
     tl.store(weight + node, 1.0)
+    tl.store(score + node, 1.0)
     tl.store(bars + 2 * node, 1.0 / tl.maximum(draws, 1).to(tl.float64))
     tl.store(bars + 2 * node + 1, 1.0)
     tl.store(scale + node, 0.0)

@@ -23,6 +23,7 @@ from draftwood.ops.cuda.ends import pick_end, stop_by_layers
 from draftwood.ops.cuda.overlap import OVERLAPPING, wait_and_make_way
 
 POOL_SLICE = 2048  # tokens a program
+SUM_WARPS, SUM_REGISTERS = 8, 128  # of it: all laws of a node have to find room
 NODES = 32  # of a layer solved together: one for each thread of a warp, which need not wait for others
 TIMES = 7  # a tree is solved at most before one program is left alone with it: one of several hundred is
 SETTLED = 1e-5  # a change of scales and weights whose square is nothing
@@ -45,9 +46,7 @@ def _draws_of(rows, scales, depth, node, turn, W: tl.constexpr):
 
 @triton.jit
 def _law(q, row, token, x, inside, VOCABULARY: tl.constexpr):
-    """The law of one draw at tokens x; nothing where there is no draw. What a point mass says is found anew every time:
-    kept, it would take as much room as a row.
-    """
+    """The law of one draw at tokens x; nothing where there is no draw."""
     law = tl.load(q + row * VOCABULARY + x, mask=inside & (row >= 0), other=0.0)
     return tl.where(row >= 0, law, (x == tl.load(token)).to(tl.float32))
 
@@ -62,14 +61,16 @@ def _sum_slice(
     inside = x < VOCABULARY
     target = tl.load(p + node * VOCABULARY + x, mask=inside, other=0.0)
     left = whole * target
+    laws = ()
+    for k in tl.static_range(PLACES):
+        laws += (_law(q, row[k], token + k, x, inside, VOCABULARY),)
     out = partial + node * SUMS * slices + piece
     for k in tl.static_range(PLACES):
-        left -= scale[k] * _law(q, row[k], token + k, x, inside, VOCABULARY)
+        left -= scale[k] * laws[k]
         tl.store(out + k * slices, tl.sum(tl.where(left > 0, target, 0.0), 0).to(tl.float64))
-        for i in tl.static_range(k + 1):  # read again, from nearby: there is no room to keep all laws
-            law = _law(q, row[i], token + i, x, inside, VOCABULARY)
+        for i in tl.static_range(k + 1):
             at = out + ((1 + i) * LANES + k) * slices
-            tl.store(at, tl.sum(tl.where(left > 0, law, 0.0), 0).to(tl.float64))
+            tl.store(at, tl.sum(tl.where(left > 0, laws[i], 0.0), 0).to(tl.float64))
 
 
 @triton.jit
@@ -397,7 +398,7 @@ def end_of_pooled(draw: Drawn, w: Weights, end: Tensor, path: Tensor, length: Te
     for turn in range(TIMES):
         _sum[(count, slices)](
             *drawn, w.weight, summed, w.scales, tree.depth, tree.owner, partial, sums, w.arrived, change, turn, count,
-            draw.width, *rows, num_warps=4, maxnreg=96, **OVERLAPPING,
+            draw.width, *rows, num_warps=SUM_WARPS, maxnreg=SUM_REGISTERS, **OVERLAPPING,
         )  # fmt: skip
         _solve[(tree.num_trees,)](
             sums, *known, tree.offsets, left, spare, change, turn, steps, count, draw.width, NODES, SETTLED,

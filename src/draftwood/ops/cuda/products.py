@@ -284,7 +284,8 @@ def _skinny(
     first = (tl.program_id(0) // num_tiles).to(tl.int64) * BLOCK_OUT
     row = (tl.program_id(0) % num_tiles) * ROWS + tl.arange(0, ROWS)
     local = tl.minimum(tl.arange(0, BLOCK_OUT), (outputs - 1 - first).to(tl.int32))
-    source = x + tl.minimum(row, n - 1)[:, None] * inputs
+    source = x + row[:, None] * inputs
+    there = (row < n)[:, None]  # in place of others the last row would be read, by everybody from the same place
     total = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
     total_up = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
     begin = tl.program_id(1) * STEPS * BLOCK_K
@@ -295,7 +296,7 @@ def _skinny(
     for step in range(STEPS):
         start = begin + step * BLOCK_K
         k = start + tl.arange(0, BLOCK_K)
-        value = _loaded(source + k[None, :], (k < inputs)[None, :], 0.0, EVEN, "")
+        value = tl.load(source + k[None, :], mask=there if EVEN else there & (k < inputs)[None, :], other=0.0)
         value = tl.trans(value)
         tile = _weights(
             weight, scale, minimum, first, local, start, inputs, stride, x, BLOCK_OUT, BLOCK_K, STORAGE, EVEN

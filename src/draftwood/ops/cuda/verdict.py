@@ -238,15 +238,14 @@ def layers(tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor, *, kseq: 
     """A layer at a time, every node with its share of the layer's mass; `kseq`: all draws at one lowered bar."""
     draw, ends = Drawn.of(tree, p, seeds, lengths), Ends.of(tree)
     w = Weights.looked_up(draw)
-    score = torch.ones_like(w.weight)
-    _go_down(draw, w, score, shared=True, kseq=kseq)
+    _go_down(draw, w, w.score, shared=True, kseq=kseq)
     if kseq:
         settle_bars(draw, w)
     else:
         take_draws(draw, w, None, draw.width, draw.width)
-    stop = torch.empty_like(score)
+    stop = torch.empty_like(w.score)
     end_of_layers[(tree.num_trees,)](
-        tree.parents, tree.depth, tree.offsets, w.chance, w.mass, w.weight, score, draw.seeds, draw.lengths, stop,
+        tree.parents, tree.depth, tree.offsets, w.chance, w.mass, w.weight, w.score, draw.seeds, draw.lengths, stop,
         ends.node, ends.path, ends.length, tree.max_depth, draw.width, NODES, num_warps=2, **OVERLAPPING,
     )  # fmt: skip
     return bonus_after(draw, w, ends, children=True, kseq=kseq)
