@@ -64,15 +64,18 @@ def params(temperature: float) -> SamplingParams:
 
 
 def test_logits_agree_with_transformers(plain: LLM) -> None:
-    """On the compute thread, like everything heavy: a second thread that computes would slow both down."""
+    """With what they are in double precision: in single, transformers is up to 1e-4 away from that on some processors.
+
+    On the compute thread, like everything heavy: a second thread that computes would slow both down.
+    """
     texts = [plain.tokenizer.encode(plain.tokenizer.render_chat(m), special=False) for m in PROMPTS]
     for difference in ComputeThread.shared().call(lambda: largest_differences(plain.engine.target, texts)):
-        assert difference <= 1e-4
+        assert difference <= 1e-4, difference
 
 
 @torch.no_grad()
 def largest_differences(runner: ModelRunner, texts: list[list[int]]) -> list[float]:
-    reference = load_into_transformers(open_checkpoint("smollm2"), HF_CONFIG, torch.float32)
+    reference = load_into_transformers(open_checkpoint("smollm2"), HF_CONFIG, torch.float64)
     tables, found = runner.cache.tables, []
     for tokens in texts:
         tables.open(-1, tokens)
