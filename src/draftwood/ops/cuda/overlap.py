@@ -62,6 +62,6 @@ def ask_for(at):
 
 @triton.jit
 def make_way():
-    """The next kernel may be prepared beside this one, which has only its results left to write."""
+    """The next kernel may be prepared beside this one: it is short, or has only its results left to write."""
     if _POSSIBLE:
         tl.extra.cuda.gdc_launch_dependents()
