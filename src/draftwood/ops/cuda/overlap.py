@@ -44,14 +44,6 @@ def wait_and_make_way():
 
 
 @triton.jit
-def make_way_and_wait():
-    """The next kernel may take its place at once, to prepare what it can; right for those between products."""
-    if _POSSIBLE:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
 def ask_for(at):
     """Have what lies there brought into the cache, 128 bytes a pointer, without waiting for it."""
     if _POSSIBLE:

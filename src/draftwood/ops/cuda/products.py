@@ -16,13 +16,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftwood.ops.cuda.overlap import OVERLAPPING, ask_for, make_way, make_way_and_wait, wait_for_predecessors
+from draftwood.ops.cuda.overlap import OVERLAPPING, ask_for, make_way, wait_and_make_way, wait_for_predecessors
 
 GROUP = tl.constexpr(32)  # inputs that share a scale, as in model/weights.py
 DENSE, INT8, INT4, FLOAT8 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)  # model/weights.Storage
 ACTIVATIONS = {None: -1, "silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
 LARGEST_TILE = 128  # rows
-AHEAD, LINE = tl.constexpr(128), tl.constexpr(64)  # weights asked for before the rows are there, and those in 128 bytes
+ASKED, LINE = tl.constexpr(128), tl.constexpr(64)  # weights asked for before the rows are there, and those in 128 bytes
 
 
 @dataclass(frozen=True)
@@ -208,8 +208,7 @@ def _gemv(
     AHEAD: tl.constexpr,
 ):  # fmt: skip
     """One row: a program has BLOCK_OUT outputs and sums over all inputs."""
-    wait_for_predecessors()
-    make_way()
+    wait_and_make_way()
     GATED: tl.constexpr = ACTIVATION >= 0
     WIDTH: tl.constexpr = BLOCK_K if (STORAGE == DENSE) | (STORAGE == FLOAT8) else BLOCK_K // GROUP
     first = tl.program_id(0).to(tl.int64) * BLOCK_OUT
@@ -266,7 +265,7 @@ def _finished(
 @triton.jit
 def _ask_for_weights(weight, row, local, start, inputs, stride):
     """Have the first weights of a tile on their way; asking for more than about one step of them makes it slower."""
-    k = tl.minimum(start + tl.arange(0, AHEAD // LINE)[None, :] * LINE, inputs - 1)
+    k = tl.minimum(start + tl.arange(0, ASKED // LINE)[None, :] * LINE, inputs - 1)
     ask_for(weight + row * stride + local[:, None] * stride + k)
 
 
@@ -329,7 +328,8 @@ def _joined(
     BLOCK: tl.constexpr, SPLIT_K: tl.constexpr, STORAGE: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Add the parts of a split product, first to last, and finish it; with `gain`, a whole row, and norm it too."""
-    make_way_and_wait()
+    make_way()
+    wait_for_predecessors()
     GATED: tl.constexpr = ACTIVATION >= 0
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftwood.ops.cuda.overlap import OVERLAPPING, make_way_and_wait, wait_for_predecessors
+from draftwood.ops.cuda.overlap import OVERLAPPING, make_way, wait_for_predecessors
 from draftwood.ops.cuda.products import ACTIVATIONS, Norm, _activated
 
 BLOCK = 1024  # outputs of a program that gates
@@ -17,7 +17,8 @@ BLOCK = 1024  # outputs of a program that gates
 
 @triton.jit
 def _rms_norm(x, gain, out, width, eps, BLOCK: tl.constexpr):
-    make_way_and_wait()
+    make_way()
+    wait_for_predecessors()
     row = tl.program_id(0).to(tl.int64) * width
     k = tl.arange(0, BLOCK)
     value = tl.load(x + row + k, mask=k < width, other=0.0).to(tl.float32)
