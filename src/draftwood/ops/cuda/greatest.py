@@ -20,7 +20,7 @@ from draftwood.ops.cuda.ends import along_path, pick_end, round_key
 from draftwood.ops.cuda.order import RANKED, Order, order_of_slice
 from draftwood.ops.cuda.overlap import OVERLAPPING, wait_and_make_way
 from draftwood.ops.cuda.random import block_beyond, first_beyond, uniform
-from draftwood.ops.cuda.verdict import NODES, Ends
+from draftwood.ops.cuda.verdict import NODES, WARPS, Ends
 from draftwood.rng import Purpose
 from draftwood.tree import TokenTree, Verdict
 
@@ -353,7 +353,7 @@ def greatest_path(tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor) ->
     factors, stop = torch.empty(2, tree.num_nodes, dtype=torch.float64, device=p.device)
     _end_of_greatest[(tree.num_trees,)](
         tree.parents, tree.tries, tree.offsets, at.kept, at.taken, at.hits, draw.seeds, draw.lengths, factors, stop,
-        ends.node, ends.path, ends.length, tree.max_depth, draw.width, NODES, num_warps=2, **OVERLAPPING,
+        ends.node, ends.path, ends.length, tree.max_depth, draw.width, NODES, num_warps=WARPS, **OVERLAPPING,
     )  # fmt: skip
     return Verdict(ends.path, ends.length, _bonus_after(draw, w, order, at, ends.node))
 
@@ -371,7 +371,7 @@ def _settle(draw: Drawn, w: Weights, order: Order, at: _Standing) -> None:
     standing = (at.below, at.joint, at.paths, at.weight, at.kept, at.taken, at.hits)
     _stand[(tree.num_trees,)](
         tree.tries, w.extent, tree.depth, tree.offsets, stands, under, w.wanted, w.said, loses, *standing,
-        tree.max_depth, draw.width, NODES, num_warps=2, **OVERLAPPING,
+        tree.max_depth, draw.width, NODES, num_warps=WARPS, **OVERLAPPING,
     )  # fmt: skip
     _leave[(nodes, slices)](
         *row, tree.tries, *order.parts, partial, w.arrived, under, w.wanted, w.said, *standing, *fixed,

@@ -14,7 +14,7 @@ from torch import Tensor
 from draftwood.ops.cuda.draws import Drawn, Weights, reject_all
 from draftwood.ops.cuda.ends import along_path, write_path
 from draftwood.ops.cuda.residual import PADDED, ROW_BLOCK
-from draftwood.ops.cuda.verdict import NODES, Ends, bonus_after, walked
+from draftwood.ops.cuda.verdict import NODES, WARPS, Ends, bonus_after, walked
 from draftwood.ops.verdict import Rule
 from draftwood.tree import TokenTree, Verdict
 
@@ -219,7 +219,7 @@ def _longest(judge, block: int, draw: Drawn, *settings: float) -> Verdict:  # ty
     )
     _end_of_longest[(tree.num_trees,)](
         tree.parents.contiguous(), tree.depth.contiguous(), tree.offsets.contiguous(), good,
-        ends.node, ends.path, ends.length, tree.max_depth, NODES, num_warps=2,
+        ends.node, ends.path, ends.length, tree.max_depth, NODES, num_warps=WARPS,
     )  # fmt: skip
     return replace(bonus_after(draw, w, ends, children=True), drift=_unknown(tree))
 

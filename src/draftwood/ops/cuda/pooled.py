@@ -18,124 +18,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftwood.ops.cuda.draws import PADDED, Drawn, Weights, last_to_arrive, padded
+from draftwood.ops.cuda.draws import Drawn, Weights, padded
 from draftwood.ops.cuda.ends import pick_end, stop_by_layers
 from draftwood.ops.cuda.overlap import OVERLAPPING, wait_and_make_way
+from draftwood.ops.cuda.pooled_sums import FEW, LANES, SUMS, sum_all, sum_alone
 
-POOL_SLICE = 2048  # tokens a program
-SUM_WARPS, SUM_REGISTERS = 8, 128  # of it: all laws of a node have to find room
+POOL_SLICE = 2048  # tokens a program sums up at a time
+SUM_PROGRAMS = 256  # share all slices of all nodes: they need the chip once, not in waves
+SUM_WARPS, SUM_REGISTERS = 8, 128  # of each: all laws of a node have to find room
 NODES = 32  # of a layer solved together: one for each thread of a warp, which need not wait for others
 TIMES = 7  # a tree is solved at most before one program is left alone with it: one of several hundred is
 SETTLED = 1e-5  # a change of scales and weights whose square is nothing
-LANES = tl.constexpr(PADDED)
-SUMS = tl.constexpr((1 + PADDED) * PADDED)  # of a node: of P, then of each Q, after each of its draws
-FEW = tl.constexpr(4)  # draws
 NOWHERE = tl.constexpr(1 << 30)
-
-
-@triton.jit
-def _draws_of(rows, scales, depth, node, turn, W: tl.constexpr):
-    """The rows of a node's laws, and how much of each is taken; what is guessed first depends on no row."""
-    row, scale = (), ()
-    most = tl.where(tl.load(depth + node) > 0, 2.0, 1.0)  # below the root there is less of p to take from
-    for i in tl.static_range(W):
-        row += (tl.load(rows + node * W + i),)
-        scale += (tl.where(turn > 0, tl.load(scales + node * W + i).to(tl.float32), most / (1 + i)),)
-    return row, scale
-
-
-@triton.jit
-def _law(q, row, token, x, inside, VOCABULARY: tl.constexpr):
-    """The law of one draw at tokens x; nothing where there is no draw."""
-    law = tl.load(q + row * VOCABULARY + x, mask=inside & (row >= 0), other=0.0)
-    return tl.where(row >= 0, law, (x == tl.load(token)).to(tl.float32))
-
-
-@triton.jit
-def _sum_slice(
-    p, q, row, token, scale, whole, node, piece, slices, partial,
-    PLACES: tl.constexpr, VOCABULARY: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    """What of p and of the laws of the first draws lies where these leave something of a slice, after each draw."""
-    x = piece * SIZE + tl.arange(0, SIZE)
-    inside = x < VOCABULARY
-    target = tl.load(p + node * VOCABULARY + x, mask=inside, other=0.0)
-    left = whole * target
-    laws = ()
-    for k in tl.static_range(PLACES):
-        laws += (_law(q, row[k], token + k, x, inside, VOCABULARY),)
-    out = partial + node * SUMS * slices + piece
-    for k in tl.static_range(PLACES):
-        left -= scale[k] * laws[k]
-        tl.store(out + k * slices, tl.sum(tl.where(left > 0, target, 0.0), 0).to(tl.float64))
-        for i in tl.static_range(k + 1):
-            at = out + ((1 + i) * LANES + k) * slices
-            tl.store(at, tl.sum(tl.where(left > 0, laws[i], 0.0), 0).to(tl.float64))
-
-
-@triton.jit
-def _add_slices(partial, sums, node, slices, nodes, PLACES: tl.constexpr, SLICES: tl.constexpr):
-    """The sums of one node's slices, in order, all at once; not from a cache that others' answers pass by."""
-    each, i = tl.arange(0, LANES * (2 if PLACES == 1 else 8 if PLACES <= FEW else 16)), tl.arange(0, SLICES)
-    law, k = each // LANES, each % LANES
-    known = (law <= PLACES) & (k < PLACES) & (k >= law - 1)  # a draw takes nothing before its turn
-    every = partial + (node * SUMS + each)[:, None] * slices + i[None, :]
-    those = tl.load(every, mask=known[:, None] & (i < slices)[None, :], other=0.0, cache_modifier=".cg")
-    tl.store(sums + each * nodes + node, tl.sum(those, 1), mask=known)
-
-
-@triton.jit
-def _sum_node(
-    p, q, row, token, scale, whole, node, draws, piece, slices, partial,
-    W: tl.constexpr, VOCABULARY: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    """One slice of a node, with no more work than its own draws need."""
-    if draws == 1:
-        _sum_slice(p, q, row, token, scale, whole, node, piece, slices, partial, 1, VOCABULARY, SIZE)
-    elif draws <= FEW:
-        _sum_slice(p, q, row, token, scale, whole, node, piece, slices, partial, min(FEW, W), VOCABULARY, SIZE)
-    elif W > FEW:
-        _sum_slice(p, q, row, token, scale, whole, node, piece, slices, partial, W, VOCABULARY, SIZE)
-
-
-@triton.jit
-def _add_node(partial, sums, weight, summed, node, draws, slices, nodes, W: tl.constexpr, SLICES: tl.constexpr):
-    """All slices of a node, and the weight they were summed up with."""
-    tl.store(summed + node, tl.load(weight + node))
-    if draws == 1:
-        _add_slices(partial, sums, node, slices, nodes, 1, SLICES)
-    elif draws <= FEW:
-        _add_slices(partial, sums, node, slices, nodes, min(FEW, W), SLICES)
-    elif W > FEW:
-        _add_slices(partial, sums, node, slices, nodes, W, SLICES)
-
-
-@triton.jit
-def _look_behind(extent, tries, behind, node, W: tl.constexpr):
-    """The most draws behind a child of a node."""
-    k = tl.arange(0, LANES)
-    child = tl.load(tries + node * W + k, mask=k < W, other=-1)
-    tl.store(behind + node, tl.max(tl.load(extent + child, mask=child >= 0, other=0), 0))
-
-
-@triton.jit(do_not_specialize=["turn", "nodes"])
-def _sum(
-    p, q, rows, tokens, extent, behind, tries, weight, summed, scales, depth, owner, partial, sums, arrived, change,
-    turn, nodes,
-    W: tl.constexpr, SLICES: tl.constexpr, VOCABULARY: tl.constexpr, SIZE: tl.constexpr, TOLERANCE: tl.constexpr,
-):  # fmt: skip
-    """The sums of all nodes of trees that have not settled, a slice of a row a program."""
-    wait_and_make_way()
-    node, piece, slices = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    draws, whole = tl.load(extent + node), tl.load(weight + node).to(tl.float32)
-    row, scale = _draws_of(rows, scales, depth, node, turn, W)
-    if (turn == 0) & (piece == 0):
-        _look_behind(extent, tries, behind, node, W)
-    restless = (turn == 0) | (tl.load(change + tl.load(owner + node)) > TOLERANCE)
-    if (draws > 0) & restless:
-        _sum_node(p, q, row, tokens + node * W, scale, whole, node, draws, piece, slices, partial, W, VOCABULARY, SIZE)
-        if last_to_arrive(arrived, node, slices):
-            _add_node(partial, sums, weight, summed, node, draws, slices, nodes, W, SLICES)
 
 
 @triton.jit
@@ -314,10 +208,10 @@ def _solve_tree(
 
 @triton.jit(do_not_specialize=["turn", "steps", "nodes"])
 def _solve(
-    sums, extent, behind, tries, wanted, said, weight, summed, scales, mass, depth, offsets, left, spare, change, turn,
-    steps, nodes, W: tl.constexpr, NODES: tl.constexpr, TOLERANCE: tl.constexpr,
+    sums, extent, behind, tries, wanted, said, weight, summed, scales, mass, depth, offsets, left, spare, change,
+    restless, turn, steps, nodes, W: tl.constexpr, NODES: tl.constexpr, TOLERANCE: tl.constexpr,
 ):  # fmt: skip
-    """All layers of one tree once, if it has not settled."""
+    """All layers of one tree once, if it has not settled; `restless` counts those that have not after each turn."""
     wait_and_make_way()
     b = tl.program_id(0)
     begin = tl.load(offsets + b)
@@ -325,31 +219,9 @@ def _solve(
         layers = b * (steps + 1)
         known = (sums, extent, behind, tries, wanted, said, weight, summed, scales, mass, depth)
         changed = _solve_tree(known, extent, left + layers, spare + layers, begin, steps, nodes, W, NODES, False)
-        tl.store(change + b, tl.where(turn == 0, 1.0, changed))  # the first sums are not those of known scales
-
-
-@triton.jit
-def _sum_alone(
-    p, q, rows, tokens, extent, weight, summed, scales, depth, partial, sums, begin, size, slices, nodes,
-    W: tl.constexpr, SLICES: tl.constexpr, VOCABULARY: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    """All sums of one tree by one program."""
-    node = begin
-    while node < begin + size:
-        draws, whole = tl.load(extent + node), tl.load(weight + node).to(tl.float32)
-        row, scale = _draws_of(rows, scales, depth, node, 1, W)
-        if draws > 0:
-            piece = 0
-            while piece < slices:
-                _sum_slice(
-                    p, q, row, tokens + node * W, scale, whole, node, piece, slices, partial, W, VOCABULARY, SIZE
-                )
-                piece += 1
-            tl.debug_barrier()
-            tl.store(summed + node, tl.load(weight + node))
-            _add_slices(partial, sums, node, slices, nodes, W, SLICES)
-        node += 1
-    tl.debug_barrier()
+        changed = tl.where(turn == 0, 1.0, changed)  # the first sums are not those of known scales
+        tl.store(change + b, changed)
+        tl.atomic_add(restless + turn, (changed > TOLERANCE).to(tl.int32))
 
 
 @triton.jit(do_not_specialize=["slices", "steps", "nodes"])
@@ -369,7 +241,7 @@ def _end(
     layers = b * (steps + 1)
     turns = tl.where(tl.load(change + b) > TOLERANCE, size * W + 1, 0)
     while turns > 0:
-        _sum_alone(
+        sum_alone(
             p, q, rows, tokens, extent, weight, summed, scales, depth, partial, sums, begin, size, slices, nodes,
             W, SLICES, VOCABULARY, SIZE,
         )  # fmt: skip
@@ -392,16 +264,17 @@ def end_of_pooled(draw: Drawn, w: Weights, end: Tensor, path: Tensor, length: Te
     left, spare, passed = torch.empty(3, tree.num_trees, steps + 1, **like)
     change, stop, summed = torch.empty(tree.num_trees, **like), *torch.empty(2, count, **like)
     tries, behind = tree.tries.contiguous(), torch.empty_like(w.extent)
+    restless = torch.empty(TIMES, dtype=torch.int32, device=draw.p.device)
     drawn = (draw.p, draw.q, w.rows, w.tokens, w.extent, behind, tries)
     known = (w.extent, behind, tries, w.wanted, w.said, w.weight, summed, w.scales, w.mass, tree.depth)
     rows = (padded(slices), draw.vocabulary, POOL_SLICE, SETTLED)
     for turn in range(TIMES):
-        _sum[(count, slices)](
-            *drawn, w.weight, summed, w.scales, tree.depth, tree.owner, partial, sums, w.arrived, change, turn, count,
-            draw.width, *rows, num_warps=SUM_WARPS, maxnreg=SUM_REGISTERS, **OVERLAPPING,
+        sum_all[(min(SUM_PROGRAMS, count * slices),)](
+            *drawn, w.weight, summed, w.scales, tree.depth, tree.owner, partial, sums, w.arrived, change, restless,
+            turn, count, draw.width, *rows, num_warps=SUM_WARPS, maxnreg=SUM_REGISTERS, **OVERLAPPING,
         )  # fmt: skip
         _solve[(tree.num_trees,)](
-            sums, *known, tree.offsets, left, spare, change, turn, steps, count, draw.width, NODES, SETTLED,
+            sums, *known, tree.offsets, left, spare, change, restless, turn, steps, count, draw.width, NODES, SETTLED,
             num_warps=1, **OVERLAPPING,
         )  # fmt: skip
     _end[(tree.num_trees,)](

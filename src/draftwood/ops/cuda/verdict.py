@@ -37,7 +37,8 @@ from draftwood.rng import Purpose
 from draftwood.tree import TokenTree, Verdict
 
 RESIDUAL = tl.constexpr(int(Purpose.RESIDUAL))
-NODES = 64  # of a tree looked at together
+NODES = 128  # of a tree looked at together: the root and 64 guesses, once
+WARPS = 4  # of the program that does
 
 
 def follow(tree: TokenTree, choices: Tensor) -> Verdict:
@@ -190,7 +191,7 @@ def walked(draw: Drawn, w: Weights) -> Ends:
     passes, stop = torch.empty(2, tree.num_nodes, dtype=torch.float64, device=draw.p.device)
     end_of_walk[(tree.num_trees,)](
         tree.tokens, tree.parents, tree.tries, tree.offsets, w.chance, w.values, w.mass, draw.seeds, draw.lengths,
-        passes, stop, ends.node, ends.path, ends.length, tree.max_depth, draw.width, NODES, num_warps=2,
+        passes, stop, ends.node, ends.path, ends.length, tree.max_depth, draw.width, NODES, num_warps=WARPS,
         **OVERLAPPING,
     )  # fmt: skip
     return ends
@@ -205,7 +206,7 @@ def search(tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor) -> Verdic
     if draw.width == 1:
         _chain_weights[(tree.num_trees,)](
             draw.p, draw.q, tree.tokens, tree.parents, tree.q_row, tree.offsets, w.weight, p.shape[1], NODES,
-            num_warps=2, **OVERLAPPING,
+            num_warps=WARPS, **OVERLAPPING,
         )  # fmt: skip
     else:
         _go_down(draw, w, w.weight, shared=False, kseq=False)
@@ -213,7 +214,7 @@ def search(tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor) -> Verdic
     fails, before, stop = torch.empty(3, tree.num_nodes, dtype=torch.float64, device=p.device)
     end_of_search[(tree.num_trees,)](
         tree.parents, tree.tries, tree.offsets, w.weight, w.mass, draw.seeds, draw.lengths, fails, before, stop,
-        ends.node, ends.path, ends.length, tree.max_depth, draw.width, NODES, num_warps=2, **OVERLAPPING,
+        ends.node, ends.path, ends.length, tree.max_depth, draw.width, NODES, num_warps=WARPS, **OVERLAPPING,
     )  # fmt: skip
     return bonus_after(draw, w, ends, children=True)
 
@@ -230,7 +231,7 @@ def _go_down(draw: Drawn, w: Weights, score: Tensor, *, shared: bool, kseq: bool
             take_draws(draw, w, nodes, place, draw.width)
         hand_down[(tree.num_trees,)](
             tree.parents, tree.depth, tree.tries, tree.offsets, w.tokens, w.wanted, w.said, w.weight, w.scales, w.bars,
-            score, first, after - 1, width, shared, kseq, draw.width, NODES, num_warps=2, **OVERLAPPING,
+            score, first, after - 1, width, shared, kseq, draw.width, NODES, num_warps=WARPS, **OVERLAPPING,
         )  # fmt: skip
 
 
@@ -246,7 +247,7 @@ def layers(tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor, *, kseq: 
     stop = torch.empty_like(w.score)
     end_of_layers[(tree.num_trees,)](
         tree.parents, tree.depth, tree.offsets, w.chance, w.mass, w.weight, w.score, draw.seeds, draw.lengths, stop,
-        ends.node, ends.path, ends.length, tree.max_depth, draw.width, NODES, num_warps=2, **OVERLAPPING,
+        ends.node, ends.path, ends.length, tree.max_depth, draw.width, NODES, num_warps=WARPS, **OVERLAPPING,
     )  # fmt: skip
     return bonus_after(draw, w, ends, children=True, kseq=kseq)
 
