@@ -5,8 +5,9 @@ other. What the first k draws behind a node leave, (w p - s_1 q_1 - … - s_k q_
 with the sums P and Q over the tokens they leave something of: linear as long as these are the same. So the weights w
 and scales s of a whole tree are guessed, one launch sums up P and Q, and another solves for all weights and scales as
 if it were linear, from the root down: Newton's method, which is exact once the right tokens are left, and takes as long
-for deep trees as for flat ones. Three times do for most trees. For the others there are more, which settled trees leave
-at once, and what has not settled by then is done by one program, however long it takes.
+for deep trees as for flat ones. A tree has settled when new sums say the same of it as those it was solved with: mostly
+the third ones do. For others there are more times, which settled trees leave at once, and what has not settled by then
+is done by one program, however long it takes.
 """
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportUnreachable=false, reportCallIssue=false
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
@@ -24,11 +25,12 @@ from draftwood.ops.cuda.overlap import OVERLAPPING, wait_and_make_way
 from draftwood.ops.cuda.pooled_sums import FEW, LANES, SUMS, sum_all, sum_alone
 
 POOL_SLICE = 2048  # tokens a program sums up at a time
-SUM_PROGRAMS = 256  # share all slices of all nodes: they need the chip once, not in waves
+USUAL = 3  # times; those beyond
+FEW_PROGRAMS = 256  # share what there is to sum up, since mostly that is nothing
 SUM_WARPS, SUM_REGISTERS = 8, 128  # of each: all laws of a node have to find room
 NODES = 32  # of a layer solved together: one for each thread of a warp, which need not wait for others
 TIMES = 7  # a tree is solved at most before one program is left alone with it: one of several hundred is
-SETTLED = 1e-5  # a change of scales and weights whose square is nothing
+SETTLED = 1e-6  # of what draws leave, a difference that is nothing: where the same tokens are left, there is none
 NOWHERE = tl.constexpr(1 << 30)
 
 
@@ -68,20 +70,19 @@ def _last(values, lane, NODES: tl.constexpr):
 
 
 @triton.jit
-def _known_of(sums, tries, wanted, said, scales, node, near, nodes, W: tl.constexpr, PLACES: tl.constexpr):
-    """Of each draw behind nodes: its child, its scale so far, what of p stays after it, and what p says of its token;
-    and the same of the laws up to its own. One draw after the other, so that what the first needs is asked for at once.
+def _known_of(sums, tries, wanted, said, node, near, nodes, W: tl.constexpr, PLACES: tl.constexpr):
+    """Of each draw behind nodes: its child, what of p stays after it, and what p says of its token; and the same of the
+    laws up to its own. One draw after the other, so that what the first needs is asked for at once.
     """
-    child, guess, stays, of_p, lost, of_laws = (), (), (), (), (), ()
+    child, stays, of_p, lost, of_laws = (), (), (), (), ()
     for k in tl.static_range(PLACES):
         child += (tl.load(tries + node * W + k, mask=near, other=-1),)
-        guess += (tl.load(scales + node * W + k, mask=near, other=0.0),)
         stays += (tl.load(sums + k * nodes + node, mask=near, other=0.0),)
         of_p += (tl.load(wanted + node * W + k, mask=near, other=0.0),)
         for i in tl.static_range(k + 1):
             lost += (tl.load(sums + ((1 + i) * LANES + k) * nodes + node, mask=near, other=0.0),)
             of_laws += (tl.load(said + (node * W + i) * W + k, mask=near, other=0.0),)
-    return child, guess, stays, of_p, lost, of_laws
+    return child, stays, of_p, lost, of_laws
 
 
 @triton.jit
@@ -118,19 +119,15 @@ def _solve_nodes(
     W: tl.constexpr, PLACES: tl.constexpr, NODES: tl.constexpr,
 ):  # fmt: skip
     """New scales for some nodes of a layer with at most PLACES draws each, what they leave, and the weights of their
-    children; `summed`: the weights they were summed up with. Returns what survives them, the chance that all draws
-    up to them are rejected, what is left at them, how much changed, from where to where their children are, and how
-    many draws are behind one of those at most.
+    children. Returns what survives them, the chance that all draws up to them are rejected, what is left at them, from
+    where to where their children are, and how many draws are behind one of those at most.
     """
-    sums, extent, behind, tries, wanted, said, weight, summed, scales, mass, depth = known
+    sums, extent, behind, tries, wanted, said, weight, scales, mass, depth = known
     lane = tl.arange(0, NODES)
     node, near = begin + at + lane, at + lane <= last
     level, draws = tl.load(depth + node, mask=near, other=-1), tl.load(extent + node, mask=near, other=0)
-    whole, old = tl.load(weight + node, mask=near, other=0.0), tl.load(summed + node, mask=near, other=0.0)
-    widest = tl.load(behind + node, mask=near, other=0)
-    child, guess, stays, of_p, lost, of_laws = _known_of(
-        sums, tries, wanted, said, scales, node, near, nodes, W, PLACES
-    )
+    whole, widest = tl.load(weight + node, mask=near, other=0.0), tl.load(behind + node, mask=near, other=0)
+    child, stays, of_p, lost, of_laws = _known_of(sums, tries, wanted, said, node, near, nodes, W, PLACES)
     here = near & (level == layer)
     draws, whole = tl.where(here, draws, 0), tl.where(here, whole, 0.0)
     a, b = _as_lines(stays, lost, draws, whole, PLACES)
@@ -139,13 +136,12 @@ def _solve_nodes(
     before = _shifted(after, survives, lane)
     left = tl.where(here, tl.maximum(whole + (after - before), 0.0), 0.0)
     tl.store(mass + node, left, mask=here)
-    scale, exists, change = (), (), tl.abs(whole - tl.where(draws > 0, old, whole))
+    scale, exists = (), ()
     first, until = lane * 0 + NOWHERE, lane * 0 - 1
     for k in tl.static_range(PLACES):
         exists += (here & (child[k] >= 0),)
         scale += (tl.where(exists[k], tl.minimum(tl.maximum(a[k] * before + b[k], 0.0), 1.0), 0.0),)
         tl.store(scales + node * W + k, scale[k], mask=exists[k])
-        change = tl.maximum(change, tl.where(exists[k], tl.abs(scale[k] - guess[k]), 0.0))
         first = tl.minimum(first, tl.where(exists[k], (child[k] - begin).to(tl.int32), NOWHERE))
         until = tl.maximum(until, tl.where(exists[k], (child[k] - begin).to(tl.int32), -1))
     chance = _fair_chances(of_p, of_laws, whole, scale, exists, PLACES)
@@ -155,7 +151,7 @@ def _solve_nodes(
     so_far = rejected * tl.cumprod(missed, 0)
     _hand_on(weight, child, exists, chance, _shifted(so_far, rejected, lane), PLACES)
     return (
-        _last(after, lane, NODES), _last(so_far, lane, NODES), tl.sum(left, 0), tl.max(change, 0),
+        _last(after, lane, NODES), _last(so_far, lane, NODES), tl.sum(left, 0),
         tl.min(first, 0), tl.max(until, 0), tl.max(tl.where(draws > 0, widest, 0), 0),
     )  # fmt: skip
 
@@ -164,11 +160,11 @@ def _solve_nodes(
 def _solve_tree(
     known, extent, left, spare, begin, steps, nodes, W: tl.constexpr, NODES: tl.constexpr, SHORT: tl.constexpr
 ):  # fmt: skip
-    """One tree from the root down; what is `left` of each layer, and what the layer above it did not give away.
-    Returns how much changed. SHORT: code for the most draws alone, which takes a third of the time to compile.
+    """One tree from the root down; what is `left` of each layer, and what the layer above it did not give away. SHORT:
+    code for the most draws alone, which takes a third of the time to compile.
     """
     one = begin.to(tl.float64) * 0.0 + 1.0
-    kept, change = one * 0.0, one * 0.0
+    kept = one * 0.0
     first = begin.to(tl.int32) * 0
     last, most = first, tl.load(extent + begin)
     layer = steps * 0
@@ -177,22 +173,22 @@ def _solve_tree(
         at, next_first, next_last, next_most = first, first * 0 + NOWHERE, first * 0 - 1, first * 0
         while at <= last:
             if SHORT:
-                survives, rejected, more, changed, low, high, wide = _solve_nodes(
+                survives, rejected, more, low, high, wide = _solve_nodes(
                     known, begin, at, last, layer, nodes, survives, rejected, W, W, NODES
                 )
             elif most <= 1:
-                survives, rejected, more, changed, low, high, wide = _solve_nodes(
+                survives, rejected, more, low, high, wide = _solve_nodes(
                     known, begin, at, last, layer, nodes, survives, rejected, W, 1, NODES
                 )
             elif most <= FEW:
-                survives, rejected, more, changed, low, high, wide = _solve_nodes(
+                survives, rejected, more, low, high, wide = _solve_nodes(
                     known, begin, at, last, layer, nodes, survives, rejected, W, min(FEW, W), NODES
                 )
             else:
-                survives, rejected, more, changed, low, high, wide = _solve_nodes(
+                survives, rejected, more, low, high, wide = _solve_nodes(
                     known, begin, at, last, layer, nodes, survives, rejected, W, W, NODES
                 )
-            remains, change = remains + more, tl.maximum(change, changed)
+            remains = remains + more
             next_first, next_last = tl.minimum(next_first, low), tl.maximum(next_last, high)
             next_most = tl.maximum(next_most, wide)
             at += NODES
@@ -203,31 +199,28 @@ def _solve_tree(
         layer += 1
     tl.store(left + layer, 1.0 - kept)
     tl.store(spare + layer, kept)
-    return change
 
 
 @triton.jit(do_not_specialize=["turn", "steps", "nodes"])
 def _solve(
-    sums, extent, behind, tries, wanted, said, weight, summed, scales, mass, depth, offsets, left, spare, change,
-    restless, turn, steps, nodes, W: tl.constexpr, NODES: tl.constexpr, TOLERANCE: tl.constexpr,
+    sums, extent, behind, tries, wanted, said, weight, scales, mass, depth, offsets, left, spare, moved, turn,
+    steps, nodes, W: tl.constexpr, NODES: tl.constexpr,
 ):  # fmt: skip
-    """All layers of one tree once, if it has not settled; `restless` counts those that have not after each turn."""
+    """All layers of one tree once, if its sums are new."""
     wait_and_make_way()
-    b = tl.program_id(0)
+    b, trees = tl.program_id(0), tl.num_programs(0)
     begin = tl.load(offsets + b)
-    if (turn == 0) | (tl.load(change + b) > TOLERANCE):
+    tl.store(moved + (turn + 1) * trees + b, 0)
+    if (turn == 0) | (tl.load(moved + turn * trees + b) > 0):
         layers = b * (steps + 1)
-        known = (sums, extent, behind, tries, wanted, said, weight, summed, scales, mass, depth)
-        changed = _solve_tree(known, extent, left + layers, spare + layers, begin, steps, nodes, W, NODES, False)
-        changed = tl.where(turn == 0, 1.0, changed)  # the first sums are not those of known scales
-        tl.store(change + b, changed)
-        tl.atomic_add(restless + turn, (changed > TOLERANCE).to(tl.int32))
+        known = (sums, extent, behind, tries, wanted, said, weight, scales, mass, depth)
+        _solve_tree(known, extent, left + layers, spare + layers, begin, steps, nodes, W, NODES, False)
 
 
 @triton.jit(do_not_specialize=["slices", "steps", "nodes"])
 def _end(
-    p, q, rows, tokens, extent, behind, tries, wanted, said, weight, summed, scales, mass, depth, parents, offsets,
-    partial, sums, left, spare, change, seeds, lengths, passed, stop, end, path, length, slices, steps, nodes,
+    p, q, rows, tokens, extent, behind, tries, wanted, said, weight, scales, mass, depth, parents, offsets,
+    partial, sums, left, spare, moved, seeds, lengths, passed, stop, end, path, length, slices, steps, nodes, times,
     W: tl.constexpr, NODES: tl.constexpr, SLICES: tl.constexpr, VOCABULARY: tl.constexpr, SIZE: tl.constexpr,
     TOLERANCE: tl.constexpr, LEVELS: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
@@ -239,16 +232,18 @@ def _end(
     begin = tl.load(offsets + b)
     size = (tl.load(offsets + b + 1) - begin).to(tl.int32)
     layers = b * (steps + 1)
-    turns = tl.where(tl.load(change + b) > TOLERANCE, size * W + 1, 0)
+    moved_last = tl.load(moved + (times - 1) * tl.num_programs(0) + b)
+    turns = tl.where(moved_last > 0, size * W + 1, 0)
     while turns > 0:
-        sum_alone(
-            p, q, rows, tokens, extent, weight, summed, scales, depth, partial, sums, begin, size, slices, nodes,
+        wrong = sum_alone(
+            p, q, rows, tokens, extent, weight, scales, depth, partial, sums, begin, size, slices, nodes,
             W, SLICES, VOCABULARY, SIZE,
         )  # fmt: skip
-        known = (sums, extent, behind, tries, wanted, said, weight, summed, scales, mass, depth)
-        changed = _solve_tree(known, extent, left + layers, spare + layers, begin, steps, nodes, W, NODES, True)
-        tl.debug_barrier()
-        turns = tl.where(changed > TOLERANCE, turns - 1, 0)
+        turns = tl.where(wrong > TOLERANCE, turns - 1, 0)
+        if turns > 0:
+            known = (sums, extent, behind, tries, wanted, said, weight, scales, mass, depth)
+            _solve_tree(known, extent, left + layers, spare + layers, begin, steps, nodes, W, NODES, True)
+            tl.debug_barrier()
     stop_by_layers(
         extent, weight, mass, depth, left + layers, spare + layers, passed + layers, stop, begin, size, steps,
         LEVELS, TOGETHER,
@@ -262,23 +257,24 @@ def end_of_pooled(draw: Drawn, w: Weights, end: Tensor, path: Tensor, length: Te
     slices, like = triton.cdiv(draw.vocabulary, POOL_SLICE), {"dtype": torch.float64, "device": draw.p.device}
     partial, sums = torch.empty(count, SUMS.value, slices, **like), torch.empty(SUMS.value, count, **like)
     left, spare, passed = torch.empty(3, tree.num_trees, steps + 1, **like)
-    change, stop, summed = torch.empty(tree.num_trees, **like), *torch.empty(2, count, **like)
+    stop = torch.empty(count, **like)
     tries, behind = tree.tries.contiguous(), torch.empty_like(w.extent)
-    restless = torch.empty(TIMES, dtype=torch.int32, device=draw.p.device)
+    moved = torch.empty(TIMES + 1, tree.num_trees, dtype=torch.int32, device=draw.p.device)
+    restless = torch.empty(TIMES + 1, dtype=torch.int32, device=draw.p.device)
     drawn = (draw.p, draw.q, w.rows, w.tokens, w.extent, behind, tries)
-    known = (w.extent, behind, tries, w.wanted, w.said, w.weight, summed, w.scales, w.mass, tree.depth)
+    known = (w.extent, behind, tries, w.wanted, w.said, w.weight, w.scales, w.mass, tree.depth)
     rows = (padded(slices), draw.vocabulary, POOL_SLICE, SETTLED)
     for turn in range(TIMES):
-        sum_all[(min(SUM_PROGRAMS, count * slices),)](
-            *drawn, w.weight, summed, w.scales, tree.depth, tree.owner, partial, sums, w.arrived, change, restless,
-            turn, count, draw.width, *rows, num_warps=SUM_WARPS, maxnreg=SUM_REGISTERS, **OVERLAPPING,
+        sum_all[(count * slices if turn < USUAL else min(count * slices, FEW_PROGRAMS),)](
+            *drawn, w.weight, w.scales, tree.depth, tree.owner, partial, sums, w.arrived, moved, restless,
+            turn, count, tree.num_trees, draw.width, *rows, num_warps=SUM_WARPS, maxnreg=SUM_REGISTERS, **OVERLAPPING,
         )  # fmt: skip
         _solve[(tree.num_trees,)](
-            sums, *known, tree.offsets, left, spare, change, restless, turn, steps, count, draw.width, NODES, SETTLED,
+            sums, *known, tree.offsets, left, spare, moved, turn, steps, count, draw.width, NODES,
             num_warps=1, **OVERLAPPING,
         )  # fmt: skip
     _end[(tree.num_trees,)](
-        *drawn[:4], *known, tree.parents, tree.offsets, partial, sums, left, spare, change, draw.seeds, draw.lengths,
-        passed, stop, end, path, length, slices, steps, count, draw.width, NODES, *rows, padded(steps + 1), 4 * NODES,
-        num_warps=4, **OVERLAPPING,
+        *drawn[:4], *known, tree.parents, tree.offsets, partial, sums, left, spare, moved, draw.seeds, draw.lengths,
+        passed, stop, end, path, length, slices, steps, count, TIMES, draw.width, NODES, *rows, padded(steps + 1),
+        4 * NODES, num_warps=4, **OVERLAPPING,
     )  # fmt: skip

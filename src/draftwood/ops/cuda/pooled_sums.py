@@ -3,7 +3,7 @@
 Of each node: the target and each law of its draws over the tokens that the first k of them leave something of.
 """
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportUnreachable=false, reportCallIssue=false
-# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 
 from __future__ import annotations
 
@@ -13,91 +13,113 @@ import triton.language as tl
 from draftwood.ops.cuda.draws import PADDED, last_to_arrive
 from draftwood.ops.cuda.overlap import wait_and_make_way
 
-WIDE = tl.constexpr(4)  # times the tokens at a time where there is but one law to sum up
+WIDE = tl.constexpr(2)  # times the tokens at a time where there is but one law to sum up
 LANES = tl.constexpr(PADDED)
 SUMS = tl.constexpr((1 + PADDED) * PADDED)  # of a node: of P, then of each Q, after each of its draws
 FEW = tl.constexpr(4)  # draws
 
 
 @triton.jit
-def _draws_of(rows, scales, depth, node, turn, W: tl.constexpr):
-    """The rows of a node's laws, and how much of each is taken; what is guessed first depends on no row."""
-    row, scale = (), ()
+def _scales_of(scales, depth, node, k, drawn, turn, W: tl.constexpr):
+    """How much of each law is taken; what is guessed first depends on no row."""
     most = tl.where(tl.load(depth + node) > 0, 2.0, 1.0)  # below the root there is less of p to take from
-    for i in tl.static_range(W):
-        row += (tl.load(rows + node * W + i),)
-        scale += (tl.where(turn > 0, tl.load(scales + node * W + i).to(tl.float32), most / (1 + i)),)
-    return row, scale
+    known = tl.load(scales + node * W + k, mask=drawn & (turn > 0), other=0.0).to(tl.float32)
+    return tl.where(turn > 0, known, most / (1 + k))
 
 
 @triton.jit
-def _law(q, row, token, x, inside, VOCABULARY: tl.constexpr):
-    """The law of one draw at tokens x; nothing where there is no draw."""
-    law = tl.load(q + row * VOCABULARY + x, mask=inside & (row >= 0), other=0.0)
-    return tl.where(row >= 0, law, (x == tl.load(token)).to(tl.float32))
+def _laws(q, rows, tokens, at, drawn, x, VOCABULARY: tl.constexpr):
+    """The laws of draws `at` for tokens x; nothing where there is no draw."""
+    row, token = tl.load(rows + at, mask=drawn, other=-1), tl.load(tokens + at, mask=drawn, other=-1)
+    law = tl.load(q + row * VOCABULARY + x, mask=(x < VOCABULARY) & (row >= 0), other=0.0)
+    return tl.where(row >= 0, law, (x == token).to(tl.float32))
 
 
 @triton.jit
 def _sum_slice(
-    p, q, row, token, scale, whole, node, piece, slices, partial,
-    PLACES: tl.constexpr, VOCABULARY: tl.constexpr, SIZE: tl.constexpr,
+    given, node, draws, piece, slices, partial, turn,
+    PLACES: tl.constexpr, W: tl.constexpr, VOCABULARY: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """What of p and of the laws of the first draws lies where these leave something of a slice, after each draw."""
-    x = piece * SIZE + tl.arange(0, SIZE)
-    inside = x < VOCABULARY
-    target = tl.load(p + node * VOCABULARY + x, mask=inside, other=0.0)
-    left = whole * target
-    laws = ()
-    for k in tl.static_range(PLACES):
-        laws += (_law(q, row[k], token + k, x, inside, VOCABULARY),)
-    out = partial + node * SUMS * slices + piece
-    for k in tl.static_range(PLACES):
-        left -= scale[k] * laws[k]
-        tl.store(out + k * slices, tl.sum(tl.where(left > 0, target, 0.0), 0).to(tl.float64))
-        for i in tl.static_range(k + 1):
-            at = out + ((1 + i) * LANES + k) * slices
-            tl.store(at, tl.sum(tl.where(left > 0, laws[i], 0.0), 0).to(tl.float64))
+    """What of p and of the laws of the first draws lies where these leave something of a slice, after each draw. All
+    draws meet once for a law, in a loop: unrolled, it takes longer to fetch the program than to run it.
+    """
+    p, q, rows, tokens, scales, weight, depth = given
+    k, x = tl.arange(0, PLACES), piece * SIZE + tl.arange(0, SIZE)
+    target = tl.load(p + node * VOCABULARY + x, mask=x < VOCABULARY, other=0.0)
+    at = (node * W + k)[:, None]
+    taken = _laws(q, rows, tokens, at, (k < W)[:, None], x[None, :], VOCABULARY)
+    taken = tl.cumsum(taken * _scales_of(scales, depth, node, k, k < W, turn, W)[:, None], 0)
+    stays = tl.load(weight + node).to(tl.float32) * target[None, :] > taken
+    out = partial + (node * SUMS + k) * slices + piece
+    tl.store(out, tl.sum(tl.where(stays, target[None, :], 0.0), 1).to(tl.float64))
+    i = 0
+    while i < draws:
+        law = _laws(q, rows, tokens, node * W + i, True, x, VOCABULARY)
+        i += 1
+        tl.store(out + i * LANES * slices, tl.sum(tl.where(stays, law[None, :], 0.0), 1).to(tl.float64))
 
 
 @triton.jit
-def _add_slices(partial, sums, node, pieces, slices, nodes, PLACES: tl.constexpr, SLICES: tl.constexpr):
+def _add_slices(
+    partial, sums, weight, scales, node, draws, pieces, slices, nodes,
+    W: tl.constexpr, PLACES: tl.constexpr, SLICES: tl.constexpr,
+):  # fmt: skip
     """The sums of one node's pieces, in order, all at once; not from a cache that others' answers pass by. There is
-    room for `slices` of them.
+    room for `slices` of them. Returns by how much, at most, the sums so far were wrong about what the draws leave.
     """
-    each, i = tl.arange(0, LANES * (2 if PLACES == 1 else 8 if PLACES <= FEW else 16)), tl.arange(0, SLICES)
+    ROWS: tl.constexpr = 2 if PLACES == 1 else 8 if PLACES <= FEW else 16
+    each, i = tl.arange(0, LANES * ROWS), tl.arange(0, SLICES)
     law, k = each // LANES, each % LANES
-    known = (law <= PLACES) & (k < PLACES) & (k >= law - 1)  # a draw takes nothing before its turn
+    known = (k < draws) & (k >= law - 1)  # a draw takes nothing before its turn
     every = partial + (node * SUMS + each)[:, None] * slices + i[None, :]
     those = tl.load(every, mask=known[:, None] & (i < pieces)[None, :], other=0.0, cache_modifier=".cg")
-    tl.store(sums + each * nodes + node, tl.sum(those, 1), mask=known)
+    before, now = tl.load(sums + each * nodes + node, mask=known, other=0.0), tl.sum(those, 1)
+    tl.store(sums + each * nodes + node, now, mask=known)
+    taken = tl.load(scales + node * W + law - 1, mask=known & (law > 0), other=0.0)
+    wrong = (now - before) * tl.where(law > 0, -taken, tl.load(weight + node))
+    return tl.max(tl.abs(tl.sum(tl.where(known, wrong, 0.0).reshape(ROWS, LANES), 0)), 0)
+
+
+@triton.jit
+def _sum_piece(
+    given, found, node, draws, piece, pieces, slices, nodes, turn,
+    PLACES: tl.constexpr, W: tl.constexpr, SLICES: tl.constexpr, VOCABULARY: tl.constexpr, SIZE: tl.constexpr,
+    TOLERANCE: tl.constexpr,
+):  # fmt: skip
+    """One piece of a node; whoever is last adds all up, and says so if the sums so far were wrong."""
+    partial, sums, arrived, moved, restless = found
+    _sum_slice(given, node, draws, piece, slices, partial, turn, PLACES, W, VOCABULARY, SIZE)
+    if last_to_arrive(arrived, node, pieces):
+        wrong = _add_slices(partial, sums, given[5], given[4], node, draws, pieces, slices, nodes, W, PLACES, SLICES)
+        if (turn > 0) & (wrong > TOLERANCE):
+            tl.atomic_add(moved, 1)
+            tl.atomic_add(restless, 1)
 
 
 @triton.jit
 def _sum_node(
-    p, q, row, token, scale, whole, node, draws, piece, slices, partial,
-    W: tl.constexpr, VOCABULARY: tl.constexpr, SIZE: tl.constexpr,
+    given, found, node, draws, piece, slices, nodes, turn,
+    W: tl.constexpr, MOST: tl.constexpr, SLICES: tl.constexpr, VOCABULARY: tl.constexpr, SIZE: tl.constexpr,
+    TOLERANCE: tl.constexpr,
 ):  # fmt: skip
-    """One slice of a node, with no more work than its own draws need."""
+    """The same, with no more work than the node's own draws need."""
     if draws == 1:
-        _sum_slice(p, q, row, token, scale, whole, node, piece, slices, partial, 1, VOCABULARY, WIDE * SIZE)
+        pieces = (slices + WIDE - 1) // WIDE
+        if piece < pieces:
+            _sum_piece(
+                given, found, node, draws, piece, pieces, slices, nodes, turn,
+                1, W, SLICES, VOCABULARY, WIDE * SIZE, TOLERANCE,
+            )  # fmt: skip
     elif draws <= FEW:
-        _sum_slice(p, q, row, token, scale, whole, node, piece, slices, partial, min(FEW, W), VOCABULARY, SIZE)
+        _sum_piece(
+            given, found, node, draws, piece, slices, slices, nodes, turn,
+            min(FEW, MOST), W, SLICES, VOCABULARY, SIZE, TOLERANCE,
+        )  # fmt: skip
     elif W > FEW:
-        _sum_slice(p, q, row, token, scale, whole, node, piece, slices, partial, W, VOCABULARY, SIZE)
-
-
-@triton.jit
-def _add_node(
-    partial, sums, weight, summed, node, draws, pieces, slices, nodes, W: tl.constexpr, SLICES: tl.constexpr
-):  # fmt: skip
-    """All slices of a node, and the weight they were summed up with."""
-    tl.store(summed + node, tl.load(weight + node))
-    if draws == 1:
-        _add_slices(partial, sums, node, pieces, slices, nodes, 1, SLICES)
-    elif draws <= FEW:
-        _add_slices(partial, sums, node, pieces, slices, nodes, min(FEW, W), SLICES)
-    elif W > FEW:
-        _add_slices(partial, sums, node, pieces, slices, nodes, W, SLICES)
+        _sum_piece(
+            given, found, node, draws, piece, slices, slices, nodes, turn,
+            MOST, W, SLICES, VOCABULARY, SIZE, TOLERANCE,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -108,57 +130,60 @@ def _look_behind(extent, tries, behind, node, W: tl.constexpr):
     tl.store(behind + node, tl.max(tl.load(extent + child, mask=child >= 0, other=0), 0))
 
 
-@triton.jit(do_not_specialize=["turn", "nodes"])
+@triton.jit(do_not_specialize=["turn", "nodes", "trees"])
 def sum_all(
-    p, q, rows, tokens, extent, behind, tries, weight, summed, scales, depth, owner, partial, sums, arrived, change,
-    restless, turn, nodes,
+    p, q, rows, tokens, extent, behind, tries, weight, scales, depth, owner, partial, sums, arrived, moved, restless,
+    turn, nodes, trees,
     W: tl.constexpr, SLICES: tl.constexpr, VOCABULARY: tl.constexpr, SIZE: tl.constexpr, TOLERANCE: tl.constexpr,
 ):  # fmt: skip
-    """The sums of all nodes of trees that have not settled: first slices of all nodes, then second ones, and so on."""
+    """The sums of all nodes of trees that have not settled: first slices of all nodes, then second ones, and so on.
+    Counts, by turn, the nodes whose sums were wrong: `moved` for each tree, `restless` for all.
+    """
     wait_and_make_way()
     slices: tl.constexpr = (VOCABULARY + SIZE - 1) // SIZE
+    MOST: tl.constexpr = 1 if W == 1 else 2 if W == 2 else FEW if W <= FEW else LANES
+    given = (p, q, rows, tokens, scales, weight, depth)
     task = tl.program_id(0)
     if task == 0:
-        tl.store(restless + turn, 0)
-    if turn > 0:  # noqa: SIM102 (before that, nobody has counted)
+        tl.store(restless + turn + 1, 0)
+    if turn > 1:  # noqa: SIM102 (before that, nobody has counted)
         if tl.load(restless + turn - 1) == 0:
             return
     while task < nodes * slices:
         node, piece = (task % nodes).to(tl.int64), task // nodes
-        draws, whole = tl.load(extent + node), tl.load(weight + node).to(tl.float32)
-        row, scale = _draws_of(rows, scales, depth, node, turn, W)
+        draws, tree = tl.load(extent + node), tl.load(owner + node)
+        wanted = turn <= 1
         if (turn == 0) & (piece == 0):
             _look_behind(extent, tries, behind, node, W)
-        pieces = tl.where(draws == 1, (slices + WIDE - 1) // WIDE, slices)
-        wanted = (turn == 0) | (tl.load(change + tl.load(owner + node)) > TOLERANCE)
-        if (draws > 0) & (piece < pieces) & wanted:
+        if turn > 1:
+            wanted = tl.load(moved + (turn - 1) * trees + tree) > 0
+        if (draws > 0) & wanted:
+            found = (partial, sums, arrived, moved + turn * trees + tree, restless + turn)
             _sum_node(
-                p, q, row, tokens + node * W, scale, whole, node, draws, piece, slices, partial, W, VOCABULARY, SIZE
+                given, found, node, draws, piece, slices, nodes, turn, W, MOST, SLICES, VOCABULARY, SIZE, TOLERANCE
             )
-            if last_to_arrive(arrived, node, pieces):
-                _add_node(partial, sums, weight, summed, node, draws, pieces, slices, nodes, W, SLICES)
         task += tl.num_programs(0)
 
 
 @triton.jit
 def sum_alone(
-    p, q, rows, tokens, extent, weight, summed, scales, depth, partial, sums, begin, size, slices, nodes,
+    p, q, rows, tokens, extent, weight, scales, depth, partial, sums, begin, size, slices, nodes,
     W: tl.constexpr, SLICES: tl.constexpr, VOCABULARY: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """All sums of one tree by one program."""
-    node = begin
+    """All sums of one tree by one program. Returns by how much those so far were wrong about what draws leave."""
+    MOST: tl.constexpr = 1 if W == 1 else 2 if W == 2 else FEW if W <= FEW else LANES
+    given = (p, q, rows, tokens, scales, weight, depth)
+    node, wrong = begin, begin.to(tl.float64) * 0.0
     while node < begin + size:
-        draws, whole = tl.load(extent + node), tl.load(weight + node).to(tl.float32)
-        row, scale = _draws_of(rows, scales, depth, node, 1, W)
+        draws = tl.load(extent + node)
         if draws > 0:
             piece = 0
             while piece < slices:
-                _sum_slice(
-                    p, q, row, tokens + node * W, scale, whole, node, piece, slices, partial, W, VOCABULARY, SIZE
-                )
+                _sum_slice(given, node, draws, piece, slices, partial, 1, MOST, W, VOCABULARY, SIZE)
                 piece += 1
             tl.debug_barrier()
-            tl.store(summed + node, tl.load(weight + node))
-            _add_slices(partial, sums, node, slices, slices, nodes, W, SLICES)
+            more = _add_slices(partial, sums, weight, scales, node, draws, slices, slices, nodes, W, MOST, SLICES)
+            wrong = tl.maximum(wrong, more)
         node += 1
     tl.debug_barrier()
+    return wrong
