@@ -24,10 +24,9 @@ from draftwood.ops.cuda.ends import pick_end, stop_by_layers
 from draftwood.ops.cuda.overlap import OVERLAPPING, wait_and_make_way
 from draftwood.ops.cuda.pooled_sums import FEW, LANES, SUMS, sum_all, sum_alone
 
-POOL_SLICE = 2048  # tokens a program sums up at a time
-USUAL = 3  # times; those beyond
-FEW_PROGRAMS = 256  # share what there is to sum up, since mostly that is nothing
-SUM_WARPS, SUM_REGISTERS = 8, 128  # of each: all laws of a node have to find room
+POOL_SLICE = 1024  # tokens a program sums up at a time
+SUM_PROGRAMS = 528  # share all slices of all nodes: as many as find room at once, four for each multiprocessor
+SUM_WARPS, SUM_REGISTERS = 8, 64  # of each
 NODES = 32  # of a layer solved together: one for each thread of a warp, which need not wait for others
 TIMES = 7  # a tree is solved at most before one program is left alone with it: one of several hundred is
 SETTLED = 1e-6  # of what draws leave, a difference that is nothing: where the same tokens are left, there is none
@@ -265,7 +264,7 @@ def end_of_pooled(draw: Drawn, w: Weights, end: Tensor, path: Tensor, length: Te
     known = (w.extent, behind, tries, w.wanted, w.said, w.weight, w.scales, w.mass, tree.depth)
     rows = (padded(slices), draw.vocabulary, POOL_SLICE, SETTLED)
     for turn in range(TIMES):
-        sum_all[(count * slices if turn < USUAL else min(count * slices, FEW_PROGRAMS),)](
+        sum_all[(min(count * slices, SUM_PROGRAMS),)](
             *drawn, w.weight, w.scales, tree.depth, tree.owner, partial, sums, w.arrived, moved, restless,
             turn, count, tree.num_trees, draw.width, *rows, num_warps=SUM_WARPS, maxnreg=SUM_REGISTERS, **OVERLAPPING,
         )  # fmt: skip

@@ -13,10 +13,11 @@ import triton.language as tl
 from draftwood.ops.cuda.draws import PADDED, last_to_arrive
 from draftwood.ops.cuda.overlap import wait_and_make_way
 
-WIDE = tl.constexpr(2)  # times the tokens at a time where there is but one law to sum up
+WIDE = tl.constexpr(4)  # times the tokens at a time where there is but one law to sum up
 LANES = tl.constexpr(PADDED)
 SUMS = tl.constexpr((1 + PADDED) * PADDED)  # of a node: of P, then of each Q, after each of its draws
 FEW = tl.constexpr(4)  # draws
+TOGETHER = tl.constexpr(8)  # slices added up side by side
 
 
 @triton.jit
@@ -68,12 +69,15 @@ def _add_slices(
     room for `slices` of them. Returns by how much, at most, the sums so far were wrong about what the draws leave.
     """
     ROWS: tl.constexpr = 2 if PLACES == 1 else 8 if PLACES <= FEW else 16
-    each, i = tl.arange(0, LANES * ROWS), tl.arange(0, SLICES)
+    each, i = tl.arange(0, LANES * ROWS), tl.arange(0, TOGETHER)
     law, k = each // LANES, each % LANES
     known = (k < draws) & (k >= law - 1)  # a draw takes nothing before its turn
     every = partial + (node * SUMS + each)[:, None] * slices + i[None, :]
-    those = tl.load(every, mask=known[:, None] & (i < pieces)[None, :], other=0.0, cache_modifier=".cg")
-    before, now = tl.load(sums + each * nodes + node, mask=known, other=0.0), tl.sum(those, 1)
+    total = tl.zeros((LANES * ROWS, TOGETHER), tl.float64)
+    for first in tl.static_range(0, SLICES, TOGETHER):
+        there = known[:, None] & (first + i < pieces)[None, :]
+        total += tl.load(every + first, mask=there, other=0.0, cache_modifier=".cg")
+    before, now = tl.load(sums + each * nodes + node, mask=known, other=0.0), tl.sum(total, 1)
     tl.store(sums + each * nodes + node, now, mask=known)
     taken = tl.load(scales + node * W + law - 1, mask=known & (law > 0), other=0.0)
     wrong = (now - before) * tl.where(law > 0, -taken, tl.load(weight + node))
@@ -98,26 +102,24 @@ def _sum_piece(
 
 @triton.jit
 def _sum_node(
-    given, found, node, draws, piece, slices, nodes, turn,
+    given, found, node, draws, piece, pieces, slices, nodes, turn,
     W: tl.constexpr, MOST: tl.constexpr, SLICES: tl.constexpr, VOCABULARY: tl.constexpr, SIZE: tl.constexpr,
     TOLERANCE: tl.constexpr,
 ):  # fmt: skip
     """The same, with no more work than the node's own draws need."""
     if draws == 1:
-        pieces = (slices + WIDE - 1) // WIDE
-        if piece < pieces:
-            _sum_piece(
-                given, found, node, draws, piece, pieces, slices, nodes, turn,
-                1, W, SLICES, VOCABULARY, WIDE * SIZE, TOLERANCE,
-            )  # fmt: skip
+        _sum_piece(
+            given, found, node, draws, piece, pieces, slices, nodes, turn,
+            1, W, SLICES, VOCABULARY, WIDE * SIZE, TOLERANCE,
+        )  # fmt: skip
     elif draws <= FEW:
         _sum_piece(
-            given, found, node, draws, piece, slices, slices, nodes, turn,
+            given, found, node, draws, piece, pieces, slices, nodes, turn,
             min(FEW, MOST), W, SLICES, VOCABULARY, SIZE, TOLERANCE,
         )  # fmt: skip
     elif W > FEW:
         _sum_piece(
-            given, found, node, draws, piece, slices, slices, nodes, turn,
+            given, found, node, draws, piece, pieces, slices, nodes, turn,
             MOST, W, SLICES, VOCABULARY, SIZE, TOLERANCE,
         )  # fmt: skip
 
@@ -149,19 +151,22 @@ def sum_all(
     if turn > 1:  # noqa: SIM102 (before that, nobody has counted)
         if tl.load(restless + turn - 1) == 0:
             return
-    while task < nodes * slices:
+    while task < nodes * slices:  # most of them need not be done, and to see that must not take long
         node, piece = (task % nodes).to(tl.int64), task // nodes
-        draws, tree = tl.load(extent + node), tl.load(owner + node)
-        wanted = turn <= 1
+        draws = tl.load(extent + node)
         if (turn == 0) & (piece == 0):
             _look_behind(extent, tries, behind, node, W)
-        if turn > 1:
-            wanted = tl.load(moved + (turn - 1) * trees + tree) > 0
-        if (draws > 0) & wanted:
-            found = (partial, sums, arrived, moved + turn * trees + tree, restless + turn)
-            _sum_node(
-                given, found, node, draws, piece, slices, nodes, turn, W, MOST, SLICES, VOCABULARY, SIZE, TOLERANCE
-            )
+        pieces = tl.where(draws == 1, (slices + WIDE - 1) // WIDE, tl.where(draws > 0, slices, 0))
+        if piece < pieces:
+            tree, wanted = tl.load(owner + node), turn <= 1
+            if turn > 1:
+                wanted = tl.load(moved + (turn - 1) * trees + tree) > 0
+            if wanted:
+                found = (partial, sums, arrived, moved + turn * trees + tree, restless + turn)
+                _sum_node(
+                    given, found, node, draws, piece, pieces, slices, nodes, turn,
+                    W, MOST, SLICES, VOCABULARY, SIZE, TOLERANCE,
+                )  # fmt: skip
         task += tl.num_programs(0)
 
 
