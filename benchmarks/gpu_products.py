@@ -110,7 +110,7 @@ class CompileOnly:
 
 def compile_all(steps: Sequence[Callable[[int], object]]) -> None:
     """Compile for all these launches on all cores; what fails now says so when it is measured."""
-    kernels = {name: getattr(products, name) for name in ("_gemv", "_skinny", "_joined")}
+    kernels = {name: getattr(products, name) for name in ("gemv_kernel", "skinny_kernel", "joined_kernel")}
     try:
         for name, kernel in kernels.items():
             setattr(products, name, CompileOnly(kernel))

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from draftwood.model.weights import Float8, Matrix, Quantised, Storage
 from draftwood.ops.cuda import rows
-from draftwood.ops.cuda.products import DENSE, FLOAT8, INT4, INT8, Around, Norm, Packed, gemv, skinny, skinny_normed
+from draftwood.ops.cuda.product_kernels import DENSE, FLOAT8, INT4, INT8
+from draftwood.ops.cuda.products import Around, Norm, Packed, gemv, skinny, skinny_normed
 
 FAST_ROWS = 128  # above, the vendor's products do as well as ours
 

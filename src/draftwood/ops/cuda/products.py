@@ -13,16 +13,13 @@ from functools import cache
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
-from draftwood.ops.cuda.overlap import OVERLAPPING, ask_for, make_way, wait_and_make_way, wait_for_predecessors
+from draftwood.ops.cuda.overlap import OVERLAPPING
+from draftwood.ops.cuda.product_kernels import DENSE, GROUP, INT4, INT8, gemv_kernel, joined_kernel, skinny_kernel
 
-GROUP = tl.constexpr(32)  # inputs that share a scale, as in model/weights.py
-DENSE, INT8, INT4, FLOAT8 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)  # model/weights.Storage
 ACTIVATIONS = {None: -1, "silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
 LARGEST_TILE = 128  # rows
-ASKED, LINE = tl.constexpr(128), tl.constexpr(64)  # weights asked for before the rows are there, and those in 128 bytes
 
 
 @dataclass(frozen=True)
@@ -111,255 +108,13 @@ def row_tiles(outputs: int, inputs: int, storage: int, gated: bool) -> Tiles:
     return Tiles(2, 2048, 1, 2, 4) if outputs < 6144 else Tiles(2, 1024, 1, 1, 4)
 
 
-@triton.jit
-def _activated(gate, KIND: tl.constexpr):
-    """silu, gelu, or gelu with a hyperbolic tangent, in float32."""
-    if KIND == 0:
-        out = gate / (1.0 + tl.exp(-gate))
-    elif KIND == 1:
-        out = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
-    else:
-        inner = 0.7978845608028654 * tl.fma(0.044715 * gate * gate, gate, gate)
-        out = gate / (1.0 + tl.exp(-2.0 * inner))
-    return out
-
-
-@triton.jit
-def _loaded(at, mask, other, EVEN: tl.constexpr, EVICT: tl.constexpr):
-    """Read, masked only where it must be."""
-    return tl.load(at, eviction_policy=EVICT) if EVEN else tl.load(at, mask=mask, other=other, eviction_policy=EVICT)
-
-
-@triton.jit
-def _codes(
-    weight, row, local, start, inputs, stride,
-    BLOCK_K: tl.constexpr, STORAGE: tl.constexpr, EVEN: tl.constexpr, EVICT: tl.constexpr,
-):  # fmt: skip
-    """Stored numbers of rows row + local, inputs from `start` on. [len(local), BLOCK_K]."""
-    if STORAGE == INT4:
-        k = start // 2 + tl.arange(0, BLOCK_K // 2)[None, :]
-        at = weight + row * (stride // 2) + local[:, None] * (stride // 2) + k
-        packed = _loaded(at, (k < (inputs + 1) // 2) & (local >= 0)[:, None], 0, EVEN, EVICT).to(tl.int32)
-        codes = tl.interleave(packed & 15, packed >> 4)
-    else:
-        k = start + tl.arange(0, BLOCK_K)[None, :]
-        at = weight + row * stride + local[:, None] * stride + k
-        codes = _loaded(at, (k < inputs) & (local >= 0)[:, None], 0.0, EVEN, EVICT)
-    return codes
-
-
-@triton.jit
-def _whole(codes, STORAGE: tl.constexpr):
-    """Codes as whole numbers in float32: put behind the exponent of 2^23, since converting is sixteen times slower."""
-    shifted = (codes.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True)
-    return shifted - (8388736.0 if STORAGE == INT8 else 8388608.0)
-
-
-@triton.jit
-def _groups(part, row, local, start, inputs, stride, BLOCK_K: tl.constexpr, EVEN: tl.constexpr):
-    """The groups' scales or minima of a tile, in float32. [len(local), BLOCK_K / 32]."""
-    g = start // GROUP + tl.arange(0, BLOCK_K // GROUP)[None, :]
-    at = part + row * (stride // GROUP) + local[:, None] * (stride // GROUP) + g
-    return _loaded(at, (g * GROUP < inputs) & (local >= 0)[:, None], 0.0, EVEN, "").to(tl.float32)
-
-
-@triton.jit
-def _weights(
-    weight, scale, minimum, row, local, start, inputs, stride, like,
-    BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr, STORAGE: tl.constexpr, EVEN: tl.constexpr,
-):  # fmt: skip
-    """A tile of weights in the activations' dtype; float8 still without its row's scale. [BLOCK_OUT, BLOCK_K]."""
-    codes = _codes(weight, row, local, start, inputs, stride, BLOCK_K, STORAGE, EVEN, "")
-    if (STORAGE == INT8) | (STORAGE == INT4):
-        numbers = _whole(codes, STORAGE).reshape(BLOCK_OUT, BLOCK_K // GROUP, GROUP)
-        steps = _groups(scale, row, local, start, inputs, stride, BLOCK_K, EVEN)[:, :, None]
-        if STORAGE == INT4:
-            least = _groups(minimum, row, local, start, inputs, stride, BLOCK_K, EVEN)[:, :, None]
-            numbers = tl.fma(numbers, steps.broadcast_to(numbers.shape), least.broadcast_to(numbers.shape))
-        else:
-            numbers = numbers * steps
-        codes = numbers.reshape(BLOCK_OUT, BLOCK_K)
-    return codes.to(like.dtype.element_ty)
-
-
-@triton.jit
-def _row_sums(
-    total, value, weight, scale, minimum, row, local, start, inputs, stride,
-    BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr, STORAGE: tl.constexpr,
-):  # fmt: skip
-    """Add one step's products to the sums of a one-row product: by element, by group where groups have scales."""
-    codes = _codes(weight, row, local, start, inputs, stride, BLOCK_K, STORAGE, False, "evict_first")
-    if (STORAGE == DENSE) | (STORAGE == FLOAT8):
-        products = codes.to(tl.float32) * value[None, :]
-    else:
-        products = _whole(codes, STORAGE) * value[None, :]
-        products = tl.sum(products.reshape(BLOCK_OUT, BLOCK_K // GROUP, GROUP), 2)
-        products = products * _groups(scale, row, local, start, inputs, stride, BLOCK_K, False)
-        if STORAGE == INT4:
-            least = _groups(minimum, row, local, start, inputs, stride, BLOCK_K, False)
-            products += least * tl.sum(value.reshape(BLOCK_K // GROUP, GROUP), 1)[None, :]
-    return total + products
-
-
-@triton.jit
-def _gemv(
-    x, weight, scale, minimum, gain, bias, residual, out, outputs, inputs: tl.constexpr, stride: tl.constexpr, eps,
-    BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr, STORAGE: tl.constexpr, ACTIVATION: tl.constexpr,
-    AHEAD: tl.constexpr,
-):  # fmt: skip
-    """One row: a program has BLOCK_OUT outputs and sums over all inputs."""
-    wait_and_make_way()
-    GATED: tl.constexpr = ACTIVATION >= 0
-    WIDTH: tl.constexpr = BLOCK_K if (STORAGE == DENSE) | (STORAGE == FLOAT8) else BLOCK_K // GROUP
-    first = tl.program_id(0).to(tl.int64) * BLOCK_OUT
-    column = first + tl.arange(0, BLOCK_OUT)
-    local = tl.where(column < outputs, tl.arange(0, BLOCK_OUT), -1)
-    total = tl.zeros((BLOCK_OUT, WIDTH), tl.float32)
-    total_up = tl.zeros((BLOCK_OUT, WIDTH), tl.float32)
-    squares = tl.zeros((BLOCK_K,), tl.float32)
-    for start in tl.range(0, inputs, BLOCK_K, loop_unroll_factor=AHEAD):
-        k = start + tl.arange(0, BLOCK_K)
-        value = tl.load(x + k, mask=k < inputs, other=0.0).to(tl.float32)
-        if gain is not None:
-            squares += value * value
-            value = value * tl.load(gain + k, mask=k < inputs, other=0.0).to(tl.float32)
-        total = _row_sums(
-            total, value, weight, scale, minimum, first, local, start, inputs, stride, BLOCK_OUT, BLOCK_K, STORAGE
-        )
-        if GATED:
-            total_up = _row_sums(
-                total_up, value, weight, scale, minimum, first + outputs, local, start, inputs, stride,
-                BLOCK_OUT, BLOCK_K, STORAGE,
-            )  # fmt: skip
-    result, up = tl.sum(total, 1), tl.sum(total_up, 1)
-    if gain is not None:
-        length = tl.rsqrt(tl.sum(squares, 0) / inputs + eps)
-        result, up = result * length, up * length
-    result = _finished(
-        result, up, scale, bias, residual, column, column, column < outputs, outputs, STORAGE, ACTIVATION
-    )
-    tl.store(out + column, result.to(out.dtype.element_ty), mask=column < outputs)
-
-
-@triton.jit
-def _finished(
-    total, up, scale, bias, residual, column, at, there, outputs, STORAGE: tl.constexpr, ACTIVATION: tl.constexpr
-):  # fmt: skip
-    """Sums to results: a row's scale of float8, bias, gate, residual. They go to `at`, where they are `there`."""
-    inside = column < outputs
-    if STORAGE == FLOAT8:
-        total = total * tl.load(scale + column, mask=inside, other=0.0)
-        if ACTIVATION >= 0:
-            up = up * tl.load(scale + outputs + column, mask=inside, other=0.0)
-    if bias is not None:
-        total = total + tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-        if ACTIVATION >= 0:
-            up = up + tl.load(bias + outputs + column, mask=inside, other=0.0).to(tl.float32)
-    if ACTIVATION >= 0:
-        total = _activated(total, ACTIVATION) * up
-    if residual is not None:
-        total = total + tl.load(residual + at, mask=there, other=0.0).to(tl.float32)
-    return total
-
-
-@triton.jit
-def _ask_for_weights(weight, row, local, start, inputs, stride):
-    """Have the first weights of a tile on their way; asking for more than about one step of them makes it slower."""
-    k = tl.minimum(start + tl.arange(0, ASKED // LINE)[None, :] * LINE, inputs - 1)
-    ask_for(weight + row * stride + local[:, None] * stride + k)
-
-
-@triton.jit(do_not_specialize=["n"])
-def _skinny(
-    x, weight, scale, minimum, bias, residual, out, n, outputs, inputs: tl.constexpr, stride: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
-    STORAGE: tl.constexpr, ACTIVATION: tl.constexpr,
-):  # fmt: skip
-    """ROWS rows times BLOCK_OUT outputs a program; with SPLIT_K, a part of their inputs, to be added by `_joined`."""
-    GATED: tl.constexpr = ACTIVATION >= 0
-    STEPS: tl.constexpr = (inputs + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
-    EVEN: tl.constexpr = inputs % (BLOCK_K * SPLIT_K) == 0
-    num_tiles = tl.cdiv(n, ROWS)  # neighbouring programs share weights, so that further tiles find them in cache
-    first = (tl.program_id(0) // num_tiles).to(tl.int64) * BLOCK_OUT
-    row = (tl.program_id(0) % num_tiles) * ROWS + tl.arange(0, ROWS)
-    local = tl.minimum(tl.arange(0, BLOCK_OUT), (outputs - 1 - first).to(tl.int32))
-    source = x + row[:, None] * inputs
-    there = (row < n)[:, None]  # in place of others the last row would be read, by everybody from the same place
-    total = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
-    total_up = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
-    begin = tl.program_id(1) * STEPS * BLOCK_K
-    if STORAGE == DENSE:
-        for part in tl.static_range(2 if GATED else 1):
-            _ask_for_weights(weight, first + part * outputs, local, begin, inputs, stride)
-    wait_for_predecessors()
-    for step in range(STEPS):
-        start = begin + step * BLOCK_K
-        k = start + tl.arange(0, BLOCK_K)
-        value = tl.load(source + k[None, :], mask=there if EVEN else there & (k < inputs)[None, :], other=0.0)
-        value = tl.trans(value)
-        tile = _weights(
-            weight, scale, minimum, first, local, start, inputs, stride, x, BLOCK_OUT, BLOCK_K, STORAGE, EVEN
-        )
-        total = tl.dot(tile, value, total, input_precision="ieee")
-        if GATED:
-            tile = _weights(
-                weight, scale, minimum, first + outputs, local, start, inputs, stride, x,
-                BLOCK_OUT, BLOCK_K, STORAGE, EVEN,
-            )  # fmt: skip
-            total_up = tl.dot(tile, value, total_up, input_precision="ieee")
-    make_way()
-    column = (first + tl.arange(0, BLOCK_OUT))[:, None]
-    inside = (column < outputs) & (row < n)[None, :]
-    if SPLIT_K > 1:
-        width = outputs * 2 if GATED else outputs
-        at = out + (tl.program_id(1) * n + row[None, :]).to(tl.int64) * width + column
-        tl.store(at, total, mask=inside)
-        if GATED:
-            tl.store(at + outputs, total_up, mask=inside)
-    else:
-        at = row[None, :].to(tl.int64) * outputs + column
-        result = _finished(total, total_up, scale, bias, residual, column, at, inside, outputs, STORAGE, ACTIVATION)
-        tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
-
-
-@triton.jit(do_not_specialize=["n"])
-def _joined(
-    parts, scale, bias, residual, out, gain, normed, n, outputs, eps,
-    BLOCK: tl.constexpr, SPLIT_K: tl.constexpr, STORAGE: tl.constexpr, ACTIVATION: tl.constexpr,
-):  # fmt: skip
-    """Add the parts of a split product, first to last, and finish it; with `gain`, a whole row, and norm it too."""
-    make_way()
-    wait_for_predecessors()
-    GATED: tl.constexpr = ACTIVATION >= 0
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < outputs
-    width = outputs * 2 if GATED else outputs
-    total = tl.zeros((BLOCK,), tl.float32)
-    up = tl.zeros((BLOCK,), tl.float32)
-    for part in tl.static_range(SPLIT_K):
-        at = parts + (part * n + row) * width + column
-        total += tl.load(at, mask=inside, other=0.0)
-        if GATED:
-            up += tl.load(at + outputs, mask=inside, other=0.0)
-    at = row * outputs + column
-    result = _finished(total, up, scale, bias, residual, column, at, inside, outputs, STORAGE, ACTIVATION)
-    result = result.to(out.dtype.element_ty)
-    tl.store(out + at, result, mask=inside)
-    if gain is not None:
-        value = tl.where(inside, result.to(tl.float32), 0.0)
-        length = tl.rsqrt(tl.sum(value * value, 0) / outputs + eps)
-        value = value * length * tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(normed + at, value.to(normed.dtype.element_ty), mask=inside)
-
-
 def gemv(x: Tensor, weight: Packed, around: Around, cut: Tiles | None = None) -> Tensor:
     """One row. [1, in] -> [1, out]."""
     outputs = _outputs(weight, around)
     cut = cut or row_tiles(outputs, weight.inputs, weight.storage, around.activation is not None)
     out = torch.empty(1, outputs, dtype=around.dtype or x.dtype, device=x.device)
     norm = around.norm
-    _gemv[(triton.cdiv(outputs, cut.block_out),)](
+    gemv_kernel[(triton.cdiv(outputs, cut.block_out),)](
         x.contiguous(), weight.codes, weight.scale, weight.minimum, norm and norm.weight, around.bias, around.residual,
         out, outputs, weight.inputs, weight.stride, norm.eps if norm else 0.0,
         cut.block_out, cut.block_k, weight.storage, ACTIVATIONS[around.activation], cut.stages, num_warps=cut.warps,
@@ -386,7 +141,7 @@ def skinny_normed(x: Tensor, weight: Packed, around: Around, cut: Tiles | None =
     width = outputs * 2 if gated else outputs
     split = cut.split_k > 1
     target = torch.empty(cut.split_k, n, width, dtype=torch.float32, device=x.device) if split else out
-    _skinny[(triton.cdiv(outputs, cut.block_out) * triton.cdiv(n, rows), cut.split_k)](
+    skinny_kernel[(triton.cdiv(outputs, cut.block_out) * triton.cdiv(n, rows), cut.split_k)](
         x.contiguous(), weight.codes, weight.scale, weight.minimum, around.bias, around.residual,
         target, n, outputs, inputs, weight.stride,
         rows, cut.block_out, cut.block_k, cut.split_k, weight.storage,
@@ -397,7 +152,7 @@ def skinny_normed(x: Tensor, weight: Packed, around: Around, cut: Tiles | None =
     norm = around.next_norm
     normed = None if norm is None else torch.empty_like(out)
     block = triton.next_power_of_2(outputs) if norm else min(1024, triton.next_power_of_2(outputs))
-    _joined[(n, triton.cdiv(outputs, block))](
+    joined_kernel[(n, triton.cdiv(outputs, block))](
         target, weight.scale, around.bias, around.residual, out, norm and norm.weight, normed, n, outputs,
         norm.eps if norm else 0.0, block, cut.split_k, weight.storage, ACTIVATIONS[around.activation],
         num_warps=8 if norm else 4, **OVERLAPPING,
