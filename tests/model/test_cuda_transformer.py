@@ -10,8 +10,9 @@ pytest.importorskip("triton")
 
 from draftwood.cache.kv import NodeRows
 from draftwood.errors import InvalidRequest
+from draftwood.model import cuda
 from draftwood.model.config import ModelConfig
-from draftwood.model.cuda import CudaTransformer
+from draftwood.model.cuda import Ahead, CudaTransformer
 from draftwood.model.runner import Model, ModelRunner
 from draftwood.model.transformer import Transformer
 from draftwood.model.weights import FLOAT8, FORMATS, ON_ACCELERATORS, as_numbers, quantise_float8
@@ -114,6 +115,16 @@ def test_strict_logits_of_a_tree_are_those_of_its_paths() -> None:
     got = runner.forward(runner.cache.stage([Span(1, text, 0, len(text))], nodes)).logits
     for node, path in {2: [5], 4: [3, 7], 5: [3, 3, 1]}.items():
         assert torch.equal(got[node], logits_of(runner, text + path, 64)[-1])
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_asking_for_weights_ahead_changes_no_bit(strict: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = runner_of(CudaTransformer(checkpoint_of("qwen3"), STRICT_DTYPE, DEVICE, strict=strict))
+    for chunk in (1, 3):
+        monkeypatch.setattr(cuda, "AHEAD", Ahead(0, 0, 0, 0))
+        plain = logits_of(runner, TEXT[:3], chunk)
+        monkeypatch.setattr(cuda, "AHEAD", Ahead(1 << 20, 4096, 1 << 12, 1 << 14))
+        assert torch.equal(logits_of(runner, TEXT[:3], chunk), plain)
 
 
 def test_features_are_the_residual_stream() -> None:

@@ -14,7 +14,7 @@ from draftwood.model.layers import ACTIVATIONS
 from draftwood.model.weights import Float8, Matrix, Storage, as_numbers, quantise_float8, store_as
 from draftwood.ops.cuda import rows
 from draftwood.ops.cuda.linear import FAST_ROWS, CudaLinear, Stream, pack
-from draftwood.ops.cuda.products import Around, Norm, Tiles, gemv, skinny, skinny_normed
+from draftwood.ops.cuda.products import Around, Beginning, Norm, Packed, Tiles, gemv, skinny, skinny_normed
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -98,6 +98,39 @@ def test_a_split_product_norms_its_rows_for_the_next() -> None:
     assert normed is not None
     assert_close(normed, rows.rms_norm(out, norm).double(), torch.float32)
     assert skinny_normed(x, pack([weight], inputs), around, SMALL)[1] is None
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("n", [1, 64])
+@pytest.mark.parametrize(("outputs", "inputs"), [(4096, 4096), (28672, 4096), (4096, 14336), (1536, 576), (96, 72)])
+def test_what_is_asked_for_ahead_lies_in_the_matrix(outputs: int, inputs: int, n: int, gated: bool) -> None:
+    weight = Packed(1, torch.empty(outputs, inputs, dtype=torch.float16, device="meta"), inputs)
+    for size in (1 << 20, 8 << 20, 1 << 30):
+        asked = Beginning.of(weight, n, gated, size)
+        assert asked is not None
+        last = (asked.rows - 1) * asked.stride + (asked.parts - 1) * asked.distance + asked.inputs
+        assert asked.rows == 0 or last <= outputs * inputs
+        assert asked.parts == 1 or asked.inputs <= asked.distance  # parts do not overlap
+        assert asked.inputs % min(asked.inputs, 512) == 0  # whole requests
+        assert asked.rows * asked.parts * asked.inputs * 2 <= max(size, 128 * outputs * asked.parts)
+
+
+def test_nothing_is_asked_for_where_bytes_do_not_come_in_sixteens() -> None:
+    odd = Packed(1, torch.empty(8, 68, dtype=torch.float16, device="meta"), 68)
+    assert Beginning.of(odd, 1, False, 1 << 20) is None
+    eight_bit = pack([matrix(8, 64, "int8", torch.float32)], 64)
+    assert Beginning.of(eight_bit, 1, False, 1 << 20) is None
+
+
+@pytest.mark.parametrize("n", [1, 5])
+def test_asking_for_the_next_weights_changes_no_result(n: int) -> None:
+    weight, x = matrix(24, 64, "dense", torch.float16), random(n, 64, dtype=torch.float16)
+    following = pack([matrix(512, 1024, "dense", torch.float16)], 1024)
+    then = Beginning.of(following, n, False, 1 << 19)
+    assert then is not None
+    product = gemv if n == 1 else skinny
+    plain = product(x, pack([weight], 64), Around(), SMALL)
+    assert torch.equal(product(x, pack([weight], 64), Around(then=then), SMALL), plain)
 
 
 def test_more_rows_than_a_tile_has() -> None:

@@ -46,6 +46,19 @@ _DENSE = (None, Storage.BFLOAT16, Storage.FLOAT32)
 
 
 @dataclass(frozen=True)
+class Ahead:
+    """How many bytes of a product's weights are asked for as the product before it ends."""
+
+    output: int  # attention stands between them, and leaves the memory alone
+    gate_up: int
+    down: int
+    next_layer: int
+
+
+AHEAD = Ahead(0, 0, 0, 0)  # nothing, until it is measured
+
+
+@dataclass(frozen=True)
 class Layer:
     """The weights of one decoder layer, projections that share an input fused."""
 
@@ -141,18 +154,23 @@ class CudaTransformer:
         config = self.config
         attention = {window: self._plan(batch, cache, window) for window in set(config.windows)}
         norms = [layer.attention_norm for layer in self._layers[1:]] + [self._final_norm]
+        following, n = [layer.qkv for layer in self._layers[1:]] + [self._head], len(batch.tokens)
         first = self._embedding.index_select(0, batch.tokens) if given is None else given.residual
         stream = Stream(first, self._layers[0].attention_norm)
         read = stream if given is None or given.wide is None else Stream(given.wide)
         features: dict[int, Tensor] = {}
         for i, layer in enumerate(self._layers):
+            qkv = layer.qkv(read, then=layer.output.beginning(n, AHEAD.output))
             query = rotate_and_store(
-                layer.qkv(read), batch.positions, batch.slots, cache.store[i], self._rotations,
+                qkv, batch.positions, batch.slots, cache.store[i], self._rotations,
                 config.num_heads, config.num_kv_heads, layer.head_norm, config.norm_eps,
             )  # fmt: skip
             mixed = attention[config.windows[i]].run(i, query)
-            stream = layer.output.add_to(stream.hidden, mixed, layer.mlp_norm)
-            read = stream = layer.down.add_to(stream.hidden, layer.gate_up.gated(stream, config.activation), norms[i])
+            then = layer.gate_up.beginning(n, AHEAD.gate_up, gated=True)
+            stream = layer.output.add_to(stream.hidden, mixed, layer.mlp_norm, then)
+            mixed = layer.gate_up.gated(stream, config.activation, layer.down.beginning(n, AHEAD.down))
+            then = following[i].beginning(n, AHEAD.next_layer)
+            read = stream = layer.down.add_to(stream.hidden, mixed, norms[i], then)
             if i in needs:  # the next layer may write over it
                 features[i] = stream.hidden.clone() if i + 1 < len(self._layers) else stream.hidden
         return ForwardOutput(self._head(stream.each(batch.at_logits), torch.float32), features)

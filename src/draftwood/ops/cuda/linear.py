@@ -12,7 +12,7 @@ from torch import Tensor
 from draftwood.model.weights import Float8, Matrix, Quantised, Storage
 from draftwood.ops.cuda import rows
 from draftwood.ops.cuda.product_kernels import DENSE, FLOAT8, INT4, INT8
-from draftwood.ops.cuda.products import Around, Norm, Packed, gemv, skinny, skinny_normed
+from draftwood.ops.cuda.products import Around, Beginning, Norm, Packed, gemv, skinny, skinny_normed
 
 FAST_ROWS = 128  # above, the vendor's products do as well as ours
 
@@ -45,21 +45,27 @@ class CudaLinear:
     bias: Tensor | None = None  # [out]
     strict: bool = False
 
-    def __call__(self, x: Stream, dtype: torch.dtype | None = None) -> Tensor:
+    def __call__(self, x: Stream, dtype: torch.dtype | None = None, then: Beginning | None = None) -> Tensor:
         """The product of a stream, rounded to `dtype`. [N, in] -> [N, out]."""
-        return self._of_stream(x, Around(x.norm, self.bias, dtype=dtype))
+        return self._of_stream(x, Around(x.norm, self.bias, dtype=dtype, then=then))
 
-    def gated(self, x: Stream, activation: str) -> Tensor:
+    def gated(self, x: Stream, activation: str, then: Beginning | None = None) -> Tensor:
         """act(gate) * up, where W has gate's outputs and then up's. [N, in] -> [N, out / 2]."""
-        return self._of_stream(x, Around(x.norm, self.bias, None, activation))
+        return self._of_stream(x, Around(x.norm, self.bias, None, activation, then=then))
 
-    def add_to(self, residual: Tensor, x: Tensor, norm: Norm) -> Stream:
+    def add_to(self, residual: Tensor, x: Tensor, norm: Norm, then: Beginning | None = None) -> Stream:
         """residual + (x W + b), to be read through `norm`; may be written over the residual. [N, out], [N, in]."""
-        around = Around(None, self.bias, residual, next_norm=norm)
+        around = Around(None, self.bias, residual, next_norm=norm, then=then)
         if self.strict or self._few(x):
             hidden, normed = skinny_normed(x, self.weight, around)
             return Stream(hidden, norm, normed)
         return Stream(self._other_ways(x, around), norm)
+
+    def beginning(self, n: int, size: int, gated: bool = False) -> Beginning | None:
+        """About `size` bytes that a product with `n` rows will read first; None where that is left to it."""
+        if not (self.strict or n == 1 or n <= FAST_ROWS):
+            return None
+        return Beginning.of(self.weight, n if not self.strict else 2, gated, size)
 
     def outputs_from(self, start: int) -> CudaLinear:
         """The product with the outputs from `start` on alone, in the same memory."""

@@ -53,6 +53,17 @@ def ask_for(at):
 
 
 @triton.jit
+def ask_for_all(at, size):
+    """The same of `size` bytes from each pointer on, both in sixteens; where it is 0, of nothing."""
+    if _POSSIBLE:
+        tl.inline_asm_elementwise(
+            "{ .reg .pred some; setp.ne.u32 some, $2, 0; "
+            "@some cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+            "=r,l,r", [at.to(tl.int64), size], tl.int32, False, 1,
+        )  # fmt: skip
+
+
+@triton.jit
 def make_way():
     """The next kernel may be prepared beside this one: it is short, or has only its results left to write."""
     if _POSSIBLE:

@@ -7,9 +7,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from draftwood.ops.cuda.overlap import ask_for, make_way, wait_and_make_way, wait_for_predecessors
+from draftwood.ops.cuda.overlap import ask_for, ask_for_all, make_way, wait_and_make_way, wait_for_predecessors
 
+AT_ONCE = tl.constexpr(512)  # weights an instruction asks for
 GROUP = tl.constexpr(32)  # inputs that share a scale, as in model/weights.py
+LAST = tl.constexpr(528)  # programs of a product with one row: those that run as it ends
 DENSE, INT8, INT4, FLOAT8 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)  # model/weights.Storage
 ASKED, LINE = tl.constexpr(128), tl.constexpr(64)  # weights asked for before the rows are there, and those in 128 bytes
 
@@ -107,6 +109,8 @@ def _row_sums(
 @triton.jit
 def gemv_kernel(
     x, weight, scale, minimum, gain, bias, residual, out, outputs, inputs: tl.constexpr, stride: tl.constexpr, eps,
+    then, then_rows, THEN_STRIDE: tl.constexpr, THEN_PARTS: tl.constexpr, THEN_DISTANCE: tl.constexpr,
+    THEN_INPUTS: tl.constexpr, LANES: tl.constexpr,
     BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr, STORAGE: tl.constexpr, ACTIVATION: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
@@ -134,6 +138,11 @@ def gemv_kernel(
                 total_up, value, weight, scale, minimum, first + outputs, local, start, inputs, stride,
                 BLOCK_OUT, BLOCK_K, STORAGE,
             )  # fmt: skip
+    if then is not None:  # the last programs ask: earlier, it would only be in the way
+        asking = tl.minimum(tl.num_programs(0), LAST)
+        place = tl.program_id(0) - (tl.num_programs(0) - asking)
+        if place >= 0:
+            _ask_for_share(then, then_rows, place, asking, THEN_STRIDE, THEN_PARTS, THEN_DISTANCE, THEN_INPUTS, LANES)
     result, up = tl.sum(total, 1), tl.sum(total_up, 1)
     if gain is not None:
         length = tl.rsqrt(tl.sum(squares, 0) / inputs + eps)
@@ -166,6 +175,25 @@ def _finished(
 
 
 @triton.jit
+def _ask_for_share(
+    then, then_rows, program, programs,
+    STRIDE: tl.constexpr, PARTS: tl.constexpr, DISTANCE: tl.constexpr, INPUTS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """One program's share of a `Beginning`."""
+    PIECE: tl.constexpr = min(INPUTS, AT_ONCE)
+    PIECES: tl.constexpr = INPUTS // PIECE
+    count = then_rows * (PARTS * PIECES)
+    share = tl.cdiv(count, programs)
+    i = tl.arange(0, LANES)
+    for begin in range(0, share, LANES):
+        x = program * share + begin + i
+        mine = (begin + i < share) & (x < count)
+        row, part, piece = x // (PARTS * PIECES), x // PIECES % PARTS, x % PIECES
+        at = then + row.to(tl.int64) * STRIDE + part.to(tl.int64) * DISTANCE + piece * PIECE
+        ask_for_all(at, tl.where(mine, PIECE * (then.dtype.element_ty.primitive_bitwidth // 8), 0))
+
+
+@triton.jit
 def _ask_for_weights(weight, row, local, start, inputs, stride):
     """Have the first weights of a tile on their way; asking for more than about one step of them makes it slower."""
     k = tl.minimum(start + tl.arange(0, ASKED // LINE)[None, :] * LINE, inputs - 1)
@@ -175,10 +203,12 @@ def _ask_for_weights(weight, row, local, start, inputs, stride):
 @triton.jit(do_not_specialize=["n"])
 def skinny_kernel(
     x, weight, scale, minimum, bias, residual, out, n, outputs, inputs: tl.constexpr, stride: tl.constexpr,
+    then, then_rows, THEN_STRIDE: tl.constexpr, THEN_PARTS: tl.constexpr, THEN_DISTANCE: tl.constexpr,
+    THEN_INPUTS: tl.constexpr, LANES: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
     STORAGE: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows times BLOCK_OUT outputs a program; with SPLIT_K, a part of their inputs, for `joined_kernel` to add up."""
+    """ROWS rows times BLOCK_OUT outputs a program; with SPLIT_K, a part of their inputs, which others add up."""
     GATED: tl.constexpr = ACTIVATION >= 0
     STEPS: tl.constexpr = (inputs + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
     EVEN: tl.constexpr = inputs % (BLOCK_K * SPLIT_K) == 0
@@ -210,6 +240,9 @@ def skinny_kernel(
                 BLOCK_OUT, BLOCK_K, STORAGE, EVEN,
             )  # fmt: skip
             total_up = tl.dot(tile, value, total_up, input_precision="ieee")
+    if then is not None:
+        program, programs = tl.program_id(0) * SPLIT_K + tl.program_id(1), tl.num_programs(0) * SPLIT_K
+        _ask_for_share(then, then_rows, program, programs, THEN_STRIDE, THEN_PARTS, THEN_DISTANCE, THEN_INPUTS, LANES)
     make_way()
     column = (first + tl.arange(0, BLOCK_OUT))[:, None]
     inside = (column < outputs) & (row < n)[None, :]

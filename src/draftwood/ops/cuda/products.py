@@ -16,7 +16,16 @@ import triton
 from torch import Tensor
 
 from draftwood.ops.cuda.overlap import OVERLAPPING
-from draftwood.ops.cuda.product_kernels import DENSE, GROUP, INT4, INT8, gemv_kernel, joined_kernel, skinny_kernel
+from draftwood.ops.cuda.product_kernels import (
+    AT_ONCE,
+    DENSE,
+    GROUP,
+    INT4,
+    INT8,
+    gemv_kernel,
+    joined_kernel,
+    skinny_kernel,
+)
 
 ACTIVATIONS = {None: -1, "silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
 LARGEST_TILE = 128  # rows
@@ -52,6 +61,48 @@ class Norm:
 
 
 @dataclass(frozen=True)
+class Beginning:
+    """The weights that the next product reads first, to be brought into the cache as this one ends."""
+
+    weight: Tensor
+    rows: int
+    stride: int  # weights from row to row
+    parts: int  # of each row
+    distance: int  # weights from part to part
+    inputs: int  # of each part
+
+    @classmethod
+    def of(cls, weight: Packed, n: int, gated: bool, size: int) -> Beginning | None:
+        """About `size` bytes of a matrix whose next product has `n` rows: of one row, those of its first programs; of
+        several, the first of every program.
+        """
+        outputs = weight.outputs // 2 if gated else weight.outputs
+        in_sixteens = weight.stride % 8 == 0 and weight.inputs % 8 == 0
+        if size == 0 or weight.storage != DENSE.value or weight.codes.element_size() != 2 or not in_sixteens:
+            return None
+        if n == 1:
+            parts = 2 if gated else 1
+            rows = min(outputs, size // (2 * weight.inputs * parts))
+            return cls(weight.codes, rows, weight.stride, parts, outputs * weight.stride, _pieces(weight.inputs))
+        parts = tiles(outputs, weight.inputs, weight.storage, gated).split_k
+        inputs = min(weight.inputs // parts, size // (2 * weight.outputs * parts))
+        return cls(weight.codes, weight.outputs, weight.stride, parts, weight.inputs // parts, _pieces(inputs))
+
+    @property
+    def arguments(self) -> tuple[Tensor, int, int, int, int, int]:
+        """As the kernels take it."""
+        return self.weight, self.rows, self.stride, self.parts, self.distance, self.inputs
+
+
+def _pieces(inputs: int) -> int:
+    """Whole requests."""
+    return inputs // AT_ONCE.value * AT_ONCE.value if inputs >= AT_ONCE.value else max(inputs // 64 * 64, 64)
+
+
+NOTHING = (None, 0, 0, 1, 0, 64)  # to begin with
+
+
+@dataclass(frozen=True)
 class Around:
     """What is fused around a product: y = residual + act(gate) * up, or residual + x W + b."""
 
@@ -61,6 +112,7 @@ class Around:
     activation: str | None = None  # the matrix is gate rows, then as many up rows
     dtype: torch.dtype | None = None  # of the result; None: of x
     next_norm: Norm | None = None  # of whoever reads the result: given beside it where that costs nothing
+    then: Beginning | None = None  # of the product that follows
 
 
 @dataclass(frozen=True)
@@ -117,6 +169,7 @@ def gemv(x: Tensor, weight: Packed, around: Around, cut: Tiles | None = None) ->
     gemv_kernel[(triton.cdiv(outputs, cut.block_out),)](
         x.contiguous(), weight.codes, weight.scale, weight.minimum, norm and norm.weight, around.bias, around.residual,
         out, outputs, weight.inputs, weight.stride, norm.eps if norm else 0.0,
+        *(around.then.arguments if around.then else NOTHING), 32 * cut.warps,
         cut.block_out, cut.block_k, weight.storage, ACTIVATIONS[around.activation], cut.stages, num_warps=cut.warps,
         **OVERLAPPING,
     )  # fmt: skip
@@ -144,6 +197,7 @@ def skinny_normed(x: Tensor, weight: Packed, around: Around, cut: Tiles | None =
     skinny_kernel[(triton.cdiv(outputs, cut.block_out) * triton.cdiv(n, rows), cut.split_k)](
         x.contiguous(), weight.codes, weight.scale, weight.minimum, around.bias, around.residual,
         target, n, outputs, inputs, weight.stride,
+        *(around.then.arguments if around.then else NOTHING), 32 * cut.warps,
         rows, cut.block_out, cut.block_k, cut.split_k, weight.storage,
         ACTIVATIONS[around.activation], num_warps=cut.warps, num_stages=cut.stages, **OVERLAPPING,
     )  # fmt: skip
