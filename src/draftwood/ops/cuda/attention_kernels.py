@@ -82,18 +82,21 @@ def _load_slots(keys, values, slot, there, DIM: tl.constexpr, DIM_PADDED: tl.con
 
 
 @triton.jit
-def _ask_for_slots(keys, values, slot, DIM: tl.constexpr):
-    """Have the keys and values at `slot` on their way; 64 numbers at a time make 128 bytes, or two times as many."""
-    for part in tl.static_range(0, DIM, 64):
-        ask_for(keys + slot * DIM + part)
-        ask_for(values + slot * DIM + part)
-
-
-@triton.jit
 def _slot_of(pages, key, there, PAGE: tl.constexpr):
     """Where key number `key` of the sequence with these pages lies; never outside the cache."""
     page = tl.maximum(tl.load(pages + key // PAGE, mask=there, other=0), 0)
     return page * PAGE + key % PAGE
+
+
+@triton.jit
+def _ask_for_chunk(keys, values, pages, chunk, end, DIM: tl.constexpr, PAGE: tl.constexpr):
+    """Have the keys and values of a chunk on their way, if it has any: those before number `end`."""
+    if chunk * _CHUNK < end:
+        key = tl.minimum(chunk * _CHUNK + tl.arange(0, _CHUNK), end - 1)
+        slot = _slot_of(pages, key, key >= 0, PAGE)
+        for part in tl.static_range(0, DIM, 64):  # 128 bytes, or two times as many
+            ask_for(keys + slot * DIM + part)
+            ask_for(values + slot * DIM + part)
 
 
 @triton.jit
@@ -278,16 +281,16 @@ def scan_linear(
     pages = table + sequence.to(tl.int64) * table_width
     keys += head.to(tl.int64) * num_slots * DIM
     values += head.to(tl.int64) * num_slots * DIM
-    key = first * _CHUNK + tl.arange(0, _CHUNK)
-    _ask_for_slots(keys, values, _slot_of(pages, key, key < tile_end, PAGE), DIM)
+    j, splits = tl.program_id(2), tl.num_programs(2)
+    own = first + (j + splits - first % splits) % splits  # the first chunk of this program
+    _ask_for_chunk(keys, values, pages, own, tile_end, DIM, PAGE)
     wait_for_predecessors()  # all before is known since the batch was laid out; only now come queries and new keys
     if row_begin >= row_end:
         return
     d = tl.arange(0, DIM_PADDED)
     q = tl.load(query + line[:, None] * DIM + d[None, :], mask=real[:, None] & (d < DIM)[None, :], other=0.0)
     if SPLIT:
-        j, splits = tl.program_id(2), tl.num_programs(2)
-        for chunk in range(first + (j + splits - first % splits) % splits, last + 1, splits):
+        for chunk in range(own, last + 1, splits):
             highest, total, acc = _blocks(
                 q, tl.maximum(chunk * _CHUNK, tile_begin), (chunk + 1) * _CHUNK, begin, end, tile_end, pages, keys,
                 values, scale, words, base, real, num_words, DIM, DIM_PADDED, PAGE, LINES, MASKED,
