@@ -249,6 +249,18 @@ STRICT = DTYPES if ON_GPU else [torch.float16]
 STRICT_PARTS = [Part(250, 2, bush(9)), Part(310, 1, chain(2)), Part(120, 5)]
 
 
+@pytest.mark.parametrize("splits", [2, 3])
+def test_the_last_program_of_several_joins_their_chunks_in_every_layer(splits: int) -> None:
+    """Without a tree there is no second launch: bits are those of one program, and its counters are ready again."""
+    batch, num_pages = make_batch([Part(300, 2), Part(700, 1), Part(20, 3)])
+    cache, query = make_inputs(batch, num_pages, Heads(2, 2, 64), torch.float16)
+    shape = AttentionShape(None, 0.125)
+    alone = TreeAttention.plan(batch, cache, shape, linear=True, num_splits=1)
+    together = TreeAttention.plan(batch, cache, shape, linear=True, num_splits=splits)
+    for layer in (0, 1, 0):
+        assert torch.equal(together.run(layer, query), alone.run(layer, query))
+
+
 @pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("dtype", STRICT, ids=str)
 def test_bits_do_not_depend_on_splits_or_tiles(dtype: torch.dtype, window: int | None) -> None:

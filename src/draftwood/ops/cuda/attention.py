@@ -20,41 +20,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from draftwood.model.batch import AttentionShape, ForwardBatch, Pages
-from draftwood.ops.cuda.attention_kernels import BLOCK, CHUNK, LARGEST_GROUP, find_tails, finish_rows, scan_linear
+from draftwood.ops.cuda.attention_kernels import BLOCK, CHUNK, LARGEST_GROUP, finish_rows, scan_linear
 from draftwood.ops.cuda.overlap import OVERLAPPING
+from draftwood.ops.cuda.tails import Tails, tails_of
 from draftwood.tree import BITS
 
 FILLS_CHIP = 264  # programs, two for each multiprocessor of an H200
 TALLEST_EXACT = 32  # lines of a tile whose bits are those of lower ones
 FEW_ROWS, TALL, TALLEST = 128, 64, 128  # lines where bits are free, for few rows and for many; measured on an H200
 UNLIMITED = 1 << 30  # a window no sequence reaches
-
-
-@dataclass(frozen=True)
-class Tails:
-    """What only a single row sees: its keys from the last block border below its tree on."""
-
-    slots: Tensor  # [N, T] int32, undefined behind a row's last key
-    lengths: Tensor  # [N] int64 keys of a row in all
-
-
-def tails_of(batch: ForwardBatch, page_size: int, max_depth: int) -> Tails:
-    """Tails of rows whose trees are at most `max_depth` deep, without asking the host."""
-    num_rows, num_words = batch.ancestors.shape
-    width = BLOCK + max_depth
-    slots = torch.empty(num_rows, width, dtype=torch.int32, device=batch.tokens.device)
-    lengths = torch.empty_like(batch.visible)
-    find_tails[(num_rows,)](
-        batch.ancestors.contiguous(), batch.row_offsets, batch.visible, batch.tree_base, batch.block_table,
-        slots, lengths, batch.tree_base.shape[0], num_words, batch.block_table.stride(0), width, page_size,
-        **OVERLAPPING,
-    )  # fmt: skip
-    return Tails(slots, lengths)
 
 
 @dataclass(frozen=True)
@@ -146,8 +126,8 @@ class TreeAttention:
         sums = query.new_empty(num_rows * heads, num_states, 2, dtype=torch.float32)
         if num_rows:
             self._scan(layer, query, out, states, sums, tiling)
-        if num_rows and in_parts:
-            self._finish(layer, query, out, states, sums, split)
+        if num_rows and self.tails is not None:
+            self._finish(layer, query, out, states, sums, self.tails, split)
         return out
 
     def _scan(self, layer: int, query: Tensor, out: Tensor, states: Tensor, sums: Tensor, tiling: Tiling) -> None:
@@ -156,7 +136,8 @@ class TreeAttention:
         padded = _power_of_2(dim)
         scan_linear[(tiling.num_tiles, kv_heads, tiling.num_splits)](
             query, keys, values, batch.block_table, batch.row_offsets, batch.positions, batch.visible,
-            self._lengths, batch.ancestors.contiguous(), batch.tree_base, out, states, sums, self._scale, self._window,
+            self._lengths, batch.ancestors.contiguous(), batch.tree_base, out, states, sums,
+            self._arrived if tiling.num_splits > 1 and self.tails is None else None, self._scale, self._window,
             batch.tree_base.shape[0], batch.block_table.stride(0), num_slots, states.shape[1],
             batch.ancestors.shape[1], self.max_nodes,
             kv_heads, query.shape[1] // kv_heads, tiling.group_padded, dim, padded, self.cache.page_size,
@@ -164,19 +145,24 @@ class TreeAttention:
             num_warps=_warps(tiling.lines, padded), num_stages=_stages(keys), enable_fp_fusion=False, **OVERLAPPING,
         )  # fmt: skip
 
-    def _finish(self, layer: int, query: Tensor, out: Tensor, states: Tensor, sums: Tensor, split: bool) -> None:
+    def _finish(
+        self, layer: int, query: Tensor, out: Tensor, states: Tensor, sums: Tensor, tails: Tails, split: bool
+    ) -> None:
         batch, (keys, values) = self.batch, self.cache.store[layer]
         kv_heads, num_slots, dim = keys.shape
-        # Without a tree nothing is read of the tails, but something has to be passed.
-        tails = batch.visible[:, None] if self.tails is None else self.tails.slots
         finish_rows[(query.shape[0], kv_heads)](
-            query, keys, values, batch.positions, batch.visible, self._lengths, tails, out, states, sums,
-            self._scale, self._window, num_slots, states.shape[1], tails.shape[1],
-            self.max_nodes, batch.block_table.stride(0) * self.cache.page_size,
-            kv_heads, query.shape[1] // kv_heads, dim, _power_of_2(dim),
-            self.tails is not None, self.max_nodes > 0, split,
+            query, keys, values, batch.positions, batch.visible, tails.lengths, tails.slots, out, states, sums,
+            self._scale, self._window, num_slots, states.shape[1], tails.slots.shape[1],
+            kv_heads, query.shape[1] // kv_heads, dim, _power_of_2(dim), split,
             num_warps=4, num_stages=1, enable_fp_fusion=False, **OVERLAPPING,
         )  # fmt: skip
+
+    @cached_property
+    def _arrived(self) -> Tensor:
+        """Of each tile and key head, the programs that are done with their chunks; all layers count in the same."""
+        batch = self.batch
+        most_tiles = len(batch.tokens) + len(batch.tree_base)
+        return torch.zeros(most_tiles * self.cache.store.shape[2], dtype=torch.int32, device=batch.tokens.device)
 
     @property
     def _lengths(self) -> Tensor:

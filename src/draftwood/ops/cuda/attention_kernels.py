@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from draftwood.ops.cuda.arrival import last_to_arrive
 from draftwood.ops.cuda.overlap import ask_for, make_way, wait_for_predecessors
 
 BLOCK = 64  # keys a product
@@ -82,7 +83,13 @@ def _load_slots(keys, values, slot, there, DIM: tl.constexpr, DIM_PADDED: tl.con
 
 
 @triton.jit
-def _slot_of(pages, key, there, PAGE: tl.constexpr):
+def _load_queries(query, line, real, DIM: tl.constexpr, DIM_PADDED: tl.constexpr):
+    d = tl.arange(0, DIM_PADDED)
+    return tl.load(query + line[:, None] * DIM + d[None, :], mask=real[:, None] & (d < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def slot_of(pages, key, there, PAGE: tl.constexpr):
     """Where key number `key` of the sequence with these pages lies; never outside the cache."""
     page = tl.maximum(tl.load(pages + key // PAGE, mask=there, other=0), 0)
     return page * PAGE + key % PAGE
@@ -93,7 +100,7 @@ def _ask_for_chunk(keys, values, pages, chunk, end, DIM: tl.constexpr, PAGE: tl.
     """Have the keys and values of a chunk on their way, if it has any: those before number `end`."""
     if chunk * _CHUNK < end:
         key = tl.minimum(chunk * _CHUNK + tl.arange(0, _CHUNK), end - 1)
-        slot = _slot_of(pages, key, key >= 0, PAGE)
+        slot = slot_of(pages, key, key >= 0, PAGE)
         for part in tl.static_range(0, DIM, 64):  # 128 bytes, or two times as many
             ask_for(keys + slot * DIM + part)
             ask_for(values + slot * DIM + part)
@@ -105,12 +112,12 @@ def _slots_of_block(pages, start, key, there, PAGE: tl.constexpr):
     if tl.constexpr(PAGE) % _BLOCK == 0:
         slot = tl.maximum(tl.load(pages + start // PAGE), 0) * PAGE + key % PAGE
     else:
-        slot = _slot_of(pages, key, there, PAGE)
+        slot = slot_of(pages, key, there, PAGE)
     return slot
 
 
 @triton.jit
-def _last_at_most(offsets, number, wanted, ROWS: tl.constexpr, EXTRA: tl.constexpr):
+def last_at_most(offsets, number, wanted, ROWS: tl.constexpr, EXTRA: tl.constexpr):
     """The last sequence s with offsets[s] // ROWS + s * EXTRA <= wanted."""
     count = wanted * 0
     for begin in range(0, number, _SEQUENCES):
@@ -128,7 +135,7 @@ def _rows_of_tile(tile, offsets, num_sequences, ROWS: tl.constexpr, ONE_TILE: tl
     """
     sequence = tile
     if not ONE_TILE:
-        sequence = _last_at_most(offsets, num_sequences, tile, ROWS, 1)
+        sequence = last_at_most(offsets, num_sequences, tile, ROWS, 1)
     row_begin, row_end = tl.load(offsets + sequence), tl.load(offsets + sequence + 1)
     if not ONE_TILE:
         row_begin += (tile - (row_begin // ROWS + sequence)) * ROWS
@@ -196,9 +203,10 @@ def _store_state(states, sums, line, real, slots, slot, highest, total, acc, DIM
 def _load_state(states, sums, line, real, slots, slot, DIM: tl.constexpr, PADDED: tl.constexpr):
     place = line * slots + slot
     d = tl.arange(0, PADDED)
-    highest = tl.load(sums + place * 2, mask=real, other=float("-inf"))
-    total = tl.load(sums + place * 2 + 1, mask=real, other=0.0)
-    acc = tl.load(states + place[:, None] * DIM + d[None, :], mask=real[:, None] & (d < DIM)[None, :], other=0.0)
+    mask = real[:, None] & (d < DIM)[None, :]
+    highest = tl.load(sums + place * 2, mask=real, other=float("-inf"), cache_modifier=".cg")
+    total = tl.load(sums + place * 2 + 1, mask=real, other=0.0, cache_modifier=".cg")
+    acc = tl.load(states + place[:, None] * DIM + d[None, :], mask=mask, other=0.0, cache_modifier=".cg")
     return highest, total, acc
 
 
@@ -207,6 +215,36 @@ def _store_rows(out, line, real, total, acc, DIM: tl.constexpr, PADDED: tl.const
     d = tl.arange(0, PADDED)
     mask = real[:, None] & (d < DIM)[None, :]
     tl.store(out + line[:, None] * DIM + d[None, :], _normalised(total, acc).to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _take_chunks(
+    q, own, last, splits, tile_begin, begin, end, tile_end, pages, keys, values, scale, words, base, real,
+    num_words, states, sums, line, num_states,
+    DIM: tl.constexpr, DIM_PADDED: tl.constexpr, PAGE: tl.constexpr, LINES: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """One of several programs: chunks own, own + splits, …, each left as a state."""
+    for chunk in range(own, last + 1, splits):
+        highest, total, acc = _blocks(
+            q, tl.maximum(chunk * _CHUNK, tile_begin), (chunk + 1) * _CHUNK, begin, end, tile_end, pages, keys,
+            values, scale, words, base, real, num_words, DIM, DIM_PADDED, PAGE, LINES, MASKED,
+        )  # fmt: skip
+        _store_state(states, sums, line, real, num_states, chunk, highest, total, acc, DIM, DIM_PADDED)
+
+
+@triton.jit
+def _join_chunks(
+    arrived, own, splits, out, states, sums, line, real, num_states, first, last,
+    DIM: tl.constexpr, PADDED: tl.constexpr, LINES: tl.constexpr,
+):  # fmt: skip
+    """The result, by whoever is last of those with chunks; one that a line sees nothing of changes no bit of it."""
+    if own <= last:  # noqa: SIM102 (nobody else arrives)
+        if last_to_arrive(arrived, 0, tl.minimum(splits, last - first + 1)):
+            all_highest, all_total, all_acc = _nothing(LINES, PADDED)
+            for chunk in range(first, last + 1):
+                highest, total, acc = _load_state(states, sums, line, real, num_states, chunk, DIM, PADDED)
+                all_highest, all_total, all_acc = _combine(all_highest, all_total, all_acc, highest, total, acc)
+            _store_rows(out, line, real, all_total, all_acc, DIM, PADDED)
 
 
 @triton.jit
@@ -248,7 +286,7 @@ def _walk(
     do_not_specialize=["window", "num_sequences", "table_width", "num_slots", "num_states", "num_words", "nodes"]
 )
 def scan_linear(
-    query, keys, values, table, offsets, positions, visible, lengths, ancestors, tree_base, out, states, sums,
+    query, keys, values, table, offsets, positions, visible, lengths, ancestors, tree_base, out, states, sums, arrived,
     scale, window, num_sequences, table_width, num_slots, num_states, num_words, nodes,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr, PAGE: tl.constexpr, LINES: tl.constexpr, ONE_TILE: tl.constexpr,
@@ -256,8 +294,8 @@ def scan_linear(
 ):  # fmt: skip
     """Everything that a tile's rows share: the blocks of keys no draft node has a part in; MASKED, all blocks.
 
-    Program (tile, key head, j). SPLIT: chunks j, j + splits, … leave a state each, by number. Otherwise one program
-    walks all: with a tree it leaves two states, all chunks but the last, and the last; without, the result.
+    Program (tile, key head, j). SPLIT: chunks j, j + splits, … leave a state each; without a tree, the last program
+    makes the result of them. Otherwise one walks all, and leaves two states for a tree, the last chunk and all before.
     """
     make_way()
     rows: tl.constexpr = LINES // GROUP_PADDED
@@ -269,35 +307,35 @@ def scan_linear(
     end = tl.load(visible + row, mask=real, other=0).to(tl.int32)
     begin = tl.maximum(tl.load(positions + row, mask=real, other=0).to(tl.int32) - window + 1, 0)
     if HAS_TREE:
-        length = tl.load(lengths + row, mask=real, other=0).to(tl.int32)
-        end, open_chunk = _shared_end(end, length)
+        end, open_chunk = _shared_end(end, tl.load(lengths + row, mask=real, other=0).to(tl.int32))
     else:
         open_chunk = _last_chunk(end, nodes, table_width * PAGE)
     last, tile_end = tl.max(open_chunk, 0), tl.minimum(tl.max(end, 0) + nodes, table_width * PAGE)
-    words = ancestors + row.to(tl.int64) * num_words
-    base = tl.load(tree_base + sequence).to(tl.int32)
+    words, base = ancestors + row.to(tl.int64) * num_words, tl.load(tree_base + sequence).to(tl.int32)
     tile_begin = tl.min(tl.where(real, begin, 1 << 30), 0) // _BLOCK * _BLOCK
     first = tl.minimum(tile_begin // _CHUNK, last)
     pages = table + sequence.to(tl.int64) * table_width
-    keys += head.to(tl.int64) * num_slots * DIM
-    values += head.to(tl.int64) * num_slots * DIM
-    j, splits = tl.program_id(2), tl.num_programs(2)
-    own = first + (j + splits - first % splits) % splits  # the first chunk of this program
+    own_head = head.to(tl.int64) * num_slots * DIM
+    keys, values = keys + own_head, values + own_head
+    splits = tl.num_programs(2)
+    own = first + (tl.program_id(2) + splits - first % splits) % splits  # the first chunk of this program
     _ask_for_chunk(keys, values, pages, own, tile_end, DIM, PAGE)
     wait_for_predecessors()  # all before is known since the batch was laid out; only now come queries and new keys
     if row_begin >= row_end:
         return
-    d = tl.arange(0, DIM_PADDED)
-    q = tl.load(query + line[:, None] * DIM + d[None, :], mask=real[:, None] & (d < DIM)[None, :], other=0.0)
+    q = _load_queries(query, line, real, DIM, DIM_PADDED)
     if SPLIT:
-        for chunk in range(own, last + 1, splits):
-            highest, total, acc = _blocks(
-                q, tl.maximum(chunk * _CHUNK, tile_begin), (chunk + 1) * _CHUNK, begin, end, tile_end, pages, keys,
-                values, scale, words, base, real, num_words, DIM, DIM_PADDED, PAGE, LINES, MASKED,
+        _take_chunks(
+            q, own, last, splits, tile_begin, begin, end, tile_end, pages, keys, values, scale, words, base, real,
+            num_words, states, sums, line, num_states, DIM, DIM_PADDED, PAGE, LINES, MASKED,
+        )  # fmt: skip
+        if not HAS_TREE:
+            _join_chunks(
+                arrived + tl.program_id(0) * KV_HEADS + head, own, splits, out, states, sums, line, real, num_states,
+                first, last, DIM, DIM_PADDED, LINES,
             )  # fmt: skip
-            _store_state(states, sums, line, real, num_states, chunk, highest, total, acc, DIM, DIM_PADDED)
     elif MASKED:  # nobody asks for bits: no chunks
-        highest, total, acc = _blocks(
+        _, total, acc = _blocks(
             q, tile_begin, tile_end, begin, end, tile_end, pages, keys, values,
             scale, words, base, real, num_words, DIM, DIM_PADDED, PAGE, LINES, MASKED,
         )  # fmt: skip
@@ -309,12 +347,11 @@ def scan_linear(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["window", "num_slots", "num_states", "tail_width", "nodes", "room"])
+@triton.jit(do_not_specialize=["window", "num_slots", "num_states", "tail_width"])
 def finish_rows(
     query, keys, values, positions, visible, lengths, tails, out, states, sums,
-    scale, window, num_slots, num_states, tail_width, nodes, room,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr,
-    HAS_TREE: tl.constexpr, MASKED: tl.constexpr, SPLIT: tl.constexpr,
+    scale, window, num_slots, num_states, tail_width,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Combine the states of one row and key head, and go on with the keys only this draft node has."""
     make_way()
@@ -322,16 +359,11 @@ def finish_rows(
     i = tl.arange(0, _ROW_LINES)
     real = i < GROUP
     line = row * (KV_HEADS * GROUP) + head * GROUP + i
-    seen_linear = tl.load(visible + row).to(tl.int32)
-    length = seen_linear
-    if HAS_TREE:
-        length = tl.load(lengths + row).to(tl.int32)
+    seen_linear, length = tl.load(visible + row).to(tl.int32), tl.load(lengths + row).to(tl.int32)
     begin = tl.maximum(tl.load(positions + row).to(tl.int32) - window + 1, 0)
     first, opened = 0, 1
     if SPLIT:
         opened = tl.where(length > seen_linear, seen_linear, tl.maximum(seen_linear - 1, 0)) // _CHUNK
-        if MASKED:
-            opened = _last_chunk(seen_linear, nodes, room)
         first = tl.minimum(begin // _CHUNK, opened)
     wait_for_predecessors()
     all_highest, all_total, all_acc = _nothing(_ROW_LINES, DIM_PADDED)
@@ -339,52 +371,23 @@ def finish_rows(
         highest, total, acc = _load_state(states, sums, line, real, num_states, chunk, DIM, DIM_PADDED)
         all_highest, all_total, all_acc = _combine(all_highest, all_total, all_acc, highest, total, acc)
     highest, total, acc = _load_state(states, sums, line, real, num_states, opened, DIM, DIM_PADDED)
-    if HAS_TREE:  # noqa: SIM102 (what the compiler knows and what the program finds out are not one condition)
-        if length > seen_linear:
-            d = tl.arange(0, DIM_PADDED)
-            q = tl.load(query + line[:, None] * DIM + d[None, :], mask=real[:, None] & (d < DIM)[None, :], other=0.0)
-            keys += head.to(tl.int64) * num_slots * DIM
-            values += head.to(tl.int64) * num_slots * DIM
-            tail_begin = seen_linear // _BLOCK * _BLOCK
-            slots = tails + row * tail_width - tail_begin
-            for block in range(tl.cdiv(length - tail_begin, _BLOCK)):
-                start = tail_begin + block * _BLOCK
-                if start % _CHUNK == 0:
-                    all_highest, all_total, all_acc = _combine(all_highest, all_total, all_acc, highest, total, acc)
-                    highest, total, acc = _nothing(_ROW_LINES, DIM_PADDED)
-                key = start + tl.arange(0, _BLOCK)
-                there = key < length
-                slot = tl.load(slots + key, mask=there, other=0).to(tl.int64)
-                k, v = _load_slots(keys, values, slot, there, DIM, DIM_PADDED)
-                seen = tl.broadcast_to(((key >= begin) & there)[None, :], (_ROW_LINES, _BLOCK))
-                highest, wide, acc = _attend(q, k, v, seen, highest, _widened(total, _ROW_LINES), acc, scale)
-                total = tl.max(wide, 1)
+    if length > seen_linear:
+        q = _load_queries(query, line, real, DIM, DIM_PADDED)
+        keys += head.to(tl.int64) * num_slots * DIM
+        values += head.to(tl.int64) * num_slots * DIM
+        tail_begin = seen_linear // _BLOCK * _BLOCK
+        slots = tails + row * tail_width - tail_begin
+        for block in range(tl.cdiv(length - tail_begin, _BLOCK)):
+            start = tail_begin + block * _BLOCK
+            if start % _CHUNK == 0:
+                all_highest, all_total, all_acc = _combine(all_highest, all_total, all_acc, highest, total, acc)
+                highest, total, acc = _nothing(_ROW_LINES, DIM_PADDED)
+            key = start + tl.arange(0, _BLOCK)
+            there = key < length
+            slot = tl.load(slots + key, mask=there, other=0).to(tl.int64)
+            k, v = _load_slots(keys, values, slot, there, DIM, DIM_PADDED)
+            seen = tl.broadcast_to(((key >= begin) & there)[None, :], (_ROW_LINES, _BLOCK))
+            highest, wide, acc = _attend(q, k, v, seen, highest, _widened(total, _ROW_LINES), acc, scale)
+            total = tl.max(wide, 1)
     all_highest, all_total, all_acc = _combine(all_highest, all_total, all_acc, highest, total, acc)
     _store_rows(out, line, real, all_total, all_acc, DIM, DIM_PADDED)
-
-
-@triton.jit(do_not_specialize=["num_sequences", "num_words", "table_width", "tail_width"])
-def find_tails(
-    ancestors, offsets, visible, tree_base, table, tails, lengths,
-    num_sequences, num_words, table_width, tail_width, PAGE: tl.constexpr,
-):  # fmt: skip
-    """For one row: how many keys it has, and the slots of those from the last block border below its tree on."""
-    wait_for_predecessors()
-    row = tl.program_id(0).to(tl.int64)
-    seen = tl.load(visible + row)
-    sequence = _last_at_most(offsets, num_sequences, row, 1, 0)
-    pages = table + sequence.to(tl.int64) * table_width
-    base = tl.load(tree_base + sequence)
-    begin = seen // _BLOCK * _BLOCK
-    own = tails + row * tail_width
-    i = tl.arange(0, _BLOCK).to(tl.int64)
-    linear = begin + i < seen
-    tl.store(own + i, _slot_of(pages, begin + i, linear, PAGE).to(tl.int32), mask=linear)
-    count = seen - begin
-    for word in range(num_words):
-        bit = (tl.load(ancestors + row * num_words + word) >> i) & 1
-        place = count + tl.cumsum(bit, 0) - 1
-        there = (bit == 1) & (place < tail_width)
-        tl.store(own + place, _slot_of(pages, base + word * 64 + i, there, PAGE).to(tl.int32), mask=there)
-        count += tl.sum(bit, 0)
-    tl.store(lengths + row, begin + tl.minimum(count, tail_width))

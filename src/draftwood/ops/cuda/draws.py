@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftwood.ops.cuda.arrival import last_to_arrive
 from draftwood.ops.cuda.overlap import OVERLAPPING, wait_and_make_way
 from draftwood.ops.cuda.residual import PADDED
 from draftwood.tree import TokenTree
@@ -129,16 +130,6 @@ def _look_up(
     tl.store(bars + 2 * node + 1, 1.0)
     tl.store(scale + node, 0.0)
     tl.store(arrived + node, 0)
-
-
-@triton.jit
-def last_to_arrive(arrived, at, others):
-    """Whether all other programs have written what they have to say; the counter is ready for the next launch then."""
-    tl.debug_barrier()
-    last = tl.atomic_add(arrived + at, 1) == others - 1
-    if last:
-        tl.store(arrived + at, 0)
-    return last
 
 
 @triton.jit

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftwood.ops.cuda.draws import SLICE, Drawn, Weights, added_up, last_to_arrive, padded
+from draftwood.ops.cuda.arrival import last_to_arrive
+from draftwood.ops.cuda.draws import SLICE, Drawn, Weights, added_up, padded
 from draftwood.ops.cuda.ends import along_path, pick_end, round_key
 from draftwood.ops.cuda.order import RANKED, Order, order_of_slice
 from draftwood.ops.cuda.overlap import OVERLAPPING, wait_and_make_way

@@ -15,7 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftwood.ops.cuda.draws import SLICE, Drawn, Weights, last_to_arrive, padded
+from draftwood.ops.cuda.arrival import last_to_arrive
+from draftwood.ops.cuda.draws import SLICE, Drawn, Weights, padded
 from draftwood.ops.cuda.overlap import OVERLAPPING, wait_and_make_way
 
 RANKED = 256  # all as in `verifiers/gbv.py`

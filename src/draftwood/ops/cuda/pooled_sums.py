@@ -10,7 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from draftwood.ops.cuda.draws import PADDED, last_to_arrive
+from draftwood.ops.cuda.arrival import last_to_arrive
+from draftwood.ops.cuda.draws import PADDED
 from draftwood.ops.cuda.overlap import wait_and_make_way
 
 WIDE = tl.constexpr(4)  # times the tokens at a time where there is but one law to sum up
