@@ -14,7 +14,6 @@ from typing import Any
 import torch
 
 from draftwood.cache.resident import resident_of
-from draftwood.cache.seats import Seats
 from draftwood.config import EngineConfig
 from draftwood.drafters.by_request import OfferedDrafters
 from draftwood.drafters.model import ModelDrafter
@@ -31,7 +30,7 @@ from draftwood.engine.memory import (
     explain_out_of_memory,
     plan_memory,
 )
-from draftwood.engine.rounds import Rounds
+from draftwood.engine.rounds import Rounds, seats_for
 from draftwood.errors import IncompatibleParts, InvalidRequest
 from draftwood.growers import (
     Beam,
@@ -315,9 +314,7 @@ def build_rounds(
     resident = resident_of(drafter, target) if target.device.type == "cuda" else None
     if resident is None:
         return None
-    tables = target.cache.tables
-    longest = min(target.model.config.max_positions, tables.capacity) + 2 * drafter.max_nodes + 2
-    seats = Seats(config.max_running, longest, tables.page_size, target.cache.scratch_page, target.device)
+    seats = seats_for(target, config.max_running, drafter.max_nodes)
     return Rounds(target, resident, law_of, KeyedRng(), seats, captures=not config.eager)
 
 

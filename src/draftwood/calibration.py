@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 
 from draftwood import __version__
-from draftwood.cache.seats import Kind, Seats
+from draftwood.cache.seats import Kind
 from draftwood.costs import StepCosts
 from draftwood.drafters.scripted import ScriptedDrafter
 from draftwood.drafters.trimmed import TrimmedDrafter
 from draftwood.engine.controller import FixedBudget, MeasuredBudget, MeasuredTreeBudget, SharedRows
 from draftwood.engine.engine import Engine
-from draftwood.engine.rounds import Rounds
+from draftwood.engine.rounds import Rounds, seats_for
 from draftwood.engine.scheduler import Scheduler, SchedulerConfig
 from draftwood.engine.sequence import Sequence
 from draftwood.engine.text import TextStream
@@ -116,7 +116,7 @@ def _time_rounds(target: ModelRunner, batch: int, context: int, nodes: list[int]
     drafter = ScriptedDrafter(lambda tokens: [], max(nodes), chain=True)
     tables, ids = target.cache.tables, [-1 - i for i in range(batch)]
     length = context + 2 * max(nodes) + (2 + GPU_REPEATS) * len(nodes)
-    seats = Seats(batch, length, tables.page_size, target.cache.scratch_page, target.device)
+    seats = seats_for(target, batch, max(nodes))
     resident = drafter.resident(target)
     assert resident is not None, "scripted trees run everywhere"
     law = LAWS["match"]()

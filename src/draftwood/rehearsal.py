@@ -24,7 +24,7 @@ from draftwood.rng import KeyedRng
 from draftwood.verifiers import LAWS
 
 VOCABULARY = 16384  # tokens: a larger one is cut up alike
-PAGES = 4
+PAGES = 16  # enough for several programs to share a sequence's keys, as they will
 
 
 class _Blank:

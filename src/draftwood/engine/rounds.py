@@ -35,6 +35,13 @@ READINGS = (16, 32, 64, 128, 256, 512)  # rows of a piece of a single prompt
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 
 
+def seats_for(target: ModelRunner, capacity: int, max_nodes: int) -> Seats:
+    """Room for sequences as long as the model and its cache let them be: how long decides how kernels are cut up."""
+    tables = target.cache.tables
+    longest = min(target.model.config.max_positions, tables.capacity) + 2 * max_nodes + 2
+    return Seats(capacity, longest, tables.page_size, target.cache.scratch_page, target.device)
+
+
 @dataclass
 class Round:
     """One size and kind of round, ready to be run again and again."""
