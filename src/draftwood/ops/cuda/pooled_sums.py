@@ -43,7 +43,7 @@ def _sum_slice(
     PLACES: tl.constexpr, W: tl.constexpr, VOCABULARY: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """What of p and of the laws of the first draws lies where these leave something of a slice, after each draw. All
-    draws meet once for a law, in a loop: unrolled, it takes longer to fetch the program than to run it.
+    draws meet once for a law, in a loop, which keeps the program short.
     """
     p, q, rows, tokens, scales, weight, depth = given
     k, x = tl.arange(0, PLACES), piece * SIZE + tl.arange(0, SIZE)
