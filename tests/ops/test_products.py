@@ -118,6 +118,11 @@ def test_what_is_asked_for_ahead_lies_in_the_matrix(outputs: int, inputs: int, n
 def test_nothing_is_asked_for_where_bytes_do_not_come_in_sixteens() -> None:
     odd = Packed(1, torch.empty(8, 68, dtype=torch.float16, device="meta"), 68)
     assert Beginning.of(odd, 1, False, 1 << 20) is None
+    halves_odd = Packed(1, torch.empty(4096, 14344, dtype=torch.float16, device="meta"), 14344)
+    assert Beginning.of(halves_odd, 64, False, 1 << 20) is None  # in two parts of 7,172
+    assert Beginning.of(halves_odd, 1, False, 1 << 20) is not None
+    narrow = Packed(1, torch.empty(8, 40, dtype=torch.float16, device="meta"), 40)
+    assert Beginning.of(narrow, 1, False, 1 << 20) is None  # less than is asked for at a time
     eight_bit = pack([matrix(8, 64, "int8", torch.float32)], 64)
     assert Beginning.of(eight_bit, 1, False, 1 << 20) is None
 

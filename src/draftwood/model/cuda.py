@@ -168,9 +168,9 @@ class CudaTransformer:
             mixed = attention[config.windows[i]].run(i, query)
             then = layer.gate_up.beginning(n, AHEAD.gate_up, gated=True)
             stream = layer.output.add_to(stream.hidden, mixed, layer.mlp_norm, then)
-            mixed = layer.gate_up.gated(stream, config.activation, layer.down.beginning(n, AHEAD.down))
+            wide = layer.gate_up.gated(stream, config.activation, layer.down.beginning(n, AHEAD.down))
             then = following[i].beginning(n, AHEAD.next_layer)
-            read = stream = layer.down.add_to(stream.hidden, mixed, norms[i], then)
+            read = stream = layer.down.add_to(stream.hidden, wide, norms[i], then)
             if i in needs:  # the next layer may write over it
                 features[i] = stream.hidden.clone() if i + 1 < len(self._layers) else stream.hidden
         return ForwardOutput(self._head(stream.each(batch.at_logits), torch.float32), features)

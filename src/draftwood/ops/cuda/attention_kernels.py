@@ -211,6 +211,18 @@ def _load_state(states, sums, line, real, slots, slot, DIM: tl.constexpr, PADDED
 
 
 @triton.jit
+def _combined(
+    states, sums, line, real, slots, first, until, DIM: tl.constexpr, PADDED: tl.constexpr, LINES: tl.constexpr
+):  # fmt: skip
+    """The running softmax of chunks first … until - 1 together, from their states."""
+    all_highest, all_total, all_acc = _nothing(LINES, PADDED)
+    for chunk in range(first, until):
+        highest, total, acc = _load_state(states, sums, line, real, slots, chunk, DIM, PADDED)
+        all_highest, all_total, all_acc = _combine(all_highest, all_total, all_acc, highest, total, acc)
+    return all_highest, all_total, all_acc
+
+
+@triton.jit
 def _store_rows(out, line, real, total, acc, DIM: tl.constexpr, PADDED: tl.constexpr):
     d = tl.arange(0, PADDED)
     mask = real[:, None] & (d < DIM)[None, :]
@@ -240,11 +252,8 @@ def _join_chunks(
     """The result, by whoever is last of those with chunks; one that a line sees nothing of changes no bit of it."""
     if own <= last:  # noqa: SIM102 (nobody else arrives)
         if last_to_arrive(arrived, 0, tl.minimum(splits, last - first + 1)):
-            all_highest, all_total, all_acc = _nothing(LINES, PADDED)
-            for chunk in range(first, last + 1):
-                highest, total, acc = _load_state(states, sums, line, real, num_states, chunk, DIM, PADDED)
-                all_highest, all_total, all_acc = _combine(all_highest, all_total, all_acc, highest, total, acc)
-            _store_rows(out, line, real, all_total, all_acc, DIM, PADDED)
+            _, total, acc = _combined(states, sums, line, real, num_states, first, last + 1, DIM, PADDED, LINES)
+            _store_rows(out, line, real, total, acc, DIM, PADDED)
 
 
 @triton.jit
@@ -366,10 +375,9 @@ def finish_rows(
         opened = tl.where(length > seen_linear, seen_linear, tl.maximum(seen_linear - 1, 0)) // _CHUNK
         first = tl.minimum(begin // _CHUNK, opened)
     wait_for_predecessors()
-    all_highest, all_total, all_acc = _nothing(_ROW_LINES, DIM_PADDED)
-    for chunk in range(first, opened):
-        highest, total, acc = _load_state(states, sums, line, real, num_states, chunk, DIM, DIM_PADDED)
-        all_highest, all_total, all_acc = _combine(all_highest, all_total, all_acc, highest, total, acc)
+    all_highest, all_total, all_acc = _combined(
+        states, sums, line, real, num_states, first, opened, DIM, DIM_PADDED, _ROW_LINES
+    )
     highest, total, acc = _load_state(states, sums, line, real, num_states, opened, DIM, DIM_PADDED)
     if length > seen_linear:
         q = _load_queries(query, line, real, DIM, DIM_PADDED)

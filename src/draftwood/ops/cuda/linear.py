@@ -63,7 +63,7 @@ class CudaLinear:
 
     def beginning(self, n: int, size: int, gated: bool = False) -> Beginning | None:
         """About `size` bytes that a product with `n` rows will read first; None where that is left to it."""
-        if not (self.strict or n == 1 or n <= FAST_ROWS):
+        if size == 0 or not (self.strict or n <= FAST_ROWS):
             return None
         return Beginning.of(self.weight, n if not self.strict else 2, gated, size)
 

@@ -21,6 +21,12 @@ FEW = tl.constexpr(4)  # draws
 TOGETHER = tl.constexpr(8)  # slices added up side by side
 
 
+@triton.constexpr_function
+def _places(width):
+    """Of a tile that holds so many draws."""
+    return next(size for size in (1, 2, 4, 8) if size >= width)
+
+
 @triton.jit
 def _scales_of(scales, depth, node, k, drawn, turn, W: tl.constexpr):
     """How much of each law is taken; what is guessed first depends on no row."""
@@ -93,9 +99,10 @@ def _sum_piece(
 ):  # fmt: skip
     """One piece of a node; whoever is last adds all up, and says so if the sums so far were wrong."""
     partial, sums, arrived, moved, restless = found
+    _, _, _, _, scales, weight, _ = given
     _sum_slice(given, node, draws, piece, slices, partial, turn, PLACES, W, VOCABULARY, SIZE)
     if last_to_arrive(arrived, node, pieces):
-        wrong = _add_slices(partial, sums, given[5], given[4], node, draws, pieces, slices, nodes, W, PLACES, SLICES)
+        wrong = _add_slices(partial, sums, weight, scales, node, draws, pieces, slices, nodes, W, PLACES, SLICES)
         if (turn > 0) & (wrong > TOLERANCE):
             tl.atomic_add(moved, 1)
             tl.atomic_add(restless, 1)
@@ -144,7 +151,7 @@ def sum_all(
     """
     wait_and_make_way()
     slices: tl.constexpr = (VOCABULARY + SIZE - 1) // SIZE
-    MOST: tl.constexpr = 1 if W == 1 else 2 if W == 2 else FEW if W <= FEW else LANES
+    MOST: tl.constexpr = _places(W)
     given = (p, q, rows, tokens, scales, weight, depth)
     task = tl.program_id(0)
     if task == 0:
@@ -177,7 +184,7 @@ def sum_alone(
     W: tl.constexpr, SLICES: tl.constexpr, VOCABULARY: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """All sums of one tree by one program. Returns by how much those so far were wrong about what draws leave."""
-    MOST: tl.constexpr = 1 if W == 1 else 2 if W == 2 else FEW if W <= FEW else LANES
+    MOST: tl.constexpr = _places(W)
     given = (p, q, rows, tokens, scales, weight, depth)
     node, wrong = begin, begin.to(tl.float64) * 0.0
     while node < begin + size:

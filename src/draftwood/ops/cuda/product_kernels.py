@@ -112,7 +112,7 @@ def gemv_kernel(
     then, then_rows, THEN_STRIDE: tl.constexpr, THEN_PARTS: tl.constexpr, THEN_DISTANCE: tl.constexpr,
     THEN_INPUTS: tl.constexpr, LANES: tl.constexpr,
     BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr, STORAGE: tl.constexpr, ACTIVATION: tl.constexpr,
-    AHEAD: tl.constexpr,
+    UNROLLED: tl.constexpr,
 ):  # fmt: skip
     """One row: a program has BLOCK_OUT outputs and sums over all inputs."""
     wait_and_make_way()
@@ -124,7 +124,7 @@ def gemv_kernel(
     total = tl.zeros((BLOCK_OUT, WIDTH), tl.float32)
     total_up = tl.zeros((BLOCK_OUT, WIDTH), tl.float32)
     squares = tl.zeros((BLOCK_K,), tl.float32)
-    for start in tl.range(0, inputs, BLOCK_K, loop_unroll_factor=AHEAD):
+    for start in tl.range(0, inputs, BLOCK_K, loop_unroll_factor=UNROLLED):
         k = start + tl.arange(0, BLOCK_K)
         value = tl.load(x + k, mask=k < inputs, other=0.0).to(tl.float32)
         if gain is not None:

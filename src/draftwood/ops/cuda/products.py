@@ -29,6 +29,7 @@ from draftwood.ops.cuda.product_kernels import (
 
 ACTIVATIONS = {None: -1, "silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
 LARGEST_TILE = 128  # rows
+LEAST = 64  # weights to ask for: 128 bytes
 
 
 @dataclass(frozen=True)
@@ -77,16 +78,17 @@ class Beginning:
         several, the first of every program.
         """
         outputs = weight.outputs // 2 if gated else weight.outputs
-        in_sixteens = weight.stride % 8 == 0 and weight.inputs % 8 == 0
-        if size == 0 or weight.storage != DENSE.value or weight.codes.element_size() != 2 or not in_sixteens:
+        parts = 1 if n == 1 else tiles(outputs, weight.inputs, weight.storage, gated).split_k
+        part = weight.inputs // parts
+        in_sixteens = weight.stride % 8 == 0 and part % 8 == 0
+        if weight.storage != DENSE.value or weight.codes.element_size() != 2 or not in_sixteens or part < LEAST:
             return None
-        if n == 1:
+        if n == 1:  # gate and up are the parts then
             parts = 2 if gated else 1
             rows = min(outputs, size // (2 * weight.inputs * parts))
-            return cls(weight.codes, rows, weight.stride, parts, outputs * weight.stride, _pieces(weight.inputs))
-        parts = tiles(outputs, weight.inputs, weight.storage, gated).split_k
-        inputs = min(weight.inputs // parts, size // (2 * weight.outputs * parts))
-        return cls(weight.codes, weight.outputs, weight.stride, parts, weight.inputs // parts, _pieces(inputs))
+            return cls(weight.codes, rows, weight.stride, parts, outputs * weight.stride, _pieces(part))
+        inputs = min(part, size // (2 * weight.outputs * parts))
+        return cls(weight.codes, weight.outputs, weight.stride, parts, part, _pieces(inputs))
 
     @property
     def arguments(self) -> tuple[Tensor, int, int, int, int, int]:
@@ -96,10 +98,11 @@ class Beginning:
 
 def _pieces(inputs: int) -> int:
     """Whole requests."""
-    return inputs // AT_ONCE.value * AT_ONCE.value if inputs >= AT_ONCE.value else max(inputs // 64 * 64, 64)
+    request = AT_ONCE.value if inputs >= AT_ONCE.value else LEAST
+    return max(inputs // request, 1) * request
 
 
-NOTHING = (None, 0, 0, 1, 0, 64)  # to begin with
+NOTHING = (None, 0, 0, 1, 0, LEAST)  # to begin with
 
 
 @dataclass(frozen=True)
