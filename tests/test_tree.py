@@ -201,7 +201,9 @@ def test_builder_numbers_columns_alike_and_packs_the_living() -> None:
     first = builder.add(zero, torch.tensor([[1, 2], [3, 4]]), torch.tensor([[True, True], [True, False]]))
     assert first.tolist() == [[1, 2], [1, 2]]
     q = torch.full((2, 2, 5), 0.2)
-    builder.add_drawn(first, torch.tensor([[0, 1], [2, 3]]), torch.ones(2, 2, dtype=torch.bool), Draw.IID, q)
+    builder.add_drawn(
+        first, torch.tensor([[0, 1], [2, 3]]), torch.ones(2, 2, dtype=torch.bool), Draw.IID, builder.add_laws(q)
+    )
     assert builder.sizes.tolist() == [4, 2], "a child of a dead node is dead"
     assert builder.ancestors(torch.tensor([[3, 4], [3, 0]])).squeeze(-1).tolist() == [
         [0b101, 0b1010],
@@ -219,7 +221,8 @@ def test_keep_only_forgets_draws() -> None:
     builder = TreeBuilder(torch.tensor([9]))
     zero = torch.zeros(1, 2, dtype=torch.int64)
     alive = torch.ones(1, 2, dtype=torch.bool)
-    builder.add_drawn(zero, torch.tensor([[1, 2]]), alive, Draw.IID, torch.full((1, 2, 3), 1 / 3))
+    laws = builder.add_laws(torch.full((1, 2, 3), 1 / 3))
+    builder.add_drawn(zero, torch.tensor([[1, 2]]), alive, Draw.IID, laws)
     builder.keep_only(torch.tensor([[False, False, True]]))
     tree, _ = builder.build()
     tree.validate()
@@ -456,23 +459,28 @@ def test_a_builder_merges_draws_that_agree() -> None:
     """Three draws behind each root: a b a and a a a; then one behind the node the first and third share."""
     builder = TreeBuilder(torch.tensor([9, 8]))
     parents, alive = torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.bool)
-    q = Q[0].expand(2, 3, 3)
-    columns = builder.add_drawn(parents, torch.tensor([[A, B, A], [A, A, A]]), alive, Draw.IID, q)
+    laws = builder.add_laws(Q[0].expand(2, 1, 3)).expand(2, 3)  # one for all draws of a root
+    columns = builder.add_drawn(parents, torch.tensor([[A, B, A], [A, A, A]]), alive, Draw.IID, laws)
     builder.merge(columns, torch.tensor([[1, 2, 1], [1, 1, 1]]))
     assert builder.sizes.tolist() == [2, 1]
-    builder.add_drawn(columns[:, :1], torch.tensor([[C], [B]]), alive[:, :1], Draw.IID, Q[1].expand(2, 1, 3))
+    laws = builder.add_laws(Q[1].expand(2, 1, 3))
+    builder.add_drawn(columns[:, :1], torch.tensor([[C], [B]]), alive[:, :1], Draw.IID, laws)
     tree, columns = builder.build()
     tree.validate()
     assert tree.tokens.tolist() == [9, A, B, C, 8, A, B]
     assert columns.tolist() == [0, 1, 2, 4, 0, 1, 4]
     assert tree.tries.tolist()[:2] == [[1, 2, 1], [3, -1, -1]]
     assert tree.tries.tolist()[4:6] == [[5, 5, 5], [6, -1, -1]]
+    assert tree.q is not None
+    assert tree.q_row.tolist() == [-1, 0, 0, 2, -1, 1, 3]
+    assert tree.q.shape == (4, 3)
 
 
 def test_draws_of_a_level_without_room_never_happened() -> None:
     builder = TreeBuilder(torch.tensor([9, 8]))
     parents, fits = torch.zeros(2, 2, dtype=torch.int64), torch.tensor([[True, True], [False, False]])
-    columns = builder.add_drawn(parents, torch.tensor([[A, A], [B, B]]), fits, Draw.IID, Q[0].expand(2, 2, 3))
+    laws = builder.add_laws(Q[0].expand(2, 2, 3))
+    columns = builder.add_drawn(parents, torch.tensor([[A, A], [B, B]]), fits, Draw.IID, laws)
     builder.merge(columns, torch.tensor([[1, 1], [1, 1]]))
     tree, _ = builder.build()
     tree.validate()

@@ -73,12 +73,15 @@ class TreeBuilder:
         self.q_row = torch.cat([self.q_row, torch.full_like(tokens, -1)], 1)
         self.same = torch.cat([self.same, ahead], 1)
 
-    def add_drawn(self, parents: Tensor, tokens: Tensor, alive: Tensor, draw: Draw, q: Tensor) -> Tensor:
-        """Append k nodes, each drawn from its row of `q` [B, k, V]; returns their columns."""
-        rows = torch.arange(tokens.numel(), device=tokens.device).view_as(tokens)
-        rows = rows + sum(law.shape[0] for law in self.laws)
+    def add_laws(self, q: Tensor) -> Tensor:
+        """Laws [B, k, V] to draw nodes from, as many as one likes from each; returns their numbers. [B, k]."""
+        first = sum(law.shape[0] for law in self.laws)
         self.laws.append(q.reshape(-1, q.shape[-1]))
-        return self._append(parents, tokens, alive, draw, rows)
+        return first + torch.arange(len(self.laws[-1]), device=q.device).view(q.shape[:2])
+
+    def add_drawn(self, parents: Tensor, tokens: Tensor, alive: Tensor, draw: Draw, laws: Tensor) -> Tensor:
+        """Append k nodes, each drawn from the law with its number in `laws`; returns their columns. All [B, k]."""
+        return self._append(parents, tokens, alive, draw, laws)
 
     def merge(self, columns: Tensor, into: Tensor) -> None:
         """The draws at `columns` [B, k] gave the nodes at columns `into` [B, k]: others' where they repeat, else own.

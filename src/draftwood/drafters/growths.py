@@ -14,7 +14,7 @@ from draftwood.cache.resident import round_sizes
 from draftwood.cache.seats import Kind, SeatedView
 from draftwood.drafters.growth import Front, Growth, Guesser, known, only_compares
 from draftwood.growers.levels import Levels
-from draftwood.growers.pickers import Frontier
+from draftwood.growers.pickers import ChildPicker, Frontier
 from draftwood.growers.ranked import Beam
 from draftwood.ops.beam import Chosen, Offers, likeliest_tree, offer
 from draftwood.protocols import Grower, Randomness, Verifier
@@ -81,7 +81,7 @@ class _Shape:
         columns = torch.zeros(size, 1, dtype=torch.int64, device=device)
         grown = [columns]
         for width in grower.widths:
-            added = [_add(builder, columns, draw) for draw in _draws(grower, width)]
+            added = _add(builder, columns, width, grower.picker)
             columns = torch.cat(added, 1)
             grown.append(columns)
         tree = known(builder.build()[0])
@@ -100,17 +100,16 @@ class _Shape:
         return cls(tree, grower.widths, levels)
 
 
-def _draws(grower: Levels, width: int) -> list[Draw]:
-    """How each of the children of a node is chosen; unfailing pickers choose all of them alike."""
-    (draw,) = grower.picker.draws
-    return [draw] * width
-
-
-def _add(builder: TreeBuilder, parents: Tensor, draw: Draw) -> Tensor:
+def _add(builder: TreeBuilder, parents: Tensor, width: int, picker: ChildPicker) -> list[Tensor]:
+    """The children of nodes, the first of each, the second of each, and so on; unfailing pickers choose all of them
+    alike, and draw all of them from one law.
+    """
+    (draw,) = picker.draws
     tokens, alive = torch.zeros_like(parents), torch.ones_like(parents, dtype=torch.bool)
     if draw == Draw.POINT:
-        return builder.add(parents, tokens, alive)
-    return builder.add_drawn(parents, tokens, alive, draw, torch.zeros(*parents.shape, 1, device=parents.device))
+        return [builder.add(parents, tokens, alive) for _ in range(width)]
+    laws = builder.add_laws(torch.zeros(*parents.shape, 1, device=parents.device))
+    return [builder.add_drawn(parents, tokens, alive, draw, laws) for _ in range(width)]
 
 
 @dataclass
@@ -163,7 +162,8 @@ class FixedGrowth:
             children = list(self.grower.picker.children(frontier, width))
             chosen = [child.tokens for child in children]
             tokens.append(chosen[0] if width == 1 else torch.cat(chosen, 1))
-            laws += [child.q.flatten(0, 1) for child in children if child.q is not None]
+            if (q := children[0].q) is not None:  # that of all of them, as in `_add`
+                laws.append(q.flatten(0, 1))
         return shape.tree.refilled(torch.cat(tokens, 1).view(-1), torch.cat(laws) if laws else None)
 
     def _shape(self, size: int, nodes: int, device: torch.device) -> _Shape:

@@ -80,15 +80,17 @@ class Levels:
     def _add_children(
         self, builder: TreeBuilder, frontier: Frontier, width: int, parents_alive: Tensor, limits: Tensor
     ) -> Tensor:
-        added = []
+        added, q, laws = [], None, None
         for child in self.picker.children(frontier, width):
             wanted = parents_alive if child.exists is None else child.exists & parents_alive
             # Room is shared out by place, never by what was drawn.
             fits = wanted & (wanted.cumsum(1) <= (limits - builder.sizes)[:, None])
             if child.q is None:
                 added.append(builder.add(frontier.columns, child.tokens, fits))
-            else:
-                added.append(builder.add_drawn(frontier.columns, child.tokens, fits, child.draw, child.q))
+                continue
+            if laws is None or child.q is not q:
+                q, laws = child.q, builder.add_laws(child.q)
+            added.append(builder.add_drawn(frontier.columns, child.tokens, fits, child.draw, laws))
         return torch.cat(added, 1)
 
 

@@ -62,7 +62,8 @@ def _draw_level(builder: TreeBuilder, frontier: Frontier, place: Tensor, fits: T
     parents = frontier.columns.gather(1, place)
     q = frontier.q.gather(1, place[..., None].expand(-1, -1, frontier.q.shape[-1]))
     tokens = frontier.pick_for_each(q, parents)
-    columns = builder.add_drawn(parents, tokens, fits[:, None].expand_as(tokens), Draw.IID, q)
+    laws = builder.add_laws(frontier.q).gather(1, place)
+    columns = builder.add_drawn(parents, tokens, fits[:, None].expand_as(tokens), Draw.IID, laws)
     agrees = (parents[:, :, None] == parents[:, None, :]) & (tokens[:, :, None] == tokens[:, None, :])
     first = agrees.long().argmax(-1)  # the earliest path with the same parent and token
     if place.shape[1] > 1:

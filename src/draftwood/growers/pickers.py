@@ -24,7 +24,7 @@ class Children:
     tokens: Tensor  # [B, k]
     exists: Tensor | None  # [B, k] bool; None: all of them
     draw: Draw
-    q: Tensor | None = None  # [B, k, V]
+    q: Tensor | None = None  # [B, k, V]; the same tensor as that of a sibling drawn from the same law
 
 
 class Guessable(Protocol):

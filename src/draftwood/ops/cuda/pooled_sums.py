@@ -46,31 +46,36 @@ def _laws(q, rows, tokens, at, drawn, x, VOCABULARY: tl.constexpr):
 @triton.jit
 def _sum_slice(
     given, node, draws, piece, slices, partial, turn,
-    PLACES: tl.constexpr, W: tl.constexpr, VOCABULARY: tl.constexpr, SIZE: tl.constexpr,
+    PLACES: tl.constexpr, ONE: tl.constexpr, W: tl.constexpr, VOCABULARY: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """What of p and of the laws of the first draws lies where these leave something of a slice, after each draw. All
-    draws meet once for a law, in a loop, which keeps the program short.
+    draws meet once for a law, in a loop, which keeps the program short; once in all where ONE law is that of all draws.
     """
     p, q, rows, tokens, scales, weight, depth = given
     k, x = tl.arange(0, PLACES), piece * SIZE + tl.arange(0, SIZE)
     target = tl.load(p + node * VOCABULARY + x, mask=x < VOCABULARY, other=0.0)
-    at = (node * W + k)[:, None]
-    taken = _laws(q, rows, tokens, at, (k < W)[:, None], x[None, :], VOCABULARY)
-    taken = tl.cumsum(taken * _scales_of(scales, depth, node, k, k < W, turn, W)[:, None], 0)
+    if ONE:
+        each = _laws(q, rows, tokens, node * W, True, x, VOCABULARY)[None, :]
+    else:
+        each = _laws(q, rows, tokens, (node * W + k)[:, None], (k < W)[:, None], x[None, :], VOCABULARY)
+    taken = tl.cumsum(each * _scales_of(scales, depth, node, k, k < W, turn, W)[:, None], 0)
     stays = tl.load(weight + node).to(tl.float32) * target[None, :] > taken
     out = partial + (node * SUMS + k) * slices + piece
     tl.store(out, tl.sum(tl.where(stays, target[None, :], 0.0), 1).to(tl.float64))
-    i = 0
-    while i < draws:
-        law = _laws(q, rows, tokens, node * W + i, True, x, VOCABULARY)
-        i += 1
-        tl.store(out + i * LANES * slices, tl.sum(tl.where(stays, law[None, :], 0.0), 1).to(tl.float64))
+    if ONE:
+        tl.store(out + LANES * slices, tl.sum(tl.where(stays, each, 0.0), 1).to(tl.float64))
+    else:
+        i = 0
+        while i < draws:
+            law = _laws(q, rows, tokens, node * W + i, True, x, VOCABULARY)
+            i += 1
+            tl.store(out + i * LANES * slices, tl.sum(tl.where(stays, law[None, :], 0.0), 1).to(tl.float64))
 
 
 @triton.jit
 def _add_slices(
     partial, sums, weight, scales, node, draws, pieces, slices, nodes,
-    W: tl.constexpr, PLACES: tl.constexpr, SLICES: tl.constexpr,
+    W: tl.constexpr, PLACES: tl.constexpr, ONE: tl.constexpr, SLICES: tl.constexpr,
 ):  # fmt: skip
     """The sums of one node's pieces, in order, all at once; not from a cache that others' answers pass by. There is
     room for `slices` of them. Returns by how much, at most, the sums so far were wrong about what the draws leave.
@@ -79,7 +84,8 @@ def _add_slices(
     each, i = tl.arange(0, LANES * ROWS), tl.arange(0, TOGETHER)
     law, k = each // LANES, each % LANES
     known = (k < draws) & (k >= law - 1)  # a draw takes nothing before its turn
-    every = partial + (node * SUMS + each)[:, None] * slices + i[None, :]
+    given = tl.minimum(each, LANES + k) if ONE else each  # one law's are those of all
+    every = partial + (node * SUMS + given)[:, None] * slices + i[None, :]
     total = tl.zeros((LANES * ROWS, TOGETHER), tl.float64)
     for first in tl.static_range(0, SLICES, TOGETHER):
         there = known[:, None] & (first + i < pieces)[None, :]
@@ -94,18 +100,27 @@ def _add_slices(
 @triton.jit
 def _sum_piece(
     given, found, node, draws, piece, pieces, slices, nodes, turn,
-    PLACES: tl.constexpr, W: tl.constexpr, SLICES: tl.constexpr, VOCABULARY: tl.constexpr, SIZE: tl.constexpr,
-    TOLERANCE: tl.constexpr,
+    PLACES: tl.constexpr, ONE: tl.constexpr, W: tl.constexpr, SLICES: tl.constexpr, VOCABULARY: tl.constexpr,
+    SIZE: tl.constexpr, TOLERANCE: tl.constexpr,
 ):  # fmt: skip
     """One piece of a node; whoever is last adds all up, and says so if the sums so far were wrong."""
     partial, sums, arrived, moved, restless = found
     _, _, _, _, scales, weight, _ = given
-    _sum_slice(given, node, draws, piece, slices, partial, turn, PLACES, W, VOCABULARY, SIZE)
+    _sum_slice(given, node, draws, piece, slices, partial, turn, PLACES, ONE, W, VOCABULARY, SIZE)
     if last_to_arrive(arrived, node, pieces):
-        wrong = _add_slices(partial, sums, weight, scales, node, draws, pieces, slices, nodes, W, PLACES, SLICES)
+        wrong = _add_slices(partial, sums, weight, scales, node, draws, pieces, slices, nodes, W, PLACES, ONE, SLICES)
         if (turn > 0) & (wrong > TOLERANCE):
             tl.atomic_add(moved, 1)
             tl.atomic_add(restless, 1)
+
+
+@triton.jit
+def _one_law(given, node, draws, W: tl.constexpr):
+    """Whether all draws behind a node are from the same law, as independent ones are."""
+    _, _, rows, _, _, _, _ = given
+    k = tl.arange(0, LANES)
+    row, first = tl.load(rows + node * W + k, mask=k < draws, other=-1), tl.load(rows + node * W)
+    return (first >= 0) & (tl.sum(((k < draws) & (row != first)).to(tl.int32), 0) == 0)
 
 
 @triton.jit
@@ -118,17 +133,22 @@ def _sum_node(
     if draws == 1:
         _sum_piece(
             given, found, node, draws, piece, pieces, slices, nodes, turn,
-            1, W, SLICES, VOCABULARY, WIDE * SIZE, TOLERANCE,
+            1, True, W, SLICES, VOCABULARY, WIDE * SIZE, TOLERANCE,
+        )  # fmt: skip
+    elif _one_law(given, node, draws, W):
+        _sum_piece(
+            given, found, node, draws, piece, pieces, slices, nodes, turn,
+            MOST, True, W, SLICES, VOCABULARY, SIZE, TOLERANCE,
         )  # fmt: skip
     elif draws <= FEW:
         _sum_piece(
             given, found, node, draws, piece, pieces, slices, nodes, turn,
-            min(FEW, MOST), W, SLICES, VOCABULARY, SIZE, TOLERANCE,
+            min(FEW, MOST), False, W, SLICES, VOCABULARY, SIZE, TOLERANCE,
         )  # fmt: skip
     elif W > FEW:
         _sum_piece(
             given, found, node, draws, piece, pieces, slices, nodes, turn,
-            MOST, W, SLICES, VOCABULARY, SIZE, TOLERANCE,
+            MOST, False, W, SLICES, VOCABULARY, SIZE, TOLERANCE,
         )  # fmt: skip
 
 
@@ -192,10 +212,12 @@ def sum_alone(
         if draws > 0:
             piece = 0
             while piece < slices:
-                _sum_slice(given, node, draws, piece, slices, partial, 1, MOST, W, VOCABULARY, SIZE)
+                _sum_slice(given, node, draws, piece, slices, partial, 1, MOST, False, W, VOCABULARY, SIZE)
                 piece += 1
             tl.debug_barrier()
-            more = _add_slices(partial, sums, weight, scales, node, draws, slices, slices, nodes, W, MOST, SLICES)
+            more = _add_slices(
+                partial, sums, weight, scales, node, draws, slices, slices, nodes, W, MOST, False, SLICES
+            )
             wrong = tl.maximum(wrong, more)
         node += 1
     tl.debug_barrier()

@@ -106,11 +106,11 @@ def _row_sums(
     return total + products
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["then_rows", "then_pieces"])
 def gemv_kernel(
     x, weight, scale, minimum, gain, bias, residual, out, outputs, inputs: tl.constexpr, stride: tl.constexpr, eps,
-    then, then_rows, THEN_STRIDE: tl.constexpr, THEN_PARTS: tl.constexpr, THEN_DISTANCE: tl.constexpr,
-    THEN_INPUTS: tl.constexpr, LANES: tl.constexpr,
+    then, then_rows, then_pieces, THEN_STRIDE: tl.constexpr, THEN_PARTS: tl.constexpr, THEN_DISTANCE: tl.constexpr,
+    THEN_PIECE: tl.constexpr, LANES: tl.constexpr,
     BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr, STORAGE: tl.constexpr, ACTIVATION: tl.constexpr,
     UNROLLED: tl.constexpr,
 ):  # fmt: skip
@@ -142,7 +142,9 @@ def gemv_kernel(
         asking = tl.minimum(tl.num_programs(0), LAST)
         place = tl.program_id(0) - (tl.num_programs(0) - asking)
         if place >= 0:
-            _ask_for_share(then, then_rows, place, asking, THEN_STRIDE, THEN_PARTS, THEN_DISTANCE, THEN_INPUTS, LANES)
+            _ask_for_share(
+                then, then_rows, then_pieces, place, asking, THEN_STRIDE, THEN_PARTS, THEN_DISTANCE, THEN_PIECE, LANES
+            )
     result, up = tl.sum(total, 1), tl.sum(total_up, 1)
     if gain is not None:
         length = tl.rsqrt(tl.sum(squares, 0) / inputs + eps)
@@ -176,19 +178,17 @@ def _finished(
 
 @triton.jit
 def _ask_for_share(
-    then, then_rows, program, programs,
-    STRIDE: tl.constexpr, PARTS: tl.constexpr, DISTANCE: tl.constexpr, INPUTS: tl.constexpr, LANES: tl.constexpr,
+    then, then_rows, then_pieces, program, programs,
+    STRIDE: tl.constexpr, PARTS: tl.constexpr, DISTANCE: tl.constexpr, PIECE: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """One program's share of a `Beginning`."""
-    PIECE: tl.constexpr = min(INPUTS, AT_ONCE)
-    PIECES: tl.constexpr = INPUTS // PIECE
-    count = then_rows * (PARTS * PIECES)
+    count = then_rows * (PARTS * then_pieces)
     share = tl.cdiv(count, programs)
     i = tl.arange(0, LANES)
     for begin in range(0, share, LANES):
         x = program * share + begin + i
         mine = (begin + i < share) & (x < count)
-        row, part, piece = x // (PARTS * PIECES), x // PIECES % PARTS, x % PIECES
+        row, part, piece = x // (PARTS * then_pieces), x // then_pieces % PARTS, x % then_pieces
         at = then + row.to(tl.int64) * STRIDE + part.to(tl.int64) * DISTANCE + piece * PIECE
         ask_for_all(at, tl.where(mine, PIECE * (then.dtype.element_ty.primitive_bitwidth // 8), 0))
 
@@ -200,11 +200,11 @@ def _ask_for_weights(weight, row, local, start, inputs, stride):
     ask_for(weight + row * stride + local[:, None] * stride + k)
 
 
-@triton.jit(do_not_specialize=["n"])
+@triton.jit(do_not_specialize=["n", "then_rows", "then_pieces"])
 def skinny_kernel(
     x, weight, scale, minimum, bias, residual, out, n, outputs, inputs: tl.constexpr, stride: tl.constexpr,
-    then, then_rows, THEN_STRIDE: tl.constexpr, THEN_PARTS: tl.constexpr, THEN_DISTANCE: tl.constexpr,
-    THEN_INPUTS: tl.constexpr, LANES: tl.constexpr,
+    then, then_rows, then_pieces, THEN_STRIDE: tl.constexpr, THEN_PARTS: tl.constexpr, THEN_DISTANCE: tl.constexpr,
+    THEN_PIECE: tl.constexpr, LANES: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
     STORAGE: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
@@ -242,7 +242,10 @@ def skinny_kernel(
             total_up = tl.dot(tile, value, total_up, input_precision="ieee")
     if then is not None:
         program, programs = tl.program_id(0) * SPLIT_K + tl.program_id(1), tl.num_programs(0) * SPLIT_K
-        _ask_for_share(then, then_rows, program, programs, THEN_STRIDE, THEN_PARTS, THEN_DISTANCE, THEN_INPUTS, LANES)
+        _ask_for_share(
+            then, then_rows, then_pieces, program, programs,
+            THEN_STRIDE, THEN_PARTS, THEN_DISTANCE, THEN_PIECE, LANES,
+        )  # fmt: skip
     make_way()
     column = (first + tl.arange(0, BLOCK_OUT))[:, None]
     inside = (column < outputs) & (row < n)[None, :]

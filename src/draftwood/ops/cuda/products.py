@@ -86,23 +86,28 @@ class Beginning:
         if n == 1:  # gate and up are the parts then
             parts = 2 if gated else 1
             rows = min(outputs, size // (2 * weight.inputs * parts))
-            return cls(weight.codes, rows, weight.stride, parts, outputs * weight.stride, _pieces(part))
+            return cls(weight.codes, rows, weight.stride, parts, outputs * weight.stride, _in_requests(part))
         inputs = min(part, size // (2 * weight.outputs * parts))
-        return cls(weight.codes, weight.outputs, weight.stride, parts, part, _pieces(inputs))
+        return cls(weight.codes, weight.outputs, weight.stride, parts, part, _in_requests(inputs))
 
     @property
-    def arguments(self) -> tuple[Tensor, int, int, int, int, int]:
+    def arguments(self) -> tuple[Tensor, int, int, int, int, int, int]:
         """As the kernels take it."""
-        return self.weight, self.rows, self.stride, self.parts, self.distance, self.inputs
+        piece = _request(self.inputs)
+        return self.weight, self.rows, self.inputs // piece, self.stride, self.parts, self.distance, piece
 
 
-def _pieces(inputs: int) -> int:
+def _request(inputs: int) -> int:
+    """How many weights to ask for at once."""
+    return AT_ONCE.value if inputs >= AT_ONCE.value else LEAST
+
+
+def _in_requests(inputs: int) -> int:
     """Whole requests."""
-    request = AT_ONCE.value if inputs >= AT_ONCE.value else LEAST
-    return max(inputs // request, 1) * request
+    return max(inputs // _request(inputs), 1) * _request(inputs)
 
 
-NOTHING = (None, 0, 0, 1, 0, LEAST)  # to begin with
+NOTHING = (None, 0, 0, 0, 1, 0, LEAST)  # to begin with
 
 
 @dataclass(frozen=True)
