@@ -13,8 +13,9 @@ pytest.importorskip("triton")
 from draftwood.model.layers import ACTIVATIONS
 from draftwood.model.weights import Float8, Matrix, Storage, as_numbers, quantise_float8, store_as
 from draftwood.ops.cuda import rows
+from draftwood.ops.cuda.ahead import Beginning
 from draftwood.ops.cuda.linear import FAST_ROWS, CudaLinear, Stream, pack
-from draftwood.ops.cuda.products import Around, Beginning, Norm, Packed, Tiles, gemv, skinny, skinny_normed
+from draftwood.ops.cuda.products import Around, Norm, Tiles, gemv, skinny, skinny_normed
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -100,42 +101,34 @@ def test_a_split_product_norms_its_rows_for_the_next() -> None:
     assert skinny_normed(x, pack([weight], inputs), around, SMALL)[1] is None
 
 
-@pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("n", [1, 64])
+@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize(("outputs", "inputs"), [(4096, 4096), (28672, 4096), (4096, 14336), (1536, 576), (96, 72)])
-def test_what_is_asked_for_ahead_lies_in_the_matrix(outputs: int, inputs: int, n: int, gated: bool) -> None:
-    weight = Packed(1, torch.empty(outputs, inputs, dtype=torch.float16, device="meta"), inputs)
+def test_what_is_asked_for_ahead_lies_in_the_matrix(outputs: int, inputs: int, parts: int) -> None:
     for size in (1 << 20, 8 << 20, 1 << 30):
-        asked = Beginning.of(weight, n, gated, size)
+        asked = Beginning.of(torch.empty(outputs, inputs, dtype=torch.float16, device="meta"), size, parts)
         assert asked is not None
-        last = (asked.rows - 1) * asked.stride + (asked.parts - 1) * asked.distance + asked.inputs
-        assert asked.rows == 0 or last <= outputs * inputs
-        assert asked.parts == 1 or asked.inputs <= asked.distance  # parts do not overlap
-        assert asked.inputs % min(asked.inputs, 512) == 0  # whole requests
-        assert asked.rows * asked.parts * asked.inputs * 2 <= max(size, 128 * outputs * asked.parts)
+        _, requests, _, distance = asked.arguments
+        assert 0 < requests * 512 <= distance  # parts do not overlap
+        assert parts * distance <= outputs * inputs
+        assert requests * 512 * parts * 2 <= size
 
 
 def test_nothing_is_asked_for_where_bytes_do_not_come_in_sixteens() -> None:
-    odd = Packed(1, torch.empty(8, 68, dtype=torch.float16, device="meta"), 68)
-    assert Beginning.of(odd, 1, False, 1 << 20) is None
-    halves_odd = Packed(1, torch.empty(4096, 14344, dtype=torch.float16, device="meta"), 14344)
-    assert Beginning.of(halves_odd, 64, False, 1 << 20) is None  # in two parts of 7,172
-    assert Beginning.of(halves_odd, 1, False, 1 << 20) is not None
-    narrow = Packed(1, torch.empty(8, 40, dtype=torch.float16, device="meta"), 40)
-    assert Beginning.of(narrow, 1, False, 1 << 20) is None  # less than is asked for at a time
-    eight_bit = pack([matrix(8, 64, "int8", torch.float32)], 64)
-    assert Beginning.of(eight_bit, 1, False, 1 << 20) is None
+    def asked(*shape: int, dtype: torch.dtype = torch.float16) -> Beginning | None:
+        return Beginning.of(torch.empty(*shape, dtype=dtype, device="meta"), 1 << 20)
+
+    assert asked(8, 72) is not None
+    assert asked(7, 68) is None
+    assert asked(8, 64, dtype=torch.float32) is None
+    assert CudaLinear(pack([matrix(8, 64, "int8", torch.float32)], 64)).beginning(1 << 20) is None
 
 
-@pytest.mark.parametrize("n", [1, 5])
-def test_asking_for_the_next_weights_changes_no_result(n: int) -> None:
-    weight, x = matrix(24, 64, "dense", torch.float16), random(n, 64, dtype=torch.float16)
-    following = pack([matrix(512, 1024, "dense", torch.float16)], 1024)
-    then = Beginning.of(following, n, False, 1 << 19)
-    assert then is not None
-    product = gemv if n == 1 else skinny
-    plain = product(x, pack([weight], 64), Around(), SMALL)
-    assert torch.equal(product(x, pack([weight], 64), Around(then=then), SMALL), plain)
+def test_asking_for_the_next_weights_changes_no_result() -> None:
+    weight, x = matrix(24, 64, "dense", torch.float16), random(1, 64, dtype=torch.float16)
+    following = matrix(512, 1024, "dense", torch.float16)
+    assert isinstance(following, Tensor)
+    plain = gemv(x, pack([weight], 64), Around(), SMALL)
+    assert torch.equal(gemv(x, pack([weight], 64), Around(then=Beginning.of(following, 1 << 19)), SMALL), plain)
 
 
 def test_more_rows_than_a_tile_has() -> None:

@@ -49,13 +49,14 @@ _DENSE = (None, Storage.BFLOAT16, Storage.FLOAT32)
 class Ahead:
     """How many bytes of a product's weights are asked for as the product before it ends."""
 
-    output: int  # attention stands between them, and leaves the memory alone
+    output: int
     gate_up: int
     down: int
     next_layer: int
 
 
-AHEAD = Ahead(0, 0, 0, 0)  # nothing, until it is measured
+ONE_ROW = Ahead(1 << 20, 1 << 20, 2 << 20, 2 << 20)  # best on an H200: benchmarks/gpu_ahead.py
+SEVERAL_ROWS = Ahead(0, 0, 0, 0)  # nothing is gained
 
 
 @dataclass(frozen=True)
@@ -155,21 +156,22 @@ class CudaTransformer:
         attention = {window: self._plan(batch, cache, window) for window in set(config.windows)}
         norms = [layer.attention_norm for layer in self._layers[1:]] + [self._final_norm]
         following, n = [layer.qkv for layer in self._layers[1:]] + [self._head], len(batch.tokens)
+        ahead = ONE_ROW if n == 1 and not self.strict else SEVERAL_ROWS
         first = self._embedding.index_select(0, batch.tokens) if given is None else given.residual
         stream = Stream(first, self._layers[0].attention_norm)
         read = stream if given is None or given.wide is None else Stream(given.wide)
         features: dict[int, Tensor] = {}
         for i, layer in enumerate(self._layers):
-            qkv = layer.qkv(read, then=layer.output.beginning(n, AHEAD.output))
+            qkv = layer.qkv(read, then=layer.output.beginning(ahead.output))
             query = rotate_and_store(
                 qkv, batch.positions, batch.slots, cache.store[i], self._rotations,
                 config.num_heads, config.num_kv_heads, layer.head_norm, config.norm_eps,
             )  # fmt: skip
             mixed = attention[config.windows[i]].run(i, query)
-            then = layer.gate_up.beginning(n, AHEAD.gate_up, gated=True)
+            then = layer.gate_up.beginning(ahead.gate_up, gated=True)
             stream = layer.output.add_to(stream.hidden, mixed, layer.mlp_norm, then)
-            wide = layer.gate_up.gated(stream, config.activation, layer.down.beginning(n, AHEAD.down))
-            then = following[i].beginning(n, AHEAD.next_layer)
+            wide = layer.gate_up.gated(stream, config.activation, layer.down.beginning(ahead.down))
+            then = following[i].beginning(ahead.next_layer)
             read = stream = layer.down.add_to(stream.hidden, wide, norms[i], then)
             if i in needs:  # the next layer may write over it
                 features[i] = stream.hidden.clone() if i + 1 < len(self._layers) else stream.hidden

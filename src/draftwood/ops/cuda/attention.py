@@ -26,8 +26,9 @@ import torch
 from torch import Tensor
 
 from draftwood.model.batch import AttentionShape, ForwardBatch, Pages
-from draftwood.ops.cuda.attention_kernels import BLOCK, CHUNK, LARGEST_GROUP, finish_rows, scan_linear
+from draftwood.ops.cuda.attention_kernels import CHUNK, LARGEST_GROUP, finish_rows, scan_linear
 from draftwood.ops.cuda.overlap import OVERLAPPING
+from draftwood.ops.cuda.running_softmax import BLOCK
 from draftwood.ops.cuda.tails import Tails, tails_of
 from draftwood.tree import BITS
 
@@ -183,9 +184,9 @@ def _warps(lines: int, dim: int) -> int:
 
 
 def _stages(keys: Tensor) -> int:
-    """Of the pipeline: with five, Triton 3.6 has the pages and two blocks of keys and values on their way."""
+    """Of the pipeline: with three, two blocks of keys and values are on their way."""
     bytes_of_block = 2 * BLOCK * _power_of_2(keys.shape[-1]) * keys.element_size()
-    return 5 if 2 * bytes_of_block <= 128 << 10 else 3
+    return 3 if 2 * bytes_of_block <= 128 << 10 else 2
 
 
 def _power_of_2(number: int) -> int:

@@ -1,7 +1,6 @@
 """The kernels of `TreeAttention`; what is computed in which order stands there.
 
-A tile is LINES lines: rows of one sequence times the GROUP query heads that share a key head. A running softmax is
-(highest score, sum, weighted values); scores are in units of log2, so that weights are powers of two.
+A tile is LINES lines: rows of one sequence times the GROUP query heads that share a key head.
 """
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportUnreachable=false, reportArgumentType=false
 # pyright: reportOperatorIssue=false, reportGeneralTypeIssues=false
@@ -12,65 +11,26 @@ import triton
 import triton.language as tl
 
 from draftwood.ops.cuda.arrival import last_to_arrive
-from draftwood.ops.cuda.overlap import ask_for, make_way, wait_for_predecessors
+from draftwood.ops.cuda.overlap import ask_for, make_way, read_at_once, wait_for_predecessors
+from draftwood.ops.cuda.running_softmax import (
+    BLOCK,
+    attend,
+    combine,
+    combined,
+    load_state,
+    nothing,
+    store_rows,
+    store_state,
+    widened,
+)
 
-BLOCK = 64  # keys a product
 CHUNK = 256  # keys a running softmax of its own
 LARGEST_GROUP = 16  # query heads of a key head: the lines of a tile with one row
 
 _BLOCK = tl.constexpr(BLOCK)
 _CHUNK = tl.constexpr(CHUNK)
-_SUMS = tl.constexpr(16)  # equal columns of the sum: the narrowest product there is
 _ROW_LINES = tl.constexpr(LARGEST_GROUP)
 _SEQUENCES = tl.constexpr(128)  # offsets looked at together
-
-
-@triton.jit
-def _attend(q, k, v, seen, highest, total, acc, scale):
-    """A running softmax with one block of keys more. Lines do not touch each other, whatever tile they are in.
-
-    The sum is a product with ones: the order of a plain sum would depend on how the compiler lays out a tile.
-    """
-    score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    score = tl.where(seen, score, float("-inf"))
-    before = highest
-    highest = tl.maximum(before, tl.max(score, 1))
-    pivot = tl.where(highest == float("-inf"), 0.0, highest)
-    keep = tl.exp2(before - pivot)[:, None]
-    weight = tl.exp2(score - pivot[:, None]).to(v.dtype)
-    ones = tl.full((_BLOCK, _SUMS), 1.0, v.dtype)
-    total = tl.dot(weight, ones, total * keep, input_precision="ieee")
-    acc = tl.dot(weight, v, acc * keep, input_precision="ieee")
-    return highest, total, acc
-
-
-@triton.jit
-def _combine(highest, total, acc, next_highest, next_total, next_acc):
-    """A running softmax with that of the next chunk; an empty one changes no bit."""
-    new = tl.maximum(highest, next_highest)
-    pivot = tl.where(new == float("-inf"), 0.0, new)
-    old_part = tl.exp2(highest - pivot)
-    next_part = tl.exp2(next_highest - pivot)
-    total = tl.fma(total, old_part, next_total * next_part)
-    acc = tl.fma(acc, old_part[:, None], next_acc * next_part[:, None])
-    return new, total, acc
-
-
-@triton.jit
-def _normalised(total, acc):
-    return acc / tl.where(total > 0, total, 1.0)[:, None]
-
-
-@triton.jit
-def _nothing(LINES: tl.constexpr, DIM_PADDED: tl.constexpr):
-    """The running softmax of no keys."""
-    highest = tl.full((LINES,), float("-inf"), tl.float32)
-    return highest, tl.zeros((LINES,), tl.float32), tl.zeros((LINES, DIM_PADDED), tl.float32)
-
-
-@triton.jit
-def _widened(total, LINES: tl.constexpr):
-    return tl.broadcast_to(total[:, None], (LINES, _SUMS))
 
 
 @triton.jit
@@ -110,7 +70,7 @@ def _ask_for_chunk(keys, values, pages, chunk, end, DIM: tl.constexpr, PAGE: tl.
 def _slots_of_block(pages, start, key, there, PAGE: tl.constexpr):
     """The same for a block's keys, which lie in one page where pages are no smaller."""
     if tl.constexpr(PAGE) % _BLOCK == 0:
-        slot = tl.maximum(tl.load(pages + start // PAGE), 0) * PAGE + key % PAGE
+        slot = tl.maximum(read_at_once(pages + start // PAGE), 0) * PAGE + key % PAGE
     else:
         slot = slot_of(pages, key, there, PAGE)
     return slot
@@ -143,15 +103,37 @@ def _rows_of_tile(tile, offsets, num_sequences, ROWS: tl.constexpr, ONE_TILE: tl
 
 
 @triton.jit
-def _in_tree(start, words, base, real, num_words):
-    """Whether each line's bits, `words`, have each key of a block; a key's number in the tree counts from `base`.
+def _words_of(ancestors, row, real, num_words, base, MASKED: tl.constexpr):
+    """Where lines have their bits, and their first two words: all that most trees have, known before keys are. A key's
+    number in the tree counts from `base`.
+    """
+    at = ancestors + row.to(tl.int64) * num_words
+    low = tl.load(at, mask=real & MASKED, other=0).to(tl.uint64)
+    high = tl.load(at + 1, mask=real & MASKED & (num_words > 1), other=0).to(tl.uint64)
+    return at, num_words, base, low, high
+
+
+@triton.jit
+def _word(words, number, real):
+    """Word `number` of each line; nothing where there is none."""
+    at, num_words, _, low, high = words
+    further = tl.load(at + number, mask=real & (number > 1) & (number < num_words), other=0).to(tl.uint64)
+    return tl.where(number == 0, low, tl.where(number == 1, high, further))
+
+
+@triton.jit
+def _seen_with_tree(start, end, words, real):
+    """Whether each line sees each key of a block: those before `end`, and those its bits have. Nobody asks where lines
+    begin: with a window, nodes are not masked where they lie.
 
     A block lies in at most two words. They are shifted once for a line and halved: no key needs 64 bits. [lines, keys].
     """
+    _, _, base, _, _ = words
     first, shift = (start - base) >> 6, ((start - base) & 63).to(tl.int64)  # rounded down, before the tree too
-    low = tl.load(words + first, mask=real & (first >= 0) & (first < num_words), other=0).to(tl.uint64)
-    high = tl.load(words + first + 1, mask=real & (first >= -1) & (first + 1 < num_words), other=0).to(tl.uint64)
+    low, high = _word(words, first, real), _word(words, first + 1, real)
     bits = (low >> shift) | tl.where(shift > 0, high << ((64 - shift) & 63), 0)
+    before = tl.minimum(tl.maximum(end - start, 0), _BLOCK)
+    bits |= tl.where(before > 0, tl.full(before.shape, 0xFFFFFFFFFFFFFFFF, tl.uint64) >> ((64 - before) & 63), 0)
     i = tl.arange(0, _BLOCK)[None, :]
     half = tl.where(i < 32, bits.to(tl.uint32)[:, None], (bits >> 32).to(tl.uint32)[:, None])
     return ((half >> (i & 31).to(tl.uint32)) & 1) == 1
@@ -159,20 +141,21 @@ def _in_tree(start, words, base, real, num_words):
 
 @triton.jit
 def _blocks(
-    q, first, until, begin, end, tile_end, pages, keys, values, scale, words, base, real, num_words,
+    q, first, until, begin, end, tile_end, pages, keys, values, scale, words, real,
     DIM: tl.constexpr, DIM_PADDED: tl.constexpr, PAGE: tl.constexpr, LINES: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The running softmax over keys first … until - 1; line i sees begin[i] … end[i] - 1 and, MASKED, its ancestors."""
-    highest, total, acc = _nothing(LINES, DIM_PADDED)
-    sums = _widened(total, LINES)
+    highest, total, acc = nothing(LINES, DIM_PADDED)
+    sums = widened(total, LINES)
     for start in range(first, tl.minimum(until, tile_end), _BLOCK):
         key = start + tl.arange(0, _BLOCK)
         there = key < tile_end
         k, v = _load_slots(keys, values, _slots_of_block(pages, start, key, there, PAGE), there, DIM, DIM_PADDED)
-        seen = (key[None, :] >= begin[:, None]) & (key[None, :] < end[:, None])
         if MASKED:
-            seen = seen | _in_tree(start, words, base, real, num_words)
-        highest, sums, acc = _attend(q, k, v, seen, highest, sums, acc, scale)
+            seen = _seen_with_tree(start, end, words, real)
+        else:
+            seen = (key[None, :] >= begin[:, None]) & (key[None, :] < end[:, None])
+        highest, sums, acc = attend(q, k, v, seen, highest, sums, acc, scale)
     return highest, tl.max(sums, 1), acc
 
 
@@ -191,57 +174,24 @@ def _shared_end(end, length):
 
 
 @triton.jit
-def _store_state(states, sums, line, real, slots, slot, highest, total, acc, DIM: tl.constexpr, PADDED: tl.constexpr):
-    place = line * slots + slot
-    d = tl.arange(0, PADDED)
-    tl.store(sums + place * 2, highest, mask=real)
-    tl.store(sums + place * 2 + 1, total, mask=real)
-    tl.store(states + place[:, None] * DIM + d[None, :], acc, mask=real[:, None] & (d < DIM)[None, :])
-
-
-@triton.jit
-def _load_state(states, sums, line, real, slots, slot, DIM: tl.constexpr, PADDED: tl.constexpr):
-    place = line * slots + slot
-    d = tl.arange(0, PADDED)
-    mask = real[:, None] & (d < DIM)[None, :]
-    highest = tl.load(sums + place * 2, mask=real, other=float("-inf"), cache_modifier=".cg")
-    total = tl.load(sums + place * 2 + 1, mask=real, other=0.0, cache_modifier=".cg")
-    acc = tl.load(states + place[:, None] * DIM + d[None, :], mask=mask, other=0.0, cache_modifier=".cg")
-    return highest, total, acc
-
-
-@triton.jit
-def _combined(
-    states, sums, line, real, slots, first, until, DIM: tl.constexpr, PADDED: tl.constexpr, LINES: tl.constexpr
-):  # fmt: skip
-    """The running softmax of chunks first … until - 1 together, from their states."""
-    all_highest, all_total, all_acc = _nothing(LINES, PADDED)
-    for chunk in range(first, until):
-        highest, total, acc = _load_state(states, sums, line, real, slots, chunk, DIM, PADDED)
-        all_highest, all_total, all_acc = _combine(all_highest, all_total, all_acc, highest, total, acc)
-    return all_highest, all_total, all_acc
-
-
-@triton.jit
-def _store_rows(out, line, real, total, acc, DIM: tl.constexpr, PADDED: tl.constexpr):
-    d = tl.arange(0, PADDED)
-    mask = real[:, None] & (d < DIM)[None, :]
-    tl.store(out + line[:, None] * DIM + d[None, :], _normalised(total, acc).to(out.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def _take_chunks(
-    q, own, last, splits, tile_begin, begin, end, tile_end, pages, keys, values, scale, words, base, real,
-    num_words, states, sums, line, num_states,
+    q, own, first, last, splits, tile_begin, begin, end, tile_end, pages, keys, values, scale, words, real,
+    out, states, sums, line, num_states,
     DIM: tl.constexpr, DIM_PADDED: tl.constexpr, PAGE: tl.constexpr, LINES: tl.constexpr, MASKED: tl.constexpr,
+    HAS_TREE: tl.constexpr,
 ):  # fmt: skip
-    """One of several programs: chunks own, own + splits, …, each left as a state."""
+    """One of several programs: chunks own, own + splits, …, each left as a state; as the result, if there is but one
+    chunk and no tree.
+    """
     for chunk in range(own, last + 1, splits):
         highest, total, acc = _blocks(
             q, tl.maximum(chunk * _CHUNK, tile_begin), (chunk + 1) * _CHUNK, begin, end, tile_end, pages, keys,
-            values, scale, words, base, real, num_words, DIM, DIM_PADDED, PAGE, LINES, MASKED,
+            values, scale, words, real, DIM, DIM_PADDED, PAGE, LINES, MASKED,
         )  # fmt: skip
-        _store_state(states, sums, line, real, num_states, chunk, highest, total, acc, DIM, DIM_PADDED)
+        if HAS_TREE or first < last:
+            store_state(states, sums, line, real, num_states, chunk, highest, total, acc, DIM, DIM_PADDED)
+        else:
+            store_rows(out, line, real, total, acc, DIM, DIM_PADDED)
 
 
 @triton.jit
@@ -250,10 +200,10 @@ def _join_chunks(
     DIM: tl.constexpr, PADDED: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """The result, by whoever is last of those with chunks; one that a line sees nothing of changes no bit of it."""
-    if own <= last:  # noqa: SIM102 (nobody else arrives)
+    if (own <= last) & (first < last):  # noqa: SIM102 (nobody else arrives)
         if last_to_arrive(arrived, 0, tl.minimum(splits, last - first + 1)):
-            _, total, acc = _combined(states, sums, line, real, num_states, first, last + 1, DIM, PADDED, LINES)
-            _store_rows(out, line, real, total, acc, DIM, PADDED)
+            _, total, acc = combined(states, sums, line, real, num_states, first, last + 1, DIM, PADDED, LINES)
+            store_rows(out, line, real, total, acc, DIM, PADDED)
 
 
 @triton.jit
@@ -263,27 +213,27 @@ def _leave(
 ):  # fmt: skip
     """All chunks but the last, and the last: as two states for those who go on, or as the result."""
     if HAS_TREE:
-        _store_state(states, sums, line, real, num_states, 0, all_highest, all_total, all_acc, DIM, PADDED)
-        _store_state(states, sums, line, real, num_states, 1, highest, total, acc, DIM, PADDED)
+        store_state(states, sums, line, real, num_states, 0, all_highest, all_total, all_acc, DIM, PADDED)
+        store_state(states, sums, line, real, num_states, 1, highest, total, acc, DIM, PADDED)
     else:
-        all_highest, all_total, all_acc = _combine(all_highest, all_total, all_acc, highest, total, acc)
-        _store_rows(out, line, real, all_total, all_acc, DIM, PADDED)
+        all_highest, all_total, all_acc = combine(all_highest, all_total, all_acc, highest, total, acc)
+        store_rows(out, line, real, all_total, all_acc, DIM, PADDED)
 
 
 @triton.jit
 def _walk(
-    q, first, last, tile_begin, begin, end, tile_end, pages, keys, values, scale, words, base, real, num_words,
+    q, first, last, tile_begin, begin, end, tile_end, pages, keys, values, scale, words, real,
     out, states, sums, line, num_states,
     DIM: tl.constexpr, DIM_PADDED: tl.constexpr, PAGE: tl.constexpr, LINES: tl.constexpr, HAS_TREE: tl.constexpr,
 ):  # fmt: skip
     """All chunks, one after the other, by one program."""
-    all_highest, all_total, all_acc = _nothing(LINES, DIM_PADDED)
-    highest, total, acc = _nothing(LINES, DIM_PADDED)
+    all_highest, all_total, all_acc = nothing(LINES, DIM_PADDED)
+    highest, total, acc = nothing(LINES, DIM_PADDED)
     for chunk in range(first, last + 1):
-        all_highest, all_total, all_acc = _combine(all_highest, all_total, all_acc, highest, total, acc)
+        all_highest, all_total, all_acc = combine(all_highest, all_total, all_acc, highest, total, acc)
         highest, total, acc = _blocks(
             q, tl.maximum(chunk * _CHUNK, tile_begin), (chunk + 1) * _CHUNK, begin, end, tile_end, pages, keys, values,
-            scale, words, base, real, num_words, DIM, DIM_PADDED, PAGE, LINES, False,
+            scale, words, real, DIM, DIM_PADDED, PAGE, LINES, False,
         )  # fmt: skip
     _leave(
         out, states, sums, line, real, num_states, all_highest, all_total, all_acc, highest, total, acc,
@@ -320,7 +270,7 @@ def scan_linear(
     else:
         open_chunk = _last_chunk(end, nodes, table_width * PAGE)
     last, tile_end = tl.max(open_chunk, 0), tl.minimum(tl.max(end, 0) + nodes, table_width * PAGE)
-    words, base = ancestors + row.to(tl.int64) * num_words, tl.load(tree_base + sequence).to(tl.int32)
+    words = _words_of(ancestors, row, real, num_words, tl.load(tree_base + sequence).to(tl.int32), MASKED)
     tile_begin = tl.min(tl.where(real, begin, 1 << 30), 0) // _BLOCK * _BLOCK
     first = tl.minimum(tile_begin // _CHUNK, last)
     pages = table + sequence.to(tl.int64) * table_width
@@ -335,8 +285,8 @@ def scan_linear(
     q = _load_queries(query, line, real, DIM, DIM_PADDED)
     if SPLIT:
         _take_chunks(
-            q, own, last, splits, tile_begin, begin, end, tile_end, pages, keys, values, scale, words, base, real,
-            num_words, states, sums, line, num_states, DIM, DIM_PADDED, PAGE, LINES, MASKED,
+            q, own, first, last, splits, tile_begin, begin, end, tile_end, pages, keys, values, scale, words, real,
+            out, states, sums, line, num_states, DIM, DIM_PADDED, PAGE, LINES, MASKED, HAS_TREE,
         )  # fmt: skip
         if not HAS_TREE:
             _join_chunks(
@@ -346,12 +296,12 @@ def scan_linear(
     elif MASKED:  # nobody asks for bits: no chunks
         _, total, acc = _blocks(
             q, tile_begin, tile_end, begin, end, tile_end, pages, keys, values,
-            scale, words, base, real, num_words, DIM, DIM_PADDED, PAGE, LINES, MASKED,
+            scale, words, real, DIM, DIM_PADDED, PAGE, LINES, MASKED,
         )  # fmt: skip
-        _store_rows(out, line, real, total, acc, DIM, DIM_PADDED)
+        store_rows(out, line, real, total, acc, DIM, DIM_PADDED)
     else:
         _walk(
-            q, first, last, tile_begin, begin, end, tile_end, pages, keys, values, scale, words, base, real, num_words,
+            q, first, last, tile_begin, begin, end, tile_end, pages, keys, values, scale, words, real,
             out, states, sums, line, num_states, DIM, DIM_PADDED, PAGE, LINES, HAS_TREE,
         )  # fmt: skip
 
@@ -375,10 +325,10 @@ def finish_rows(
         opened = tl.where(length > seen_linear, seen_linear, tl.maximum(seen_linear - 1, 0)) // _CHUNK
         first = tl.minimum(begin // _CHUNK, opened)
     wait_for_predecessors()
-    all_highest, all_total, all_acc = _combined(
+    all_highest, all_total, all_acc = combined(
         states, sums, line, real, num_states, first, opened, DIM, DIM_PADDED, _ROW_LINES
     )
-    highest, total, acc = _load_state(states, sums, line, real, num_states, opened, DIM, DIM_PADDED)
+    highest, total, acc = load_state(states, sums, line, real, num_states, opened, DIM, DIM_PADDED)
     if length > seen_linear:
         q = _load_queries(query, line, real, DIM, DIM_PADDED)
         keys += head.to(tl.int64) * num_slots * DIM
@@ -388,14 +338,14 @@ def finish_rows(
         for block in range(tl.cdiv(length - tail_begin, _BLOCK)):
             start = tail_begin + block * _BLOCK
             if start % _CHUNK == 0:
-                all_highest, all_total, all_acc = _combine(all_highest, all_total, all_acc, highest, total, acc)
-                highest, total, acc = _nothing(_ROW_LINES, DIM_PADDED)
+                all_highest, all_total, all_acc = combine(all_highest, all_total, all_acc, highest, total, acc)
+                highest, total, acc = nothing(_ROW_LINES, DIM_PADDED)
             key = start + tl.arange(0, _BLOCK)
             there = key < length
             slot = tl.load(slots + key, mask=there, other=0).to(tl.int64)
             k, v = _load_slots(keys, values, slot, there, DIM, DIM_PADDED)
             seen = tl.broadcast_to(((key >= begin) & there)[None, :], (_ROW_LINES, _BLOCK))
-            highest, wide, acc = _attend(q, k, v, seen, highest, _widened(total, _ROW_LINES), acc, scale)
+            highest, wide, acc = attend(q, k, v, seen, highest, widened(total, _ROW_LINES), acc, scale)
             total = tl.max(wide, 1)
-    all_highest, all_total, all_acc = _combine(all_highest, all_total, all_acc, highest, total, acc)
-    _store_rows(out, line, real, all_total, all_acc, DIM, DIM_PADDED)
+    all_highest, all_total, all_acc = combine(all_highest, all_total, all_acc, highest, total, acc)
+    store_rows(out, line, real, all_total, all_acc, DIM, DIM_PADDED)

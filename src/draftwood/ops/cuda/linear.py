@@ -11,8 +11,9 @@ from torch import Tensor
 
 from draftwood.model.weights import Float8, Matrix, Quantised, Storage
 from draftwood.ops.cuda import rows
+from draftwood.ops.cuda.ahead import Beginning
 from draftwood.ops.cuda.product_kernels import DENSE, FLOAT8, INT4, INT8
-from draftwood.ops.cuda.products import Around, Beginning, Norm, Packed, gemv, skinny, skinny_normed
+from draftwood.ops.cuda.products import Around, Norm, Packed, gemv, skinny, skinny_normed
 
 FAST_ROWS = 128  # above, the vendor's products do as well as ours
 
@@ -61,11 +62,10 @@ class CudaLinear:
             return Stream(hidden, norm, normed)
         return Stream(self._other_ways(x, around), norm)
 
-    def beginning(self, n: int, size: int, gated: bool = False) -> Beginning | None:
-        """About `size` bytes that a product with `n` rows will read first; None where that is left to it."""
-        if size == 0 or not (self.strict or n <= FAST_ROWS):
-            return None
-        return Beginning.of(self.weight, n if not self.strict else 2, gated, size)
+    def beginning(self, size: int, gated: bool = False) -> Beginning | None:
+        """About `size` bytes that a product with one row will read first; None where they cannot be asked for."""
+        dense = self.weight.storage == DENSE.value
+        return Beginning.of(self.weight.codes, size, 2 if gated else 1) if dense and size else None
 
     def outputs_from(self, start: int) -> CudaLinear:
         """The product with the outputs from `start` on alone, in the same memory."""

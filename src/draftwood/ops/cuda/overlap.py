@@ -64,6 +64,18 @@ def ask_for_all(at, size):
 
 
 @triton.jit
+def read_at_once(at):
+    """A 64-bit number that nobody writes meanwhile and the cache has most likely. Where a pipeline makes copies of what
+    a loop reads, a plain load would be one of them, and others wait for it.
+    """
+    if _POSSIBLE:
+        number = tl.inline_asm_elementwise("ld.global.b64 $0, [$1];", "=l,l", [at.to(tl.int64)], tl.int64, True, 1)
+    else:
+        number = tl.load(at)
+    return number
+
+
+@triton.jit
 def make_way():
     """The next kernel may be prepared beside this one: it is short, or has only its results left to write."""
     if _POSSIBLE:

@@ -25,8 +25,8 @@ from draftwood.ops.cuda.overlap import OVERLAPPING, wait_and_make_way
 from draftwood.ops.cuda.pooled_sums import FEW, LANES, SUMS, sum_all, sum_alone
 
 POOL_SLICE = 1024  # tokens a program sums up at a time
-SUM_PROGRAMS = 528  # share all slices of all nodes: as many as find room at once, four for each multiprocessor
-SUM_WARPS, SUM_REGISTERS = 8, 64  # of each
+SUM_PROGRAMS = 396  # share all slices of all nodes: as many as find room at once, three for each multiprocessor
+SUM_WARPS, SUM_REGISTERS = 8, 80  # of each
 NODES = 32  # of a layer solved together: one for each thread of a warp, which need not wait for others
 TIMES = 7  # a tree is solved at most before one program is left alone with it: one of several hundred is
 SETTLED = 1e-6  # of what draws leave, a difference that is nothing: where the same tokens are left, there is none

@@ -1,15 +1,15 @@
 """The kernels of `products.py`: one row, several rows, and the sum of a split product's parts."""
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportUnreachable=false
-# pyright: reportArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from draftwood.ops.cuda.overlap import ask_for, ask_for_all, make_way, wait_and_make_way, wait_for_predecessors
+from draftwood.ops.cuda.ahead import ask_for_share
+from draftwood.ops.cuda.overlap import ask_for, make_way, wait_and_make_way, wait_for_predecessors
 
-AT_ONCE = tl.constexpr(512)  # weights an instruction asks for
 GROUP = tl.constexpr(32)  # inputs that share a scale, as in model/weights.py
 LAST = tl.constexpr(528)  # programs of a product with one row: those that run as it ends
 DENSE, INT8, INT4, FLOAT8 = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3), tl.constexpr(4)  # model/weights.Storage
@@ -106,11 +106,10 @@ def _row_sums(
     return total + products
 
 
-@triton.jit(do_not_specialize=["then_rows", "then_pieces"])
+@triton.jit(do_not_specialize=["requests"])
 def gemv_kernel(
     x, weight, scale, minimum, gain, bias, residual, out, outputs, inputs: tl.constexpr, stride: tl.constexpr, eps,
-    then, then_rows, then_pieces, THEN_STRIDE: tl.constexpr, THEN_PARTS: tl.constexpr, THEN_DISTANCE: tl.constexpr,
-    THEN_PIECE: tl.constexpr, LANES: tl.constexpr,
+    then, requests, THEN_PARTS: tl.constexpr, THEN_DISTANCE: tl.constexpr, LANES: tl.constexpr,
     BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr, STORAGE: tl.constexpr, ACTIVATION: tl.constexpr,
     UNROLLED: tl.constexpr,
 ):  # fmt: skip
@@ -142,55 +141,52 @@ def gemv_kernel(
         asking = tl.minimum(tl.num_programs(0), LAST)
         place = tl.program_id(0) - (tl.num_programs(0) - asking)
         if place >= 0:
-            _ask_for_share(
-                then, then_rows, then_pieces, place, asking, THEN_STRIDE, THEN_PARTS, THEN_DISTANCE, THEN_PIECE, LANES
-            )
+            ask_for_share(then, requests, place, asking, THEN_PARTS, THEN_DISTANCE, LANES)
     result, up = tl.sum(total, 1), tl.sum(total_up, 1)
     if gain is not None:
         length = tl.rsqrt(tl.sum(squares, 0) / inputs + eps)
         result, up = result * length, up * length
-    result = _finished(
-        result, up, scale, bias, residual, column, column, column < outputs, outputs, STORAGE, ACTIVATION
-    )
+    known = _known(scale, bias, residual, column, column, column < outputs, outputs, STORAGE, ACTIVATION)
+    result = _finished(result, up, known, scale, bias, residual, STORAGE, ACTIVATION)
     tl.store(out + column, result.to(out.dtype.element_ty), mask=column < outputs)
 
 
 @triton.jit
-def _finished(
-    total, up, scale, bias, residual, column, at, there, outputs, STORAGE: tl.constexpr, ACTIVATION: tl.constexpr
+def _known(
+    scale, bias, residual, column, at, there, outputs, STORAGE: tl.constexpr, ACTIVATION: tl.constexpr
 ):  # fmt: skip
-    """Sums to results: a row's scale of float8, bias, gate, residual. They go to `at`, where they are `there`."""
+    """What is fused behind a product, where it has it: a row's scale of float8 and a bias, of gate and of up, and the
+    residual; results go to `at`, where they are `there`.
+    """
     inside = column < outputs
-    if STORAGE == FLOAT8:
-        total = total * tl.load(scale + column, mask=inside, other=0.0)
-        if ACTIVATION >= 0:
-            up = up * tl.load(scale + outputs + column, mask=inside, other=0.0)
-    if bias is not None:
-        total = total + tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-        if ACTIVATION >= 0:
-            up = up + tl.load(bias + outputs + column, mask=inside, other=0.0).to(tl.float32)
-    if ACTIVATION >= 0:
-        total = activated(total, ACTIVATION) * up
+    scales, biases, rest = (), (), ()
+    for part in tl.static_range(2 if ACTIVATION >= 0 else 1):
+        if STORAGE == FLOAT8:
+            scales += (tl.load(scale + part * outputs + column, mask=inside, other=0.0),)
+        if bias is not None:
+            biases += (tl.load(bias + part * outputs + column, mask=inside, other=0.0).to(tl.float32),)
     if residual is not None:
-        total = total + tl.load(residual + at, mask=there, other=0.0).to(tl.float32)
-    return total
+        rest += (tl.load(residual + at, mask=there, other=0.0).to(tl.float32),)
+    return scales, biases, rest
 
 
 @triton.jit
-def _ask_for_share(
-    then, then_rows, then_pieces, program, programs,
-    STRIDE: tl.constexpr, PARTS: tl.constexpr, DISTANCE: tl.constexpr, PIECE: tl.constexpr, LANES: tl.constexpr,
-):  # fmt: skip
-    """One program's share of a `Beginning`."""
-    count = then_rows * (PARTS * then_pieces)
-    share = tl.cdiv(count, programs)
-    i = tl.arange(0, LANES)
-    for begin in range(0, share, LANES):
-        x = program * share + begin + i
-        mine = (begin + i < share) & (x < count)
-        row, part, piece = x // (PARTS * then_pieces), x // then_pieces % PARTS, x % then_pieces
-        at = then + row.to(tl.int64) * STRIDE + part.to(tl.int64) * DISTANCE + piece * PIECE
-        ask_for_all(at, tl.where(mine, PIECE * (then.dtype.element_ty.primitive_bitwidth // 8), 0))
+def _finished(total, up, known, scale, bias, residual, STORAGE: tl.constexpr, ACTIVATION: tl.constexpr):
+    """Sums to results: scale, bias, gate, residual."""
+    scales, biases, rest = known
+    if STORAGE == FLOAT8:
+        total = total * scales[0]
+        if ACTIVATION >= 0:
+            up = up * scales[1]
+    if bias is not None:
+        total = total + biases[0]
+        if ACTIVATION >= 0:
+            up = up + biases[1]
+    if ACTIVATION >= 0:
+        total = activated(total, ACTIVATION) * up
+    if residual is not None:
+        total = total + rest[0]
+    return total
 
 
 @triton.jit
@@ -200,64 +196,52 @@ def _ask_for_weights(weight, row, local, start, inputs, stride):
     ask_for(weight + row * stride + local[:, None] * stride + k)
 
 
-@triton.jit(do_not_specialize=["n", "then_rows", "then_pieces"])
+@triton.jit(do_not_specialize=["n"])
 def skinny_kernel(
     x, weight, scale, minimum, bias, residual, out, n, outputs, inputs: tl.constexpr, stride: tl.constexpr,
-    then, then_rows, then_pieces, THEN_STRIDE: tl.constexpr, THEN_PARTS: tl.constexpr, THEN_DISTANCE: tl.constexpr,
-    THEN_PIECE: tl.constexpr, LANES: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
     STORAGE: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows times BLOCK_OUT outputs a program; with SPLIT_K, a part of their inputs, which others add up."""
+    """ROWS rows times BLOCK_OUT outputs a program; with SPLIT_K, a part of their inputs, which others add up. Gates lie
+    in one tile with what they open.
+    """
     GATED: tl.constexpr = ACTIVATION >= 0
+    TALL: tl.constexpr = 2 * BLOCK_OUT if GATED else BLOCK_OUT
     STEPS: tl.constexpr = (inputs + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
     EVEN: tl.constexpr = inputs % (BLOCK_K * SPLIT_K) == 0
     num_tiles = tl.cdiv(n, ROWS)  # neighbouring programs share weights, so that further tiles find them in cache
     first = (tl.program_id(0) // num_tiles).to(tl.int64) * BLOCK_OUT
     row = (tl.program_id(0) % num_tiles) * ROWS + tl.arange(0, ROWS)
-    local = tl.minimum(tl.arange(0, BLOCK_OUT), (outputs - 1 - first).to(tl.int32))
+    i = tl.arange(0, TALL)
+    local = tl.minimum(i % BLOCK_OUT, (outputs - 1 - first).to(tl.int32)) + i // BLOCK_OUT * outputs
     source = x + row[:, None] * inputs
     there = (row < n)[:, None]  # in place of others the last row would be read, by everybody from the same place
-    total = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
-    total_up = tl.zeros((BLOCK_OUT, ROWS), tl.float32)
+    total = tl.zeros((TALL, ROWS), tl.float32)
     begin = tl.program_id(1) * STEPS * BLOCK_K
     if STORAGE == DENSE:
-        for part in tl.static_range(2 if GATED else 1):
-            _ask_for_weights(weight, first + part * outputs, local, begin, inputs, stride)
+        _ask_for_weights(weight, first, local, begin, inputs, stride)
     wait_for_predecessors()
     for step in range(STEPS):
         start = begin + step * BLOCK_K
         k = start + tl.arange(0, BLOCK_K)
         value = tl.load(source + k[None, :], mask=there if EVEN else there & (k < inputs)[None, :], other=0.0)
-        value = tl.trans(value)
-        tile = _weights(
-            weight, scale, minimum, first, local, start, inputs, stride, x, BLOCK_OUT, BLOCK_K, STORAGE, EVEN
-        )
-        total = tl.dot(tile, value, total, input_precision="ieee")
-        if GATED:
-            tile = _weights(
-                weight, scale, minimum, first + outputs, local, start, inputs, stride, x,
-                BLOCK_OUT, BLOCK_K, STORAGE, EVEN,
-            )  # fmt: skip
-            total_up = tl.dot(tile, value, total_up, input_precision="ieee")
-    if then is not None:
-        program, programs = tl.program_id(0) * SPLIT_K + tl.program_id(1), tl.num_programs(0) * SPLIT_K
-        _ask_for_share(
-            then, then_rows, then_pieces, program, programs,
-            THEN_STRIDE, THEN_PARTS, THEN_DISTANCE, THEN_PIECE, LANES,
-        )  # fmt: skip
+        tile = _weights(weight, scale, minimum, first, local, start, inputs, stride, x, TALL, BLOCK_K, STORAGE, EVEN)
+        total = tl.dot(tile, tl.trans(value), total, input_precision="ieee")
     make_way()
-    column = (first + tl.arange(0, BLOCK_OUT))[:, None]
+    column, up = (first + tl.arange(0, BLOCK_OUT))[:, None], total
     inside = (column < outputs) & (row < n)[None, :]
+    if GATED:
+        total, up = tl.split(tl.permute(tl.reshape(total, (2, BLOCK_OUT, ROWS)), (1, 2, 0)))
     if SPLIT_K > 1:
         width = outputs * 2 if GATED else outputs
         at = out + (tl.program_id(1) * n + row[None, :]).to(tl.int64) * width + column
         tl.store(at, total, mask=inside)
         if GATED:
-            tl.store(at + outputs, total_up, mask=inside)
+            tl.store(at + outputs, up, mask=inside)
     else:
         at = row[None, :].to(tl.int64) * outputs + column
-        result = _finished(total, total_up, scale, bias, residual, column, at, inside, outputs, STORAGE, ACTIVATION)
+        known = _known(scale, bias, residual, column, at, inside, outputs, STORAGE, ACTIVATION)
+        result = _finished(total, up, known, scale, bias, residual, STORAGE, ACTIVATION)
         tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
 
 
@@ -266,27 +250,29 @@ def joined_kernel(
     parts, scale, bias, residual, out, gain, normed, n, outputs, eps,
     BLOCK: tl.constexpr, SPLIT_K: tl.constexpr, STORAGE: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """Add the parts of a split product, first to last, and finish it; with `gain`, a whole row, and norm it too."""
+    """Add the parts of a split product, first to last, and finish it; with `gain`, a whole row, and norm it too. All
+    but the parts was there before the product began.
+    """
     make_way()
-    wait_for_predecessors()
     GATED: tl.constexpr = ACTIVATION >= 0
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < outputs
-    width = outputs * 2 if GATED else outputs
+    width, at = outputs * 2 if GATED else outputs, row * outputs + column
+    known = _known(scale, bias, residual, column, at, inside, outputs, STORAGE, ACTIVATION)
+    if gain is not None:
+        gains = tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
+    wait_for_predecessors()
     total = tl.zeros((BLOCK,), tl.float32)
     up = tl.zeros((BLOCK,), tl.float32)
     for part in tl.static_range(SPLIT_K):
-        at = parts + (part * n + row) * width + column
-        total += tl.load(at, mask=inside, other=0.0)
+        of_part = parts + (part * n + row) * width + column
+        total += tl.load(of_part, mask=inside, other=0.0)
         if GATED:
-            up += tl.load(at + outputs, mask=inside, other=0.0)
-    at = row * outputs + column
-    result = _finished(total, up, scale, bias, residual, column, at, inside, outputs, STORAGE, ACTIVATION)
-    result = result.to(out.dtype.element_ty)
+            up += tl.load(of_part + outputs, mask=inside, other=0.0)
+    result = _finished(total, up, known, scale, bias, residual, STORAGE, ACTIVATION).to(out.dtype.element_ty)
     tl.store(out + at, result, mask=inside)
     if gain is not None:
         value = tl.where(inside, result.to(tl.float32), 0.0)
         length = tl.rsqrt(tl.sum(value * value, 0) / outputs + eps)
-        value = value * length * tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(normed + at, value.to(normed.dtype.element_ty), mask=inside)
+        tl.store(normed + at, (value * length * gains).to(normed.dtype.element_ty), mask=inside)

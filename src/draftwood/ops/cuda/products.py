@@ -15,9 +15,9 @@ import torch
 import triton
 from torch import Tensor
 
+from draftwood.ops.cuda.ahead import NOTHING, Beginning
 from draftwood.ops.cuda.overlap import OVERLAPPING
 from draftwood.ops.cuda.product_kernels import (
-    AT_ONCE,
     DENSE,
     GROUP,
     INT4,
@@ -28,8 +28,7 @@ from draftwood.ops.cuda.product_kernels import (
 )
 
 ACTIVATIONS = {None: -1, "silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
-LARGEST_TILE = 128  # rows
-LEAST = 64  # weights to ask for: 128 bytes
+LARGEST_TILE, FEW_ROWS = 128, 16  # rows
 
 
 @dataclass(frozen=True)
@@ -62,55 +61,6 @@ class Norm:
 
 
 @dataclass(frozen=True)
-class Beginning:
-    """The weights that the next product reads first, to be brought into the cache as this one ends."""
-
-    weight: Tensor
-    rows: int
-    stride: int  # weights from row to row
-    parts: int  # of each row
-    distance: int  # weights from part to part
-    inputs: int  # of each part
-
-    @classmethod
-    def of(cls, weight: Packed, n: int, gated: bool, size: int) -> Beginning | None:
-        """About `size` bytes of a matrix whose next product has `n` rows: of one row, those of its first programs; of
-        several, the first of every program.
-        """
-        outputs = weight.outputs // 2 if gated else weight.outputs
-        parts = 1 if n == 1 else tiles(outputs, weight.inputs, weight.storage, gated).split_k
-        part = weight.inputs // parts
-        in_sixteens = weight.stride % 8 == 0 and part % 8 == 0
-        if weight.storage != DENSE.value or weight.codes.element_size() != 2 or not in_sixteens or part < LEAST:
-            return None
-        if n == 1:  # gate and up are the parts then
-            parts = 2 if gated else 1
-            rows = min(outputs, size // (2 * weight.inputs * parts))
-            return cls(weight.codes, rows, weight.stride, parts, outputs * weight.stride, _in_requests(part))
-        inputs = min(part, size // (2 * weight.outputs * parts))
-        return cls(weight.codes, weight.outputs, weight.stride, parts, part, _in_requests(inputs))
-
-    @property
-    def arguments(self) -> tuple[Tensor, int, int, int, int, int, int]:
-        """As the kernels take it."""
-        piece = _request(self.inputs)
-        return self.weight, self.rows, self.inputs // piece, self.stride, self.parts, self.distance, piece
-
-
-def _request(inputs: int) -> int:
-    """How many weights to ask for at once."""
-    return AT_ONCE.value if inputs >= AT_ONCE.value else LEAST
-
-
-def _in_requests(inputs: int) -> int:
-    """Whole requests."""
-    return max(inputs // _request(inputs), 1) * _request(inputs)
-
-
-NOTHING = (None, 0, 0, 0, 1, 0, LEAST)  # to begin with
-
-
-@dataclass(frozen=True)
 class Around:
     """What is fused around a product: y = residual + act(gate) * up, or residual + x W + b."""
 
@@ -120,7 +70,7 @@ class Around:
     activation: str | None = None  # the matrix is gate rows, then as many up rows
     dtype: torch.dtype | None = None  # of the result; None: of x
     next_norm: Norm | None = None  # of whoever reads the result: given beside it where that costs nothing
-    then: Beginning | None = None  # of the product that follows
+    then: Beginning | None = None  # of the product that follows: asked for by a product of one row
 
 
 @dataclass(frozen=True)
@@ -142,7 +92,9 @@ def tiles(outputs: int, inputs: int, storage: int, gated: bool) -> Tiles:
         return Tiles(16 if narrow else 64, 128 if inputs >= 1024 else 64, 1, 4 if inputs >= 1024 else 5, 4)
     if storage != DENSE.value:
         return Tiles(64, 128, 1 if gated or outputs >= 16384 else 2, 3 if gated else 4, 4)
-    if gated or inputs < 2048:
+    if gated:
+        return Tiles(64, 64, 1, 4, 4)
+    if inputs < 2048:
         return Tiles(128, 64, 1, 4, 4)
     if outputs >= 16384:
         return Tiles(128, 128, 1, 3, 8)
@@ -204,9 +156,7 @@ def skinny_normed(x: Tensor, weight: Packed, around: Around, cut: Tiles | None =
     target = torch.empty(cut.split_k, n, width, dtype=torch.float32, device=x.device) if split else out
     skinny_kernel[(triton.cdiv(outputs, cut.block_out) * triton.cdiv(n, rows), cut.split_k)](
         x.contiguous(), weight.codes, weight.scale, weight.minimum, around.bias, around.residual,
-        target, n, outputs, inputs, weight.stride,
-        *(around.then.arguments if around.then else NOTHING), 32 * cut.warps,
-        rows, cut.block_out, cut.block_k, cut.split_k, weight.storage,
+        target, n, outputs, inputs, weight.stride, rows, cut.block_out, cut.block_k, cut.split_k, weight.storage,
         ACTIVATIONS[around.activation], num_warps=cut.warps, num_stages=cut.stages, **OVERLAPPING,
     )  # fmt: skip
     if not split:
@@ -227,8 +177,11 @@ def _outputs(weight: Packed, around: Around) -> int:
 
 
 def _fitting(cut: Tiles, rows: int, gated: bool) -> Tiles:
-    """More warps and fewer stages where a tile of rows needs the registers and the memory; sums stay as they are."""
+    """More warps and fewer stages where a tile of rows needs the registers and the memory; sums stay as they are. With
+    more than three stages, gated products of many rows have more under way than is good.
+    """
     sums = cut.block_out * rows * (2 if gated else 1)
+    most = 3 if gated and rows > FEW_ROWS else cut.stages
     warps = 8 if sums > 64 * 128 and cut.block_out >= 64 else cut.warps
     stage = 2 * cut.block_k * (cut.block_out * (2 if gated else 1) + rows)
-    return replace(cut, warps=warps, stages=max(2, min(cut.stages, 200_000 // stage)))
+    return replace(cut, warps=warps, stages=max(2, min(most, 200_000 // stage)))

@@ -11,8 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from draftwood.model.batch import ForwardBatch
-from draftwood.ops.cuda.attention_kernels import BLOCK, last_at_most, slot_of
+from draftwood.ops.cuda.attention_kernels import last_at_most, slot_of
 from draftwood.ops.cuda.overlap import OVERLAPPING, wait_for_predecessors
+from draftwood.ops.cuda.running_softmax import BLOCK
 
 _BLOCK = tl.constexpr(BLOCK)
 
