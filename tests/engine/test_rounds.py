@@ -14,7 +14,7 @@ from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
 from draftwood.drafters.scripted import ScriptedDrafter
-from draftwood.engine.rounds import PATIENCE
+from draftwood.engine.rounds import PATIENCE, Size
 from draftwood.growers import Beam, Coupled, Independent, Levels, chain
 from draftwood.growers.pickers import Best
 from draftwood.request import SamplingParams
@@ -233,19 +233,53 @@ def test_rounds_without_graphs_are_the_same() -> None:
 def test_a_round_that_is_ready_is_taken_until_another_is_wanted_often() -> None:
     harness = RoundHarness(DRAFTERS["chain"](), "match")
     rounds, kind = harness.engine.pipeline.rounds, Kind(None, True, False)
-    assert rounds.size_for(7, 5, kind) == (8, 5), "nothing is ready"
+    whole = rounds.seats.num_pages
+
+    def size_for(count: int, nodes: int, kind: Kind = kind) -> tuple[int, int]:
+        size = rounds.size_for(count, nodes, 1, kind)
+        assert size.pages == whole, "so short a table is not cut"
+        return size.batch, size.nodes
+
+    assert size_for(7, 5) == (8, 5), "nothing is ready"
     with torch.inference_mode():
-        rounds._round(8, 5, kind)
-        rounds._round(4, 1, kind)
-    assert rounds.size_for(8, 5, kind) == (8, 5)
-    assert rounds.size_for(3, 5, kind) == (8, 5), "as many nodes count for more than a batch that fits"
-    assert rounds.size_for(3, 2, kind) == (4, 1), "not more nodes than there is room for"
-    assert rounds.size_for(1, 5, kind) == (1, 5), "eight for one is too far"
-    assert rounds.size_for(3, 0, kind) == (4, 0), "no nodes is another thing than some"
-    assert rounds.size_for(8, 5, Kind(None, False, False)) == (8, 5)
-    sizes = [rounds.size_for(4, 5, kind) for _ in range(PATIENCE + 2)]
+        rounds._round(Size(8, 5, whole), kind)
+        rounds._round(Size(4, 1, whole), kind)
+    assert size_for(8, 5) == (8, 5)
+    assert size_for(3, 5) == (8, 5), "as many nodes count for more than a batch that fits"
+    assert size_for(3, 2) == (4, 1), "not more nodes than there is room for"
+    assert size_for(1, 5) == (1, 5), "eight for one is too far"
+    assert size_for(3, 0) == (4, 0), "no nodes is another thing than some"
+    assert size_for(8, 5, Kind(None, False, False)) == (8, 5)
+    sizes = [size_for(4, 5) for _ in range(PATIENCE + 2)]
     assert sizes[:2] == [(8, 5), (8, 5)]
     assert sizes[-1] == (4, 5)
+
+
+def test_a_round_has_room_for_the_longest_of_its_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = RoundHarness(DRAFTERS["chain"](), "match")
+    rounds, kind = harness.engine.pipeline.rounds, Kind(None, True, False)
+    page = rounds.target.cache.page_size
+    monkeypatch.setattr("draftwood.engine.rounds.LENGTHS", (2 * page, 4 * page))
+
+    def pages_for(pages: int) -> int:
+        return rounds.size_for(8, 5, pages, kind).pages
+
+    assert [pages_for(pages) for pages in (1, 2, 3, 4, 5)] == [2, 2, 4, 4, rounds.seats.num_pages]
+    with torch.inference_mode():
+        rounds._round(Size(8, 5, 4), kind)
+    assert [pages_for(pages) for pages in (1, 4, 5)] == [4, 4, rounds.seats.num_pages], "a longer one will do for now"
+    assert [pages_for(1) for _ in range(PATIENCE)][-1] == 2
+
+
+@pytest.mark.parametrize("drafter", ["none", "chain", "ngram"])
+def test_sequences_that_outgrow_a_round_go_on_in_another(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = asks(1.0)
+    harness = RoundHarness(DRAFTERS[drafter](), "match")
+    rounds = harness.engine.pipeline.rounds
+    page = rounds.target.cache.page_size
+    monkeypatch.setattr("draftwood.engine.rounds.LENGTHS", tuple(page * pages for pages in range(1, 9)))
+    assert generated(harness.run(wanted)) == plain(wanted)
+    assert len({size.pages for size, _ in rounds._known}) > 1
 
 
 def test_a_law_that_cannot_be_captured_goes_step_by_step(caplog: pytest.LogCaptureFixture) -> None:

@@ -67,16 +67,18 @@ def test_a_round_opens_and_closes_as_torch_says() -> None:
     history = torch.randint(0, 1000, (4, 40))
     want, got = seats_with(history, "cpu"), seats_with(history, DEVICE)
     rows = torch.tensor([3, 0, 4, 1, 4])
-    parts = (want.length, want.seed, want.sampling, want.history, want.block_table)
-    kernel = opened(rows.to(DEVICE), *(part.to(DEVICE) for part in parts))
-    for ours, theirs in zip(kernel, want._gathered(rows), strict=True):
-        assert torch.equal(ours.cpu(), theirs)
+    for pages in (1, want.num_pages):
+        kernel = opened(
+            rows.to(DEVICE), got.length, got.seed, got.sampling, got.history, got.block_table[:, :pages]
+        )  # fmt: skip
+        for ours, theirs in zip(kernel, want._gathered(rows, pages), strict=True):
+            assert torch.equal(ours.cpu(), theirs)
     tokens = torch.randint(0, 1000, (5 * 4,))
     tokens[[3, 7]] = -1
     path = torch.tensor([[0, 1, 2, -1], [4, -1, -1, -1], [8, 9, 10, 11], [12, 14, -1, -1], [16, -1, -1, -1]])
     verdict = Verdict(path, torch.tensor([2, 0, 3, 1, 0]), torch.tensor([11, 12, 13, 14, 15]))
     tree = TokenTree.of_points([([0] * 4, [-1, 0, 1, 2])] * 5).refilled(tokens)
-    view = want.view(rows, Kind(None, True, False))
+    view = want.view(rows, Kind(None, True, False), want.num_pages)
     outcome = torch.zeros(5, 6, dtype=torch.int64)
     want.advance(view, tree, verdict, outcome)
     ours = torch.zeros_like(outcome, device=DEVICE)

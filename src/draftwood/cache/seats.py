@@ -112,6 +112,15 @@ class Seats:
         self.block_table[packed[:, 0], :width] = packed[:, 1:]
         self._pages.update({seat: len(own) for seat, own in news.items()})
 
+    @property
+    def num_pages(self) -> int:
+        """Of the longest sequence there is room for."""
+        return self.block_table.shape[1]
+
+    def most_pages(self, seq_ids: Sequence[int]) -> int:
+        """That one of these sequences has been granted."""
+        return max(self._pages[self._seat_of[seq_id]] for seq_id in seq_ids)
+
     def rows(self, seq_ids: Sequence[int], size: int) -> Tensor:
         """The seats of a round of `size` rows. [size]."""
         seats = [self._seat_of[seq_id] for seq_id in seq_ids]
@@ -119,14 +128,14 @@ class Seats:
 
     def packed_text(self, tokens: Sequence[int], start: int, pages: Sequence[int]) -> Tensor:
         """Tokens, where they begin and the pages they lie in, in one piece of the host's memory."""
-        spare = [self._scratch_page] * (self.block_table.shape[1] - len(pages))
+        spare = [self._scratch_page] * (self.num_pages - len(pages))
         packed = torch.tensor([*tokens, start, *pages, *spare])
         return packed.pin_memory() if self.device.type == "cuda" else packed
 
-    def view(self, rows: Tensor, kind: Kind) -> SeatedView:
-        """What a round may know of the sequences on seats `rows` [B]."""
+    def view(self, rows: Tensor, kind: Kind, pages: int) -> SeatedView:
+        """What a round may know of the sequences on seats `rows` [B], of which none has more than so many pages."""
         count = len(rows)
-        integers, numbers, temperature, table = self._gathered(rows)
+        integers, numbers, temperature, table = self._gathered(rows, pages)
         lengths, seeds, roots, top_k = integers.unbind(0)
         view = SeatedView(
             seq_ids=(),
@@ -146,9 +155,10 @@ class Seats:
         view.__dict__.update(roots=roots, truncation=Truncation(top_k, *numbers.unbind(0)))
         return view
 
-    def _gathered(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _gathered(self, rows: Tensor, pages: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Length, seed, last token and top k [4, B]; top p and min p [2, B]; temperature [B]; pages [B, P]."""
-        parts = (rows, self.length, self.seed, self.sampling, self.history, self.block_table)
+        table = self.block_table[:, :pages]
+        parts = (rows, self.length, self.seed, self.sampling, self.history, table)
         if rows.is_cuda:
             from draftwood.ops.cuda.seats import opened
 
@@ -156,7 +166,7 @@ class Seats:
         lengths, sampling = self.length[rows], self.sampling[rows]
         roots = self.history[rows, lengths - 1]
         integers = torch.stack([lengths, self.seed[rows], roots, sampling[:, 1].long()])
-        return integers, sampling[:, 2:].t().contiguous(), sampling[:, 0].float(), self.block_table[rows]
+        return integers, sampling[:, 2:].t().contiguous(), sampling[:, 0].float(), table[rows]
 
     def advance(self, view: SeatedView, tree: TokenTree, verdict: Verdict, outcome: Tensor) -> None:
         """Move every sequence on by what it earned. To `outcome` [B, 3 + D] goes what the host wants to know: how many

@@ -99,15 +99,16 @@ class Pipeline:
         room = min(item.max_nodes for item in ready.items)
         if not self.rounds.can_run(kind):
             return None
-        size, nodes = self.rounds.size_for(len(ready.items), room, kind)
-        fresh = not self.rounds.is_ready(size, nodes, kind)
-        if not self.rounds.prepare(size, nodes, kind):
+        pages = max(len(self.scheduler.tables.pages(item.seq.id)) for item in ready.items)
+        size = self.rounds.size_for(len(ready.items), room, pages, kind)
+        fresh = not self.rounds.is_ready(size, kind)
+        if not self.rounds.prepare(size, kind):
             return None
         self._seat(ready)
-        self._keep_drafter_reading(ready, nodes)
-        launched = self.rounds.launch(ready, size, nodes, kind)
+        self._keep_drafter_reading(ready, size.nodes)
+        launched = self.rounds.launch(ready, size, kind)
         lives = tuple(item.seq.preemptions for item in ready.items)
-        return _InFlight(ready, lives, nodes, launched, time.perf_counter(), fresh)
+        return _InFlight(ready, lives, size.nodes, launched, time.perf_counter(), fresh)
 
     def _seat(self, ready: Plan) -> None:
         seats, tables = self.rounds.seats, self.scheduler.tables

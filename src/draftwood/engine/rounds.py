@@ -1,7 +1,8 @@
 """Rounds that live on the device: guess, score, keep, all from what the seats hold; on CUDA each is one captured graph.
 
 A round is the engine's step without the host in it. Its code is the same whether it is captured or run call by call;
-capturing only takes the host out of the way. Graphs are made when first needed, by (batch, nodes, kind of sampling).
+capturing only takes the host out of the way. Graphs are made when first needed, by (batch, nodes, length of the longest
+sequence, kind of sampling).
 """
 
 from __future__ import annotations
@@ -32,6 +33,11 @@ PATIENCE = 64  # rounds that something else is made do with
 FAR = 4  # times too large, or too small
 FEW_PROMPTS = 4  # that are read one after the other: launching kernel by kernel takes longer than reading all weights
 READINGS = (16, 32, 64, 128, 256, 512)  # rows of a piece of a single prompt
+LENGTHS = (
+    1024,
+    4096,
+    16384,
+)  # tokens that rounds are made for: kernels cut up what sequences could have, not what they have
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 
 
@@ -40,6 +46,15 @@ def seats_for(target: ModelRunner, capacity: int, max_nodes: int) -> Seats:
     tables = target.cache.tables
     longest = min(target.model.config.max_positions, tables.capacity) + 2 * max_nodes + 2
     return Seats(capacity, longest, tables.page_size, target.cache.scratch_page, target.device)
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a round has room for."""
+
+    batch: int  # sequences
+    nodes: int  # of each one's tree, without the root
+    pages: int  # of each sequence
 
 
 @dataclass
@@ -110,10 +125,10 @@ class Rounds:
     rng: Randomness
     seats: Seats
     captures: bool  # False: call by call, to look inside, or where there are no graphs
-    _known: dict[tuple[int, int, Kind], Round] = field(default_factory=dict)
+    _known: dict[tuple[Size, Kind], Round] = field(default_factory=dict)
     _refused: set[Kind] = field(default_factory=set)
     _roots: dict[int, TokenTree] = field(default_factory=dict)
-    _wishes: dict[tuple[int, int, Kind], int] = field(default_factory=dict)
+    _wishes: dict[tuple[Size, Kind], int] = field(default_factory=dict)
     _readings: dict[int, Reading] = field(default_factory=dict)
     _pool: Any = None
     _side: Any = None
@@ -127,10 +142,10 @@ class Rounds:
         """Whether rounds of this kind need nothing from the host."""
         return kind not in self._refused and self.drafter.suits(kind, self.law_of(kind.law))
 
-    def prepare(self, size: int, nodes: int, kind: Kind) -> bool:
+    def prepare(self, size: Size, kind: Kind) -> bool:
         """Have such a round ready; False, now and ever after, if its law turns out to look at values on the host."""
         try:
-            self._round(size, nodes, kind)
+            self._round(size, kind)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -141,34 +156,44 @@ class Rounds:
             self._refused.add(kind)
         return kind not in self._refused
 
-    def is_ready(self, size: int, nodes: int, kind: Kind) -> bool:
+    def is_ready(self, size: Size, kind: Kind) -> bool:
         """Whether such a round has been prepared."""
-        return (size, nodes, kind) in self._known
+        return (size, kind) in self._known
 
-    def size_for(self, count: int, room: int, kind: Kind) -> tuple[int, int]:
-        """The batch and the draft nodes to run `count` sequences with, when there is room for so many nodes each.
+    def size_for(self, count: int, room: int, pages: int, kind: Kind) -> Size:
+        """What to run `count` sequences with, of which none has more than so many `pages`, when there is room for so
+        many nodes each.
 
         Preparing a round takes as long as hundreds of them. So one that is ready and not far from what is wanted is
         taken, until the same thing has been wanted often enough.
         """
         nodes = max(size for size in self.drafter.sizes if size <= room)
-        wanted = next((size for size in BATCHES if size >= count), count), nodes, kind
-        if wanted in self._known:
-            return wanted[:2]
-        self._wishes[wanted] = self._wishes.get(wanted, 0) + 1
-        ready = [known[:2] for known in self._known if known[2] == kind and count <= known[0] and known[1] <= nodes]
-        close = [(size, n) for size, n in ready if size <= FAR * count and nodes <= FAR * n]
-        if not close or self._wishes[wanted] > PATIENCE:
-            return wanted[:2]
-        return max(close, key=lambda known: (known[1], -known[0]))
+        wanted = Size(next((size for size in BATCHES if size >= count), count), nodes, self._pages_for(pages))
+        if (wanted, kind) in self._known:
+            return wanted
+        self._wishes[wanted, kind] = self._wishes.get((wanted, kind), 0) + 1
+        ready = [known for known, its_kind in self._known if its_kind == kind and pages <= known.pages]
+        close = [
+            known
+            for known in ready
+            if count <= known.batch <= FAR * count and known.nodes <= nodes <= FAR * known.nodes
+        ]
+        if not close or self._wishes[wanted, kind] > PATIENCE:
+            return wanted
+        return max(close, key=lambda known: (known.nodes, -known.batch, -known.pages))
 
-    def launch(self, plan: Plan, size: int, nodes: int, kind: Kind) -> Launched:
+    def _pages_for(self, pages: int) -> int:
+        whole = self.seats.num_pages
+        rounded = (length // self.target.cache.page_size for length in LENGTHS)
+        return next((some for some in rounded if pages <= some < whole), whole)
+
+    def launch(self, plan: Plan, size: Size, kind: Kind) -> Launched:
         """Start a round of a `size` that holds the plan's sequences; nobody waits for it."""
         seq_ids = [item.seq.id for item in plan.items]
-        todo = self._round(size, nodes, kind)
-        if nodes and self.drafter.waits:
-            self.drafter.prepare(plan.view(torch.device("cpu")), size, nodes)
-        todo.rows.copy_(self.seats.rows(seq_ids, size))
+        todo = self._round(size, kind)
+        if size.nodes and self.drafter.waits:
+            self.drafter.prepare(plan.view(torch.device("cpu")), size.batch, size.nodes)
+        todo.rows.copy_(self.seats.rows(seq_ids, size.batch))
         todo.run()
         told = None if todo.facts is None else _on_its_way(todo.facts)
         outcome = _on_its_way(todo.outcome)
@@ -223,12 +248,13 @@ class Rounds:
 
     def rehearse(self, kind: Kind) -> None:
         """Compile what plain decoding and a short prompt need."""
-        self._prepare(1, 0, kind)
+        self._prepare(Size(1, 0, self.seats.num_pages), kind)
         self._prepare_reading(READINGS[0])
 
     def seconds(self, seq_ids: Sequence[int], nodes: int, kind: Kind, repeats: int) -> float:
         """How long such a round takes on the device, nothing in between; what the sequences earn is not heard."""
-        todo = self._round(len(seq_ids), nodes, kind)
+        pages = self._pages_for(self.seats.most_pages(seq_ids))
+        todo = self._round(Size(len(seq_ids), nodes, pages), kind)
         todo.rows.copy_(self.seats.rows(seq_ids, len(seq_ids)))
         todo.run()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -239,27 +265,27 @@ class Rounds:
         end.synchronize()
         return start.elapsed_time(end) / 1000 / repeats
 
-    def _round(self, size: int, nodes: int, kind: Kind) -> Round:
-        known = self._known.get((size, nodes, kind))
+    def _round(self, size: Size, kind: Kind) -> Round:
+        known = self._known.get((size, kind))
         if known is None:
-            known = self._known[size, nodes, kind] = self._prepare(size, nodes, kind)
+            known = self._known[size, kind] = self._prepare(size, kind)
         return known
 
-    def _prepare(self, size: int, nodes: int, kind: Kind) -> Round:
-        rows = torch.full((size,), self.seats.nobody, device=self.seats.device)
-        depth = self.drafter.depth(nodes) if nodes else 0
-        outcome = torch.zeros(size, 3 + depth, dtype=torch.int64, device=self.seats.device)
-        shape = size * (1 + nodes), NUM_FACTS
+    def _prepare(self, size: Size, kind: Kind) -> Round:
+        rows = torch.full((size.batch,), self.seats.nobody, device=self.seats.device)
+        depth = self.drafter.depth(size.nodes) if size.nodes else 0
+        outcome = torch.zeros(size.batch, 3 + depth, dtype=torch.int64, device=self.seats.device)
+        shape = size.batch * (1 + size.nodes), NUM_FACTS
         told = torch.zeros(shape, dtype=torch.float64, device=self.seats.device) if kind.traced else None
 
         def run() -> None:
-            self._step(rows, nodes, kind, outcome, told)
+            self._step(rows, size, kind, outcome, told)
 
         return Round(rows, self._ready(run), outcome, told)  # on nobody's seat
 
-    def _step(self, rows: Tensor, nodes: int, kind: Kind, outcome: Tensor, told: Tensor | None) -> None:
+    def _step(self, rows: Tensor, size: Size, kind: Kind, outcome: Tensor, told: Tensor | None) -> None:
         """The decode step, from seats to seats."""
-        view = self.seats.view(rows, kind)
+        view, nodes = self.seats.view(rows, kind, size.pages), size.nodes
         tree = self.drafter.propose(view, nodes, self.rng) if nodes else self._bare_roots(view)
         memory = self.target.cache
         batch = stage_trees(

@@ -13,10 +13,10 @@ from draftwood.ops.cuda.overlap import OVERLAPPING, wait_for_predecessors
 PAGES = 256  # of a block table at a time
 
 
-@triton.jit(do_not_specialize=["longest", "pages", "size"])
+@triton.jit(do_not_specialize=["longest", "pages", "stride", "size"])
 def _open(
-    rows, length, seed, sampling, history, table, integers, numbers, temperature, own_table, longest, pages, size,
-    WIDTH: tl.constexpr,
+    rows, length, seed, sampling, history, table, integers, numbers, temperature, own_table, longest, pages, stride,
+    size, WIDTH: tl.constexpr,
 ):  # fmt: skip
     """One sequence's state, gathered from its seat."""
     wait_for_predecessors()
@@ -33,7 +33,7 @@ def _open(
     for start in range(0, pages, WIDTH):
         page = start + tl.arange(0, WIDTH)
         tl.store(
-            own_table + b * pages + page, tl.load(table + seat * pages + page, mask=page < pages), mask=page < pages
+            own_table + b * pages + page, tl.load(table + seat * stride + page, mask=page < pages), mask=page < pages
         )
 
 
@@ -48,7 +48,7 @@ def opened(
     own_table = torch.empty(size, pages, dtype=torch.int64, device=rows.device)
     _open[(size,)](
         rows, length, seed, sampling, history, table, integers, numbers, temperature, own_table,
-        history.shape[1], pages, size, PAGES, **OVERLAPPING,
+        history.shape[1], pages, table.stride(0), size, PAGES, **OVERLAPPING,
     )  # fmt: skip
     return integers, numbers, temperature, own_table
 
