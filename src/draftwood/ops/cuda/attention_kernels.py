@@ -196,11 +196,11 @@ def _take_chunks(
 
 @triton.jit
 def _join_chunks(
-    arrived, own, splits, out, states, sums, line, real, num_states, first, last,
+    arrived, splits, out, states, sums, line, real, num_states, first, last,
     DIM: tl.constexpr, PADDED: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """The result, by whoever is last of those with chunks; one that a line sees nothing of changes no bit of it."""
-    if (own <= last) & (first < last):  # noqa: SIM102 (nobody else arrives)
+    if first < last:  # noqa: SIM102 (nobody else arrives)
         if last_to_arrive(arrived, 0, tl.minimum(splits, last - first + 1)):
             _, total, acc = combined(states, sums, line, real, num_states, first, last + 1, DIM, PADDED, LINES)
             store_rows(out, line, real, total, acc, DIM, PADDED)
@@ -259,7 +259,7 @@ def scan_linear(
     make_way()
     rows: tl.constexpr = LINES // GROUP_PADDED
     sequence, row_begin, row_end = _rows_of_tile(tl.program_id(0), offsets, num_sequences, rows, ONE_TILE)
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     row, member = row_begin + tl.arange(0, LINES) // GROUP_PADDED, tl.arange(0, LINES) % GROUP_PADDED
     real = (row < row_end) & (member < GROUP)
     line = row * (KV_HEADS * GROUP) + head * GROUP + member
@@ -274,10 +274,10 @@ def scan_linear(
     tile_begin = tl.min(tl.where(real, begin, 1 << 30), 0) // _BLOCK * _BLOCK
     first = tl.minimum(tile_begin // _CHUNK, last)
     pages = table + sequence.to(tl.int64) * table_width
-    own_head = head.to(tl.int64) * num_slots * DIM
-    keys, values = keys + own_head, values + own_head
-    splits = tl.num_programs(2)
+    keys, values, splits = keys + head * num_slots * DIM, values + head * num_slots * DIM, tl.num_programs(2)
     own = first + (tl.program_id(2) + splits - first % splits) % splits  # the first chunk of this program
+    if own > last:  # others have all there is, and need the room
+        return
     _ask_for_chunk(keys, values, pages, own, tile_end, DIM, PAGE)
     wait_for_predecessors()  # all before is known since the batch was laid out; only now come queries and new keys
     if row_begin >= row_end:
@@ -290,7 +290,7 @@ def scan_linear(
         )  # fmt: skip
         if not HAS_TREE:
             _join_chunks(
-                arrived + tl.program_id(0) * KV_HEADS + head, own, splits, out, states, sums, line, real, num_states,
+                arrived + tl.program_id(0) * KV_HEADS + head, splits, out, states, sums, line, real, num_states,
                 first, last, DIM, DIM_PADDED, LINES,
             )  # fmt: skip
     elif MASKED:  # nobody asks for bits: no chunks
