@@ -143,7 +143,7 @@ class TreeAttention:
             batch.ancestors.shape[1], self.max_nodes,
             kv_heads, query.shape[1] // kv_heads, tiling.group_padded, dim, padded, self.cache.page_size,
             tiling.lines, tiling.one_tile, self.tails is not None, self.max_nodes > 0, tiling.num_splits > 1,
-            num_warps=_warps(tiling.lines, padded), num_stages=_stages(keys), enable_fp_fusion=False, **OVERLAPPING,
+            num_warps=_warps(tiling.lines, padded), num_stages=_stages(keys, len(query)), enable_fp_fusion=False, **OVERLAPPING,
         )  # fmt: skip
 
     def _finish(
@@ -183,10 +183,12 @@ def _warps(lines: int, dim: int) -> int:
     return 8 if lines >= 128 or dim >= 256 else 4
 
 
-def _stages(keys: Tensor) -> int:
-    """Of the pipeline: with three, two blocks of keys and values are on their way."""
+def _stages(keys: Tensor, num_rows: int) -> int:
+    """Of the pipeline: with three, two blocks of keys and values are on their way. Behind and before products of one
+    row it is one: they need the memory that a longer pipeline takes as a cache, and a step with it took 8 % longer.
+    """
     bytes_of_block = 2 * BLOCK * _power_of_2(keys.shape[-1]) * keys.element_size()
-    return 3 if 2 * bytes_of_block <= 128 << 10 else 2
+    return 3 if num_rows > 1 and 2 * bytes_of_block <= 128 << 10 else 2
 
 
 def _power_of_2(number: int) -> int:
