@@ -114,27 +114,35 @@ def _on_gpu(target: ModelRunner, say: Say) -> StepCosts:
 def _time_rounds(target: ModelRunner, batch: int, context: int, nodes: list[int]) -> list[float]:
     """Seconds of a round of `batch` sequences by draft nodes of each, all of them wrong."""
     drafter = ScriptedDrafter(lambda tokens: [], max(nodes), chain=True)
-    tables, ids = target.cache.tables, [-1 - i for i in range(batch)]
-    length = context + 2 * max(nodes) + (2 + GPU_REPEATS) * len(nodes)
+    tables = target.cache.tables
+    answers = [_answer(i, context, target.model.config.vocab_size) for i in range(batch)]
+    length = context + 2 * max(nodes) + 2 + GPU_REPEATS
     seats = seats_for(target, batch, max(nodes))
     resident = drafter.resident(target)
     assert resident is not None, "scripted trees run everywhere"
     law = LAWS["match"]()
     rounds = Rounds(target, resident, lambda _: law, KeyedRng(), seats, captures=True)
     try:
-        for i, seq_id in enumerate(ids):
-            answer = _answer(i, context, target.model.config.vocab_size)
-            tables.open(seq_id, [])
-            if not tables.reserve(seq_id, length):
+        for answer in answers:
+            tables.open(answer.id, [])
+            if not tables.reserve(answer.id, length):
                 raise InvalidRequest(f"The cache is too small to measure {batch} sequences of {length} tokens.")
-            seats.sit(seq_id, answer.tokens, answer.params, 0)
-        seats.grant({seq_id: tables.pages(seq_id) for seq_id in ids})
-        kind = Kind(None, greedy=True, truncates=False)
         with torch.inference_mode():
-            return [rounds.seconds(ids, count, kind, GPU_REPEATS) for count in nodes]
+            return [_time_round(rounds, answers, count) for count in nodes]
     finally:
-        for seq_id in ids:
-            tables.close(seq_id)
+        for answer in answers:
+            tables.close(answer.id)
+
+
+def _time_round(rounds: Rounds, answers: Tokens[Sequence], nodes: int) -> float:
+    """Of one size, from the context on: what rounds before have earned is forgotten."""
+    seats, tables = rounds.seats, rounds.target.cache.tables
+    for answer in answers:
+        seats.leave(answer.id)
+        seats.sit(answer.id, answer.tokens, answer.params, 0)
+    seats.grant({answer.id: tables.pages(answer.id) for answer in answers})
+    kind = Kind(None, greedy=True, truncates=False)
+    return rounds.seconds([answer.id for answer in answers], nodes, kind, GPU_REPEATS)
 
 
 def _on_cpu(target: ModelRunner, say: Say) -> StepCosts:

@@ -143,7 +143,8 @@ class TreeAttention:
             batch.ancestors.shape[1], self.max_nodes,
             kv_heads, query.shape[1] // kv_heads, tiling.group_padded, dim, padded, self.cache.page_size,
             tiling.lines, tiling.one_tile, self.tails is not None, self.max_nodes > 0, tiling.num_splits > 1,
-            num_warps=_warps(tiling.lines, padded), num_stages=_stages(keys, len(query)), enable_fp_fusion=False, **OVERLAPPING,
+            num_warps=_warps(tiling.lines, padded), num_stages=_stages(keys, len(query)), enable_fp_fusion=False,
+            **OVERLAPPING,
         )  # fmt: skip
 
     def _finish(
