@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
 
 from draftwood import LLM, EngineConfig, SamplingParams, calibration
+from draftwood.cache.seats import Kind
 from draftwood.calibration import CONTEXTS, ROWS, calibrate, costs_path, default_controller, known_costs
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
 from draftwood.engine.controller import FixedBudget, MeasuredBudget
+from draftwood.engine.rounds import Size
 from draftwood.errors import InvalidRequest
+from in_rounds import Replayed
 from tiny import tiny_config, tiny_folder, tiny_runner
 
 
@@ -39,6 +44,30 @@ def test_a_machine_is_measured_once() -> None:
     assert len(heard) == 3
     assert known_costs(target) == costs
     target.cache.tables.check()
+    assert target.cache.tables.pool.num_available == 800, "pages leaked"
+
+
+class Counted(Replayed):
+    """Where there are no events: rounds are run, and how long sequences are when they begin is remembered."""
+
+    begun: ClassVar[list[list[int]]] = []
+
+    def seconds(self, seq_ids: Sequence[int], nodes: int, kind: Kind, repeats: int) -> float:
+        rows = self.seats.rows(seq_ids, len(seq_ids))
+        self.begun.append(self.seats.length[rows].tolist())
+        todo = self._round(Size(len(seq_ids), nodes, self._pages_for(self.seats.most_pages(seq_ids))), kind)
+        todo.rows.copy_(rows)
+        for _ in range(1 + repeats):
+            todo.run()
+        return float(self.seats.length[rows].min())
+
+
+def test_rounds_of_every_size_are_measured_after_the_same_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = roomy(dtype=torch.float32)
+    monkeypatch.setattr(calibration, "Rounds", Counted)
+    after = calibration._time_rounds(target, 3, 40, [0, 1, 7])
+    assert Counted.begun == [[40] * 3] * 3
+    assert min(after) >= 40 + 1 + calibration.GPU_REPEATS
     assert target.cache.tables.pool.num_available == 800, "pages leaked"
 
 
