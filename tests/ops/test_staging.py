@@ -16,6 +16,7 @@ from draftwood.ops.cuda.staging import staged as staged_by_kernel
 from draftwood.ops.lookup import reference_lookup
 from draftwood.ops.softmax import tempered
 from draftwood.ops.staging import staged
+from draftwood.request import SamplingParams
 from draftwood.tree import TokenTree, Verdict
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -92,6 +93,18 @@ def test_a_round_opens_and_closes_as_torch_says() -> None:
         if row != want.nobody:
             length = int(want.length[row])
             assert got.history[row, :length].tolist() == want.history[row, :length].tolist()
+
+
+def test_whoever_sits_down_finds_no_pages_of_others() -> None:
+    seats = Seats(1, 80, 16, 99, torch.device(DEVICE))
+    seats.sit(7, [1, 2], SamplingParams(), 0)
+    seats.grant({7: [3, 4, 5]})
+    assert seats.block_table[0].tolist() == [3, 4, 5, 99, 99]
+    assert seats.most_pages([7]) == 3
+    seats.leave(7)
+    seats.sit(8, [1, 2], SamplingParams(), 0)
+    seats.grant({8: [6]})
+    assert seats.block_table[0].tolist() == [6, 99, 99, 99, 99]
 
 
 @pytest.mark.parametrize("vocabulary", [13, 2048, 5000])

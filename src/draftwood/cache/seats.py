@@ -89,6 +89,7 @@ class Seats:
         """Give a sequence that has caught up a seat."""
         seat = self._seat_of[seq_id] = self._free.pop()
         self._pages[seat] = 0
+        self.block_table[seat] = self._scratch_page  # behind its own pages it must not find those of whoever sat here
         self.history[seat, : len(tokens)] = self._upload(tokens)
         numbers = self._upload([len(tokens), seed])
         self.length[seat], self.seed[seat] = numbers[0], numbers[1]

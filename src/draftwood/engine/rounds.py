@@ -172,7 +172,7 @@ class Rounds:
         if (wanted, kind) in self._known:
             return wanted
         self._wishes[wanted, kind] = self._wishes.get((wanted, kind), 0) + 1
-        ready = [known for known, its_kind in self._known if its_kind == kind and pages <= known.pages]
+        ready = [known for known, its_kind in self._known if its_kind == kind and self._holds(known.pages, pages)]
         close = [
             known
             for known in ready
@@ -185,7 +185,11 @@ class Rounds:
     def _pages_for(self, pages: int) -> int:
         whole = self.seats.num_pages
         rounded = (length // self.target.cache.page_size for length in LENGTHS)
-        return next((some for some in rounded if pages <= some < whole), whole)
+        return next((some for some in rounded if some < whole and self._holds(some, pages)), whole)
+
+    def _holds(self, some: int, pages: int) -> bool:
+        """The last is nobody's: what a sequence that has ended unheard writes behind its own pages goes there."""
+        return pages < some or some == self.seats.num_pages
 
     def launch(self, plan: Plan, size: Size, kind: Kind) -> Launched:
         """Start a round of a `size` that holds the plan's sequences; nobody waits for it."""
