@@ -16,7 +16,6 @@ from draftwood.calibration import CONTEXTS, ROWS, calibrate, costs_path, default
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
 from draftwood.engine.controller import FixedBudget, MeasuredBudget
-from draftwood.engine.rounds import Size
 from draftwood.errors import InvalidRequest
 from in_rounds import Replayed
 from tiny import tiny_config, tiny_folder, tiny_runner
@@ -55,8 +54,7 @@ class Counted(Replayed):
     def seconds(self, seq_ids: Sequence[int], nodes: int, kind: Kind, repeats: int) -> float:
         rows = self.seats.rows(seq_ids, len(seq_ids))
         self.begun.append(self.seats.length[rows].tolist())
-        todo = self._round(Size(len(seq_ids), nodes, self._pages_for(self.seats.most_pages(seq_ids))), kind)
-        todo.rows.copy_(rows)
+        todo = self._round_of(seq_ids, nodes, kind)
         for _ in range(1 + repeats):
             todo.run()
         return float(self.seats.length[rows].min())

@@ -99,12 +99,12 @@ class Pipeline:
         room = min(item.max_nodes for item in ready.items)
         if not self.rounds.can_run(kind):
             return None
-        pages = max(len(self.scheduler.tables.pages(item.seq.id)) for item in ready.items)
+        self._seat(ready)
+        pages = self.rounds.seats.most_pages([item.seq.id for item in ready.items])
         size = self.rounds.size_for(len(ready.items), room, pages, kind)
         fresh = not self.rounds.is_ready(size, kind)
         if not self.rounds.prepare(size, kind):
             return None
-        self._seat(ready)
         self._keep_drafter_reading(ready, size.nodes)
         launched = self.rounds.launch(ready, size, kind)
         lives = tuple(item.seq.preemptions for item in ready.items)

@@ -33,16 +33,12 @@ PATIENCE = 64  # rounds that something else is made do with
 FAR = 4  # times too large, or too small
 FEW_PROMPTS = 4  # that are read one after the other: launching kernel by kernel takes longer than reading all weights
 READINGS = (16, 32, 64, 128, 256, 512)  # rows of a piece of a single prompt
-LENGTHS = (
-    1024,
-    4096,
-    16384,
-)  # tokens that rounds are made for: kernels cut up what sequences could have, not what they have
+LENGTHS = (1024, 4096, 16384)  # tokens: kernels are cut up for what sequences could have, not for what they have
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 
 
 def seats_for(target: ModelRunner, capacity: int, max_nodes: int) -> Seats:
-    """Room for sequences as long as the model and its cache let them be: how long decides how kernels are cut up."""
+    """Room for sequences as long as the model and its cache let them be."""
     tables = target.cache.tables
     longest = min(target.model.config.max_positions, tables.capacity) + 2 * max_nodes + 2
     return Seats(capacity, longest, tables.page_size, target.cache.scratch_page, target.device)
@@ -257,9 +253,7 @@ class Rounds:
 
     def seconds(self, seq_ids: Sequence[int], nodes: int, kind: Kind, repeats: int) -> float:
         """How long such a round takes on the device, nothing in between; what the sequences earn is not heard."""
-        pages = self._pages_for(self.seats.most_pages(seq_ids))
-        todo = self._round(Size(len(seq_ids), nodes, pages), kind)
-        todo.rows.copy_(self.seats.rows(seq_ids, len(seq_ids)))
+        todo = self._round_of(seq_ids, nodes, kind)
         todo.run()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -268,6 +262,13 @@ class Rounds:
         end.record()
         end.synchronize()
         return start.elapsed_time(end) / 1000 / repeats
+
+    def _round_of(self, seq_ids: Sequence[int], nodes: int, kind: Kind) -> Round:
+        """For these sequences and no more."""
+        pages = self._pages_for(self.seats.most_pages(seq_ids))
+        todo = self._round(Size(len(seq_ids), nodes, pages), kind)
+        todo.rows.copy_(self.seats.rows(seq_ids, len(seq_ids)))
+        return todo
 
     def _round(self, size: Size, kind: Kind) -> Round:
         known = self._known.get((size, kind))
