@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
 
-from draftwood.ops.cuda.rotary import rotate_and_store
+from draftwood.model.weights import quantise_float8
+from draftwood.ops.cuda.linear import pack
+from draftwood.ops.cuda.products import Around, Tiles, skinny
+from draftwood.ops.cuda.rotary import Turning, multiply_and_turn, rotate_and_store
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if DEVICE.type == "cuda" else [])
@@ -68,9 +73,8 @@ def test_parity(dtype: torch.dtype, heads: int, kv_heads: int, dim: int, normed:
     slots[3] = -1  # padding that is not to be written
     norm = (torch.rand(dim).to(DEVICE, dtype), torch.rand(dim).to(DEVICE, dtype)) if normed else None
     got_store, store = torch.zeros(2, 2, kv_heads, 32, dim, device=DEVICE, dtype=dtype)
-    rest = (table, heads, kv_heads, norm, EPS)
-    got = rotate_and_store(qkv, positions, slots, got_store, *rest)
-    expected = reference_rotate_and_store(qkv, positions, slots, store, *rest)
+    got = rotate_and_store(qkv, Turning(positions, slots, got_store, table, heads, norm, EPS))
+    expected = reference_rotate_and_store(qkv, positions, slots, store, table, heads, kv_heads, norm, EPS)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(got, expected, atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(got_store, store, atol=tolerance, rtol=tolerance)
@@ -81,10 +85,45 @@ def test_values_are_copied_and_rows_do_not_touch_each_other(dtype: torch.dtype) 
     qkv, positions, slots, table = make_inputs(6, 4, 2, 64, dtype)
     weights = (torch.rand(64).to(DEVICE, dtype), torch.rand(64).to(DEVICE, dtype))
     together, alone = torch.zeros(2, 2, 2, 32, 64, device=DEVICE, dtype=dtype)
-    query = rotate_and_store(qkv, positions, slots, together, table, 4, 2, weights, EPS)
+    query = rotate_and_store(qkv, Turning(positions, slots, together, table, 4, weights, EPS))
     assert torch.equal(together[1][:, slots].transpose(0, 1).flatten(1), qkv[:, -2 * 64 :])
     for i in range(6):
         row = slice(i, i + 1)
-        own = rotate_and_store(qkv[row], positions[row], slots[row], alone, table, 4, 2, weights, EPS)
+        own = rotate_and_store(qkv[row], Turning(positions[row], slots[row], alone, table, 4, weights, EPS))
         assert torch.equal(own, query[row])
     assert torch.equal(alone, together)
+
+
+CUT = Tiles(64, 32, 1, 2, 4)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 1, 64), (3, 3, 128), (2, 1, 256)])
+@pytest.mark.parametrize(("rows", "biased", "float8"), [(5, False, False), (1, True, False), (150, True, True)])
+def test_a_product_that_turns_gives_the_bits_of_both(
+    dtype: torch.dtype, heads: int, kv_heads: int, dim: int, rows: int, biased: bool, float8: bool
+) -> None:
+    outputs, draw = (heads + 2 * kv_heads) * dim, torch.Generator().manual_seed(1)
+    _, positions, slots, table = make_inputs(rows, heads, kv_heads, dim, dtype)
+    slots[rows // 2] = -1
+    x = torch.randn(rows, 80, generator=draw).to(DEVICE, dtype)
+    matrix = torch.randn(outputs, 80, generator=draw).to(DEVICE, dtype)
+    weight = pack([quantise_float8(matrix.float()) if float8 else matrix], 80)
+    bias = torch.randn(outputs, generator=draw).to(DEVICE, dtype) if biased else None
+    got_store, store = torch.zeros(2, 2, kv_heads, rows + 20, dim, device=DEVICE, dtype=dtype)
+    want = Turning(positions, slots, store, table, heads, None, EPS)
+    assert want.fits(CUT)
+    expected = rotate_and_store(skinny(x, weight, Around(bias=bias), CUT), want)
+    got = multiply_and_turn(x, weight, bias, replace(want, store=got_store), CUT)
+    assert torch.equal(got, expected)
+    assert torch.equal(got_store, store)
+
+
+def test_what_a_tile_cannot_turn() -> None:
+    table, store = torch.zeros(4, 48, 2), torch.zeros(2, 2, 8, 96)
+    none = torch.zeros(0, dtype=torch.int64)
+    odd = Turning(none, none, store, table, 2, None, EPS)
+    assert not odd.fits(CUT)  # 48 pairs are not whole tiles of 32
+    assert odd.fits(replace(CUT, block_out=32))
+    assert not replace(odd, head_norm=(table, table)).fits(replace(CUT, block_out=32))
+    assert not odd.fits(replace(CUT, block_out=32, split_k=2))

@@ -38,7 +38,7 @@ from draftwood.ops import cuda
 from draftwood.ops.cuda.attention import TreeAttention
 from draftwood.ops.cuda.linear import CudaLinear, Stream, pack
 from draftwood.ops.cuda.products import Norm
-from draftwood.ops.cuda.rotary import rotate_and_store
+from draftwood.ops.cuda.rotary import Turning, rotate_and_store
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _FORGET_EVERY = 16  # matrices
@@ -162,11 +162,8 @@ class CudaTransformer:
         read = stream if given is None or given.wide is None else Stream(given.wide)
         features: dict[int, Tensor] = {}
         for i, layer in enumerate(self._layers):
-            qkv = layer.qkv(read, then=layer.output.beginning(ahead.output))
-            query = rotate_and_store(
-                qkv, batch.positions, batch.slots, cache.store[i], self._rotations,
-                config.num_heads, config.num_kv_heads, layer.head_norm, config.norm_eps,
-            )  # fmt: skip
+            turning = self._turning(layer, batch.positions, batch.slots, cache.store[i])
+            query = layer.qkv.turned(read, turning, layer.output.beginning(ahead.output))
             mixed = attention[config.windows[i]].run(i, query)
             then = layer.gate_up.beginning(ahead.gate_up, gated=True)
             stream = layer.output.add_to(stream.hidden, mixed, layer.mlp_norm, then)
@@ -182,10 +179,13 @@ class CudaTransformer:
         config = self.config
         for i, layer in enumerate(self._layers):
             made = layer.qkv.outputs_from(config.num_heads * config.head_dim)(Stream(rows))
-            rotate_and_store(
-                made, positions, slots, cache.store[i], self._rotations,
-                0, config.num_kv_heads, layer.head_norm, config.norm_eps,
-            )  # fmt: skip
+            rotate_and_store(made, self._turning(layer, positions, slots, cache.store[i], 0))
+
+    def _turning(
+        self, layer: Layer, positions: Tensor, slots: Tensor, store: Tensor, num_heads: int | None = None
+    ) -> Turning:
+        heads = self.config.num_heads if num_heads is None else num_heads
+        return Turning(positions, slots, store, self._rotations, heads, layer.head_norm, self.config.norm_eps)
 
     def _plan(self, batch: ForwardBatch, cache: Pages, window: int | None) -> TreeAttention:
         shape = AttentionShape(window, self.config.head_dim**-0.5)

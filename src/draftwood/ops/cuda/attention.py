@@ -142,7 +142,7 @@ class TreeAttention:
             batch.tree_base.shape[0], batch.block_table.stride(0), num_slots, states.shape[1],
             batch.ancestors.shape[1], self.max_nodes,
             kv_heads, query.shape[1] // kv_heads, tiling.group_padded, dim, padded, self.cache.page_size,
-            tiling.lines, tiling.one_tile, self.tails is not None, self.max_nodes > 0, tiling.num_splits > 1,
+            tiling.lines, tiling.one_tile, self.tails is not None, self._masked, tiling.num_splits > 1,
             num_warps=_warps(tiling.lines, padded), num_stages=_stages(keys, len(query)), enable_fp_fusion=False,
             **OVERLAPPING,
         )  # fmt: skip
@@ -165,6 +165,11 @@ class TreeAttention:
         batch = self.batch
         most_tiles = len(batch.tokens) + len(batch.tree_base)
         return torch.zeros(most_tiles * self.cache.store.shape[2], dtype=torch.int32, device=batch.tokens.device)
+
+    @property
+    def _masked(self) -> int:
+        """Whether nodes are masked where they lie, and if so by how many words: 2 of them, or more."""
+        return 0 if self.max_nodes == 0 else 2 if self.batch.ancestors.shape[1] <= 2 else 3
 
     @property
     def _lengths(self) -> Tensor:

@@ -43,6 +43,20 @@ def _load_slots(keys, values, slot, there, DIM: tl.constexpr, DIM_PADDED: tl.con
 
 
 @triton.jit
+def _load_block(
+    keys, values, pages, start, tile_end, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, PAGE: tl.constexpr
+):  # fmt: skip
+    """Those of a block, which lie one behind the other where pages are no smaller: what differs is where it begins."""
+    i = tl.arange(0, _BLOCK)
+    if tl.constexpr(PAGE) % _BLOCK == 0:
+        begin = (tl.maximum(read_at_once(pages + start // PAGE), 0) * PAGE + start % PAGE) * DIM
+        keys, values, slot = keys + begin, values + begin, i
+    else:
+        slot = slot_of(pages, start + i, start + i < tile_end, PAGE)
+    return _load_slots(keys, values, slot, start + i < tile_end, DIM, DIM_PADDED)
+
+
+@triton.jit
 def _load_queries(query, line, real, DIM: tl.constexpr, DIM_PADDED: tl.constexpr):
     d = tl.arange(0, DIM_PADDED)
     return tl.load(query + line[:, None] * DIM + d[None, :], mask=real[:, None] & (d < DIM)[None, :], other=0.0)
@@ -64,16 +78,6 @@ def _ask_for_chunk(keys, values, pages, chunk, end, DIM: tl.constexpr, PAGE: tl.
         for part in tl.static_range(0, DIM, 64):  # 128 bytes, or two times as many
             ask_for(keys + slot * DIM + part)
             ask_for(values + slot * DIM + part)
-
-
-@triton.jit
-def _slots_of_block(pages, start, key, there, PAGE: tl.constexpr):
-    """The same for a block's keys, which lie in one page where pages are no smaller."""
-    if tl.constexpr(PAGE) % _BLOCK == 0:
-        slot = tl.maximum(read_at_once(pages + start // PAGE), 0) * PAGE + key % PAGE
-    else:
-        slot = slot_of(pages, key, there, PAGE)
-    return slot
 
 
 @triton.jit
@@ -104,25 +108,27 @@ def _rows_of_tile(tile, offsets, num_sequences, ROWS: tl.constexpr, ONE_TILE: tl
 
 @triton.jit
 def _words_of(ancestors, row, real, num_words, base, MASKED: tl.constexpr):
-    """Where lines have their bits, and their first two words: all that most trees have, known before keys are. A key's
-    number in the tree counts from `base`.
+    """Where lines have their bits, and their first two words: all that most trees have (MASKED is 2), known before keys
+    are. A key's number in the tree counts from `base`.
     """
     at = ancestors + row.to(tl.int64) * num_words
-    low = tl.load(at, mask=real & MASKED, other=0).to(tl.uint64)
-    high = tl.load(at + 1, mask=real & MASKED & (num_words > 1), other=0).to(tl.uint64)
+    low = tl.load(at, mask=real & (MASKED > 0), other=0).to(tl.uint64)
+    high = tl.load(at + 1, mask=real & (MASKED > 0) & (num_words > 1), other=0).to(tl.uint64)
     return at, num_words, base, low, high
 
 
 @triton.jit
-def _word(words, number, real):
+def _word(words, number, real, MASKED: tl.constexpr):
     """Word `number` of each line; nothing where there is none."""
     at, num_words, _, low, high = words
-    further = tl.load(at + number, mask=real & (number > 1) & (number < num_words), other=0).to(tl.uint64)
-    return tl.where(number == 0, low, tl.where(number == 1, high, further))
+    word = tl.where(number == 0, low, tl.where(number == 1, high, 0))
+    if MASKED > 2:
+        word |= tl.load(at + number, mask=real & (number > 1) & (number < num_words), other=0).to(tl.uint64)
+    return word
 
 
 @triton.jit
-def _seen_with_tree(start, end, words, real):
+def _seen_with_tree(start, end, words, real, MASKED: tl.constexpr):
     """Whether each line sees each key of a block: those before `end`, and those its bits have. Nobody asks where lines
     begin: with a window, nodes are not masked where they lie.
 
@@ -130,7 +136,7 @@ def _seen_with_tree(start, end, words, real):
     """
     _, _, base, _, _ = words
     first, shift = (start - base) >> 6, ((start - base) & 63).to(tl.int64)  # rounded down, before the tree too
-    low, high = _word(words, first, real), _word(words, first + 1, real)
+    low, high = _word(words, first, real, MASKED), _word(words, first + 1, real, MASKED)
     bits = (low >> shift) | tl.where(shift > 0, high << ((64 - shift) & 63), 0)
     before = tl.minimum(tl.maximum(end - start, 0), _BLOCK)
     bits |= tl.where(before > 0, tl.full(before.shape, 0xFFFFFFFFFFFFFFFF, tl.uint64) >> ((64 - before) & 63), 0)
@@ -149,10 +155,9 @@ def _blocks(
     sums = widened(total, LINES)
     for start in range(first, tl.minimum(until, tile_end), _BLOCK):
         key = start + tl.arange(0, _BLOCK)
-        there = key < tile_end
-        k, v = _load_slots(keys, values, _slots_of_block(pages, start, key, there, PAGE), there, DIM, DIM_PADDED)
+        k, v = _load_block(keys, values, pages, start, tile_end, DIM, DIM_PADDED, PAGE)
         if MASKED:
-            seen = _seen_with_tree(start, end, words, real)
+            seen = _seen_with_tree(start, end, words, real, MASKED)
         else:
             seen = (key[None, :] >= begin[:, None]) & (key[None, :] < end[:, None])
         highest, sums, acc = attend(q, k, v, seen, highest, sums, acc, scale)
@@ -251,7 +256,8 @@ def scan_linear(
     DIM_PADDED: tl.constexpr, PAGE: tl.constexpr, LINES: tl.constexpr, ONE_TILE: tl.constexpr,
     HAS_TREE: tl.constexpr, MASKED: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Everything that a tile's rows share: the blocks of keys no draft node has a part in; MASKED, all blocks.
+    """Everything that a tile's rows share: the blocks of keys no draft node has a part in; MASKED, all blocks: 2 where
+    trees have at most two words of bits, 3 where they have more.
 
     Program (tile, key head, j). SPLIT: chunks j, j + splits, … leave a state each; without a tree, the last program
     makes the result of them. Otherwise one walks all, and leaves two states for a tree, the last chunk and all before.

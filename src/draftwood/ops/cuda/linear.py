@@ -13,7 +13,8 @@ from draftwood.model.weights import Float8, Matrix, Quantised, Storage
 from draftwood.ops.cuda import rows
 from draftwood.ops.cuda.ahead import Beginning
 from draftwood.ops.cuda.product_kernels import DENSE, FLOAT8, INT4, INT8
-from draftwood.ops.cuda.products import Around, Norm, Packed, gemv, skinny, skinny_normed
+from draftwood.ops.cuda.products import Around, Norm, Packed, gemv, skinny, skinny_normed, tiles
+from draftwood.ops.cuda.rotary import Turning, multiply_and_turn, rotate_and_store
 
 FAST_ROWS = 128  # above, the vendor's products do as well as ours
 
@@ -49,6 +50,13 @@ class CudaLinear:
     def __call__(self, x: Stream, dtype: torch.dtype | None = None, then: Beginning | None = None) -> Tensor:
         """The product of a stream, rounded to `dtype`. [N, in] -> [N, out]."""
         return self._of_stream(x, Around(x.norm, self.bias, dtype=dtype, then=then))
+
+    def turned(self, x: Stream, turning: Turning, then: Beginning | None = None) -> Tensor:
+        """Queries of a stream; its keys and values are written. [N, in] -> [N, H, D]."""
+        cut = tiles(self.weight.outputs, self.weight.inputs, self.weight.storage, False)
+        if (self.strict or self._few(x.hidden)) and turning.fits(cut):
+            return multiply_and_turn(x.read(), self.weight, self.bias, turning, cut)
+        return rotate_and_store(self(x, then=then), turning)
 
     def gated(self, x: Stream, activation: str, then: Beginning | None = None) -> Tensor:
         """act(gate) * up, where W has gate's outputs and then up's. [N, in] -> [N, out / 2]."""

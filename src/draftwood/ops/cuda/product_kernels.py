@@ -146,13 +146,13 @@ def gemv_kernel(
     if gain is not None:
         length = tl.rsqrt(tl.sum(squares, 0) / inputs + eps)
         result, up = result * length, up * length
-    known = _known(scale, bias, residual, column, column, column < outputs, outputs, STORAGE, ACTIVATION)
-    result = _finished(result, up, known, scale, bias, residual, STORAGE, ACTIVATION)
+    known = known_behind(scale, bias, residual, column, column, column < outputs, outputs, STORAGE, ACTIVATION)
+    result = finished(result, up, known, scale, bias, residual, STORAGE, ACTIVATION)
     tl.store(out + column, result.to(out.dtype.element_ty), mask=column < outputs)
 
 
 @triton.jit
-def _known(
+def known_behind(
     scale, bias, residual, column, at, there, outputs, STORAGE: tl.constexpr, ACTIVATION: tl.constexpr
 ):  # fmt: skip
     """What is fused behind a product, where it has it: a row's scale of float8 and a bias, of gate and of up, and the
@@ -171,7 +171,7 @@ def _known(
 
 
 @triton.jit
-def _finished(total, up, known, scale, bias, residual, STORAGE: tl.constexpr, ACTIVATION: tl.constexpr):
+def finished(total, up, known, scale, bias, residual, STORAGE: tl.constexpr, ACTIVATION: tl.constexpr):
     """Sums to results: scale, bias, gate, residual."""
     scales, biases, rest = known
     if STORAGE == FLOAT8:
@@ -196,6 +196,28 @@ def _ask_for_weights(weight, row, local, start, inputs, stride):
     ask_for(weight + row * stride + local[:, None] * stride + k)
 
 
+@triton.jit
+def tile_sums(
+    x, weight, scale, minimum, first, local, row, begin, n, inputs: tl.constexpr, stride: tl.constexpr,
+    ROWS: tl.constexpr, TALL: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
+    STORAGE: tl.constexpr,
+):  # fmt: skip
+    """Outputs first + local times rows `row`, STEPS blocks of inputs from `begin` on; waits first. [TALL, ROWS]."""
+    source = x + row[:, None] * inputs
+    there = (row < n)[:, None]  # in place of others the last row would be read, by everybody from the same place
+    total = tl.zeros((TALL, ROWS), tl.float32)
+    if STORAGE == DENSE:
+        _ask_for_weights(weight, first, local, begin, inputs, stride)
+    wait_for_predecessors()
+    for step in range(STEPS):
+        start = begin + step * BLOCK_K
+        k = start + tl.arange(0, BLOCK_K)
+        value = tl.load(source + k[None, :], mask=there if EVEN else there & (k < inputs)[None, :], other=0.0)
+        tile = _weights(weight, scale, minimum, first, local, start, inputs, stride, x, TALL, BLOCK_K, STORAGE, EVEN)
+        total = tl.dot(tile, tl.trans(value), total, input_precision="ieee")
+    return total
+
+
 @triton.jit(do_not_specialize=["n"])
 def skinny_kernel(
     x, weight, scale, minimum, bias, residual, out, n, outputs, inputs: tl.constexpr, stride: tl.constexpr,
@@ -214,19 +236,11 @@ def skinny_kernel(
     row = (tl.program_id(0) % num_tiles) * ROWS + tl.arange(0, ROWS)
     i = tl.arange(0, TALL)
     local = tl.minimum(i % BLOCK_OUT, (outputs - 1 - first).to(tl.int32)) + i // BLOCK_OUT * outputs
-    source = x + row[:, None] * inputs
-    there = (row < n)[:, None]  # in place of others the last row would be read, by everybody from the same place
-    total = tl.zeros((TALL, ROWS), tl.float32)
     begin = tl.program_id(1) * STEPS * BLOCK_K
-    if STORAGE == DENSE:
-        _ask_for_weights(weight, first, local, begin, inputs, stride)
-    wait_for_predecessors()
-    for step in range(STEPS):
-        start = begin + step * BLOCK_K
-        k = start + tl.arange(0, BLOCK_K)
-        value = tl.load(source + k[None, :], mask=there if EVEN else there & (k < inputs)[None, :], other=0.0)
-        tile = _weights(weight, scale, minimum, first, local, start, inputs, stride, x, TALL, BLOCK_K, STORAGE, EVEN)
-        total = tl.dot(tile, tl.trans(value), total, input_precision="ieee")
+    total = tile_sums(
+        x, weight, scale, minimum, first, local, row, begin, n, inputs, stride,
+        ROWS, TALL, BLOCK_K, STEPS, EVEN, STORAGE,
+    )  # fmt: skip
     make_way()
     column, up = (first + tl.arange(0, BLOCK_OUT))[:, None], total
     inside = (column < outputs) & (row < n)[None, :]
@@ -240,8 +254,8 @@ def skinny_kernel(
             tl.store(at + outputs, up, mask=inside)
     else:
         at = row[None, :].to(tl.int64) * outputs + column
-        known = _known(scale, bias, residual, column, at, inside, outputs, STORAGE, ACTIVATION)
-        result = _finished(total, up, known, scale, bias, residual, STORAGE, ACTIVATION)
+        known = known_behind(scale, bias, residual, column, at, inside, outputs, STORAGE, ACTIVATION)
+        result = finished(total, up, known, scale, bias, residual, STORAGE, ACTIVATION)
         tl.store(out + at, result.to(out.dtype.element_ty), mask=inside)
 
 
@@ -259,7 +273,7 @@ def joined_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < outputs
     width, at = outputs * 2 if GATED else outputs, row * outputs + column
-    known = _known(scale, bias, residual, column, at, inside, outputs, STORAGE, ACTIVATION)
+    known = known_behind(scale, bias, residual, column, at, inside, outputs, STORAGE, ACTIVATION)
     if gain is not None:
         gains = tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
     wait_for_predecessors()
@@ -270,7 +284,7 @@ def joined_kernel(
         total += tl.load(of_part, mask=inside, other=0.0)
         if GATED:
             up += tl.load(of_part + outputs, mask=inside, other=0.0)
-    result = _finished(total, up, known, scale, bias, residual, STORAGE, ACTIVATION).to(out.dtype.element_ty)
+    result = finished(total, up, known, scale, bias, residual, STORAGE, ACTIVATION).to(out.dtype.element_ty)
     tl.store(out + at, result, mask=inside)
     if gain is not None:
         value = tl.where(inside, result.to(tl.float32), 0.0)

@@ -149,8 +149,8 @@ def skinny_normed(x: Tensor, weight: Packed, around: Around, cut: Tiles | None =
     out = torch.empty(n, outputs, dtype=around.dtype or x.dtype, device=x.device)
     if n == 0:
         return out, None
-    rows = min(max(16, triton.next_power_of_2(n)), LARGEST_TILE)
-    cut = _fitting(cut, rows, gated)
+    rows = rows_of_tile(n)
+    cut = fitting(cut, rows, gated)
     width = outputs * 2 if gated else outputs
     split = cut.split_k > 1
     target = torch.empty(cut.split_k, n, width, dtype=torch.float32, device=x.device) if split else out
@@ -176,7 +176,12 @@ def _outputs(weight: Packed, around: Around) -> int:
     return weight.outputs if around.activation is None else weight.outputs // 2
 
 
-def _fitting(cut: Tiles, rows: int, gated: bool) -> Tiles:
+def rows_of_tile(n: int) -> int:
+    """Of a product of `n` rows."""
+    return min(max(16, triton.next_power_of_2(n)), LARGEST_TILE)
+
+
+def fitting(cut: Tiles, rows: int, gated: bool) -> Tiles:
     """More warps and fewer stages where a tile of rows needs the registers and the memory; sums stay as they are. With
     more than three stages, gated products of many rows have more under way than is good.
     """

@@ -1,13 +1,17 @@
-"""From projected rows to turned queries and written keys and values in one kernel."""
+"""From projected rows, or with their projection, to turned queries and written keys and values in one kernel."""
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from draftwood.ops.cuda.overlap import OVERLAPPING, make_way, wait_for_predecessors
+from draftwood.ops.cuda.product_kernels import finished, known_behind, tile_sums
+from draftwood.ops.cuda.products import Packed, Tiles, fitting, rows_of_tile
 
 HEADS = 8  # a program
 
@@ -60,29 +64,107 @@ def _weight_of(query_weight, key_weight, i, half, is_query, turns):
     return tl.where(turns, tl.where(is_query, of_query, of_key), 1.0)
 
 
-def rotate_and_store(
-    qkv: Tensor,  # [N, (H + 2 K) D] not turned, dimension i paired with i + D / 2
-    positions: Tensor,  # [N] int64
-    slots: Tensor,  # [N] int64; a negative one is not written
-    layer_store: Tensor,  # [2, K, slots, D], written in place
-    table: Tensor,  # [positions, D / 2, 2] float32 cosine and sine
-    num_heads: int,
-    num_kv_heads: int,
-    head_norm: tuple[Tensor, Tensor] | None,  # weights [D] of queries and keys
-    eps: float,
-) -> Tensor:
-    """Norm and turn queries and keys, write keys and values to their slots, give queries. [N, H, D].
+@triton.jit(do_not_specialize=["n", "num_slots"])
+def _multiply_and_turn(
+    x, weight, scale, minimum, bias, positions, slots, store, table, query, n, num_slots, outputs,
+    inputs: tl.constexpr, stride: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr, STORAGE: tl.constexpr,
+):  # fmt: skip
+    """The product as well: a tile has some dimensions of a head and those they turn with."""
+    PAIRS: tl.constexpr = BLOCK_OUT // 2
+    HALF: tl.constexpr = DIM // 2
+    STEPS: tl.constexpr = (inputs + BLOCK_K - 1) // BLOCK_K
+    num_tiles = tl.cdiv(n, ROWS)
+    tile = tl.program_id(0) // num_tiles
+    head, begin = (tile // (HALF // PAIRS)).to(tl.int64), tile % (HALF // PAIRS) * PAIRS
+    row = (tl.program_id(0) % num_tiles) * ROWS + tl.arange(0, ROWS)
+    i, d, there = tl.arange(0, BLOCK_OUT), (begin + tl.arange(0, PAIRS))[:, None], (row < n)[None, :]
+    first, local = head * DIM + begin, i % PAIRS + i // PAIRS * HALF
+    turns = there & (head < NUM_HEADS + NUM_KV_HEADS)
+    angle = table + (tl.load(positions + row, mask=row < n, other=0)[None, :] * HALF + d) * 2
+    cos, sin = tl.load(angle, mask=turns, other=1.0), tl.load(angle + 1, mask=turns, other=0.0)
+    slot = tl.load(slots + row, mask=row < n, other=-1)[None, :]
+    total = tile_sums(
+        x, weight, scale, minimum, first, local, row, 0, n, inputs, stride,
+        ROWS, BLOCK_OUT, BLOCK_K, STEPS, inputs % BLOCK_K == 0, STORAGE,
+    )  # fmt: skip
+    make_way()
+    column = (first + local)[:, None]
+    known = known_behind(scale, bias, None, column, column, column < outputs, outputs, STORAGE, -1)
+    kind = query.dtype.element_ty
+    total = finished(total, total, known, scale, bias, None, STORAGE, -1).to(kind).to(tl.float32)
+    low, high = tl.split(tl.permute(tl.reshape(total, (2, PAIRS, ROWS)), (1, 2, 0)))
+    turned_low, turned_high = tl.fma(low, cos, -(high * sin)).to(kind), tl.fma(high, cos, low * sin).to(kind)
+    if head < NUM_HEADS:
+        at = query + (row[None, :].to(tl.int64) * NUM_HEADS + head) * DIM + d
+        tl.store(at, turned_low, mask=there)
+        tl.store(at + HALF, turned_high, mask=there)
+    else:
+        at = store + ((head - NUM_HEADS) * num_slots + slot) * DIM + d
+        tl.store(at, turned_low, mask=there & (slot >= 0))
+        tl.store(at + HALF, turned_high, mask=there & (slot >= 0))
+
+
+@dataclass(frozen=True)
+class Turning:
+    """How a layer's queries and keys are turned by their positions, and where keys and values go."""
+
+    positions: Tensor  # [N] int64
+    slots: Tensor  # [N] int64; a negative one is not written
+    store: Tensor  # [2, K, slots, D], written in place
+    table: Tensor  # [positions, D / 2, 2] float32 cosine and sine
+    num_heads: int
+    head_norm: tuple[Tensor, Tensor] | None  # weights [D] of queries and keys
+    eps: float
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Of the store."""
+        return self.store.shape[1]
+
+    @property
+    def dim(self) -> int:
+        """Of a head."""
+        return self.store.shape[-1]
+
+    def fits(self, cut: Tiles) -> bool:
+        """Whether a product's tiles can hold whole pairs of dimensions, and need no others: a norm looks at all."""
+        pairs = cut.block_out // 2
+        return self.head_norm is None and cut.split_k == 1 and self.dim % 2 == 0 and self.dim // 2 % pairs == 0
+
+
+def rotate_and_store(qkv: Tensor, turning: Turning) -> Tensor:
+    """Norm and turn queries and keys, write keys and values to their slots, give queries; from [N, (H + 2 K) D] not
+    turned, dimension i paired with i + D / 2. [N, H, D].
 
     All in float32, rounded once.
     """
-    num_rows, dim = qkv.shape[0], layer_store.shape[-1]
+    num_rows, dim, table = qkv.shape[0], turning.dim, turning.table
+    num_heads, num_kv_heads, head_norm = turning.num_heads, turning.num_kv_heads, turning.head_norm
     query = qkv.new_empty(num_rows, num_heads, dim)
     query_weight, key_weight = (table, table) if head_norm is None else head_norm
     if num_rows:
         _rotate_and_store[(num_rows, triton.cdiv(num_heads + 2 * num_kv_heads, HEADS))](
-            qkv, positions, slots, layer_store, table, query_weight, key_weight, query,
-            eps, qkv.stride(0), layer_store.shape[2],
+            qkv, turning.positions, turning.slots, turning.store, table, query_weight, key_weight, query,
+            turning.eps, qkv.stride(0), turning.store.shape[2],
             num_heads, num_kv_heads, dim, triton.next_power_of_2(dim // 2), HEADS, head_norm is not None,
             num_warps=4, enable_fp_fusion=False, **OVERLAPPING,
+        )  # fmt: skip
+    return query
+
+
+def multiply_and_turn(x: Tensor, weight: Packed, bias: Tensor | None, turning: Turning, cut: Tiles) -> Tensor:
+    """The same from rows [N, in] and a matrix whose tiles it fits, with the product's bits; one launch less."""
+    n, dim, num_heads = len(x), turning.dim, turning.num_heads
+    rows = rows_of_tile(n)
+    cut = fitting(cut, rows, gated=False)
+    query = x.new_empty(n, num_heads, dim)
+    if n:
+        _multiply_and_turn[(weight.outputs // cut.block_out * triton.cdiv(n, rows),)](
+            x.contiguous(), weight.codes, weight.scale, weight.minimum, bias, turning.positions, turning.slots,
+            turning.store, turning.table, query, n, turning.store.shape[2],
+            weight.outputs, weight.inputs, weight.stride, num_heads, turning.num_kv_heads, dim,
+            rows, cut.block_out, cut.block_k, weight.storage,
+            num_warps=cut.warps, num_stages=cut.stages, **OVERLAPPING,
         )  # fmt: skip
     return query

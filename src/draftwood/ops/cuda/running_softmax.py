@@ -49,7 +49,7 @@ def combine(highest, total, acc, next_highest, next_total, next_acc):
 
 @triton.jit
 def _normalised(total, acc):
-    return acc / tl.where(total > 0, total, 1.0)[:, None]
+    return acc * (1.0 / tl.where(total > 0, total, 1.0))[:, None]
 
 
 @triton.jit
