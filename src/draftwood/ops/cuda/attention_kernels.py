@@ -108,8 +108,8 @@ def _rows_of_tile(tile, offsets, num_sequences, ROWS: tl.constexpr, ONE_TILE: tl
 
 @triton.jit
 def _words_of(ancestors, row, real, num_words, base, MASKED: tl.constexpr):
-    """Where lines have their bits, and their first two words: all that most trees have (MASKED is 2), known before keys
-    are. A key's number in the tree counts from `base`.
+    """Where lines have their bits, and their first two words: all that most trees have (MASKED is 2, else 3), known
+    before keys are. A key's number in the tree counts from `base`.
     """
     at = ancestors + row.to(tl.int64) * num_words
     low = tl.load(at, mask=real & (MASKED > 0), other=0).to(tl.uint64)
@@ -256,8 +256,7 @@ def scan_linear(
     DIM_PADDED: tl.constexpr, PAGE: tl.constexpr, LINES: tl.constexpr, ONE_TILE: tl.constexpr,
     HAS_TREE: tl.constexpr, MASKED: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Everything that a tile's rows share: the blocks of keys no draft node has a part in; MASKED, all blocks: 2 where
-    trees have at most two words of bits, 3 where they have more.
+    """Everything that a tile's rows share: the blocks of keys no draft node has a part in; MASKED, all blocks.
 
     Program (tile, key head, j). SPLIT: chunks j, j + splits, … leave a state each; without a tree, the last program
     makes the result of them. Otherwise one walks all, and leaves two states for a tree, the last chunk and all before.
