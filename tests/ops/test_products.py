@@ -15,7 +15,8 @@ from draftwood.model.weights import Float8, Matrix, Storage, as_numbers, quantis
 from draftwood.ops.cuda import rows
 from draftwood.ops.cuda.ahead import Beginning
 from draftwood.ops.cuda.linear import FAST_ROWS, CudaLinear, Stream, pack
-from draftwood.ops.cuda.products import Around, Norm, Tiles, gemv, skinny, skinny_normed
+from draftwood.ops.cuda.product_kernels import DENSE
+from draftwood.ops.cuda.products import MULTIPROCESSORS, Around, Norm, Tiles, gemv, skinny, skinny_normed, tiles
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
@@ -78,15 +79,27 @@ def test_one_row(kind: str, activation: str | None, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", STORAGES)
 @pytest.mark.parametrize("activation", [None, "gelu"])
 def test_few_rows(kind: str, activation: str | None, dtype: torch.dtype) -> None:
-    """Outputs and inputs that no tile divides, in one piece and split."""
+    """Outputs and inputs that no tile divides, in one piece and split; tiles of which a part is not there."""
     n, outputs, inputs = 5, 21, 96 if kind != "dense" else 80
     weight = matrix(outputs * (2 if activation else 1), inputs, kind, dtype)
     x, around = random(n, inputs, dtype=dtype), everything(n, outputs, inputs, activation, dtype)
     want = expected(x, weight, around)
     assert around.norm is not None
     normed, plain = rows.rms_norm(x, around.norm), replace(around, norm=None)
-    for split in (1, 2):
-        assert_close(skinny(normed, pack([weight], inputs), plain, replace(SMALL, split_k=split)), want, dtype)
+    for split, block_out in ((1, 16), (2, 16), (1, 12), (2, 12)):
+        cut = replace(SMALL, split_k=split, block_out=block_out)
+        assert_close(skinny(normed, pack([weight], inputs), plain, cut), want, dtype)
+
+
+@pytest.mark.parametrize("outputs", [4096, 8192, 11008, 14336, 18944, 28672, 53248])
+def test_gated_products_share_their_outputs_evenly(outputs: int) -> None:
+    """No more turns than with the largest tiles, and the last one is used at least as well."""
+    cut = tiles(outputs, 4096, DENSE.value, True)
+    programs, fewest = -(-outputs // cut.block_out), -(-outputs // 64)
+    at_a_time = MULTIPROCESSORS * cut.beside
+    assert cut.block_out <= 64
+    assert -(-programs // at_a_time) == -(-fewest // at_a_time)
+    assert programs >= fewest
 
 
 def test_a_split_product_norms_its_rows_for_the_next() -> None:

@@ -94,14 +94,15 @@ def test_values_are_copied_and_rows_do_not_touch_each_other(dtype: torch.dtype) 
     assert torch.equal(alone, together)
 
 
-CUT = Tiles(64, 32, 1, 2, 4)
+CUTS = [Tiles(64, 32, 1, 2, 4), Tiles(48, 32, 1, 2, 4)]  # of the second, a quarter of each tile is not there
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 1, 64), (3, 3, 128), (2, 1, 256)])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 1, 64), (3, 3, 128), (2, 1, 256), (1, 1, 96)])
+@pytest.mark.parametrize("cut", CUTS, ids=["full", "padded"])
 @pytest.mark.parametrize(("rows", "biased", "float8"), [(5, False, False), (1, True, False), (150, True, True)])
 def test_a_product_that_turns_gives_the_bits_of_both(
-    dtype: torch.dtype, heads: int, kv_heads: int, dim: int, rows: int, biased: bool, float8: bool
+    dtype: torch.dtype, heads: int, kv_heads: int, dim: int, cut: Tiles, rows: int, biased: bool, float8: bool
 ) -> None:
     outputs, draw = (heads + 2 * kv_heads) * dim, torch.Generator().manual_seed(1)
     _, positions, slots, table = make_inputs(rows, heads, kv_heads, dim, dtype)
@@ -112,18 +113,18 @@ def test_a_product_that_turns_gives_the_bits_of_both(
     bias = torch.randn(outputs, generator=draw).to(DEVICE, dtype) if biased else None
     got_store, store = torch.zeros(2, 2, kv_heads, rows + 20, dim, device=DEVICE, dtype=dtype)
     want = Turning(positions, slots, store, table, heads, None, EPS)
-    assert want.fits(CUT)
-    expected = rotate_and_store(skinny(x, weight, Around(bias=bias), CUT), want)
-    got = multiply_and_turn(x, weight, bias, replace(want, store=got_store), CUT)
+    assert want.fits(cut)
+    expected = rotate_and_store(skinny(x, weight, Around(bias=bias), replace(cut, block_out=64)), want)
+    got = multiply_and_turn(x, weight, bias, replace(want, store=got_store), cut)
     assert torch.equal(got, expected)
     assert torch.equal(got_store, store)
 
 
 def test_what_a_tile_cannot_turn() -> None:
     table, store = torch.zeros(4, 48, 2), torch.zeros(2, 2, 8, 96)
-    none = torch.zeros(0, dtype=torch.int64)
-    odd = Turning(none, none, store, table, 2, None, EPS)
-    assert not odd.fits(CUT)  # 48 pairs are not whole tiles of 32
-    assert odd.fits(replace(CUT, block_out=32))
-    assert not replace(odd, head_norm=(table, table)).fits(replace(CUT, block_out=32))
-    assert not odd.fits(replace(CUT, block_out=32, split_k=2))
+    none, cut = torch.zeros(0, dtype=torch.int64), CUTS[0]
+    turning = Turning(none, none, store, table, 2, None, EPS)
+    assert turning.fits(cut)
+    assert not turning.fits(replace(cut, block_out=33))  # half a pair
+    assert not turning.fits(replace(cut, split_k=2))
+    assert not replace(turning, head_norm=(table, table)).fits(cut)

@@ -30,26 +30,32 @@ def activated(gate, KIND: tl.constexpr):
 
 
 @triton.jit
-def _loaded(at, mask, other, EVEN: tl.constexpr, EVICT: tl.constexpr):
-    """Read, masked only where it must be."""
-    return tl.load(at, eviction_policy=EVICT) if EVEN else tl.load(at, mask=mask, other=other, eviction_policy=EVICT)
+def _loaded(at, k, inputs, local, other, EVEN: tl.constexpr, FULL: tl.constexpr, EVICT: tl.constexpr):
+    """Read, masked only where it must be: inputs unless EVEN, outputs that are not there (-1) unless FULL."""
+    if EVEN & FULL:
+        value = tl.load(at, eviction_policy=EVICT)
+    elif EVEN:
+        value = tl.load(at, mask=(local >= 0)[:, None], other=other, eviction_policy=EVICT)
+    else:
+        value = tl.load(at, mask=(k < inputs) & (local >= 0)[:, None], other=other, eviction_policy=EVICT)
+    return value
 
 
 @triton.jit
 def _codes(
     weight, row, local, start, inputs, stride,
-    BLOCK_K: tl.constexpr, STORAGE: tl.constexpr, EVEN: tl.constexpr, EVICT: tl.constexpr,
+    BLOCK_K: tl.constexpr, STORAGE: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
     """Stored numbers of rows row + local, inputs from `start` on. [len(local), BLOCK_K]."""
     if STORAGE == INT4:
         k = start // 2 + tl.arange(0, BLOCK_K // 2)[None, :]
         at = weight + row * (stride // 2) + local[:, None] * (stride // 2) + k
-        packed = _loaded(at, (k < (inputs + 1) // 2) & (local >= 0)[:, None], 0, EVEN, EVICT).to(tl.int32)
+        packed = _loaded(at, k, (inputs + 1) // 2, local, 0, EVEN, FULL, EVICT).to(tl.int32)
         codes = tl.interleave(packed & 15, packed >> 4)
     else:
         k = start + tl.arange(0, BLOCK_K)[None, :]
         at = weight + row * stride + local[:, None] * stride + k
-        codes = _loaded(at, (k < inputs) & (local >= 0)[:, None], 0.0, EVEN, EVICT)
+        codes = _loaded(at, k, inputs, local, 0.0, EVEN, FULL, EVICT)
     return codes
 
 
@@ -61,25 +67,25 @@ def _whole(codes, STORAGE: tl.constexpr):
 
 
 @triton.jit
-def _groups(part, row, local, start, inputs, stride, BLOCK_K: tl.constexpr, EVEN: tl.constexpr):
+def _groups(part, row, local, start, inputs, stride, BLOCK_K: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr):
     """The groups' scales or minima of a tile, in float32. [len(local), BLOCK_K / 32]."""
     g = start // GROUP + tl.arange(0, BLOCK_K // GROUP)[None, :]
     at = part + row * (stride // GROUP) + local[:, None] * (stride // GROUP) + g
-    return _loaded(at, (g * GROUP < inputs) & (local >= 0)[:, None], 0.0, EVEN, "").to(tl.float32)
+    return _loaded(at, g * GROUP, inputs, local, 0.0, EVEN, FULL, "").to(tl.float32)
 
 
 @triton.jit
 def _weights(
     weight, scale, minimum, row, local, start, inputs, stride, like,
-    BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr, STORAGE: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr, STORAGE: tl.constexpr, EVEN: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """A tile of weights in the activations' dtype; float8 still without its row's scale. [BLOCK_OUT, BLOCK_K]."""
-    codes = _codes(weight, row, local, start, inputs, stride, BLOCK_K, STORAGE, EVEN, "")
+    codes = _codes(weight, row, local, start, inputs, stride, BLOCK_K, STORAGE, EVEN, FULL, "")
     if (STORAGE == INT8) | (STORAGE == INT4):
         numbers = _whole(codes, STORAGE).reshape(BLOCK_OUT, BLOCK_K // GROUP, GROUP)
-        steps = _groups(scale, row, local, start, inputs, stride, BLOCK_K, EVEN)[:, :, None]
+        steps = _groups(scale, row, local, start, inputs, stride, BLOCK_K, EVEN, FULL)[:, :, None]
         if STORAGE == INT4:
-            least = _groups(minimum, row, local, start, inputs, stride, BLOCK_K, EVEN)[:, :, None]
+            least = _groups(minimum, row, local, start, inputs, stride, BLOCK_K, EVEN, FULL)[:, :, None]
             numbers = tl.fma(numbers, steps.broadcast_to(numbers.shape), least.broadcast_to(numbers.shape))
         else:
             numbers = numbers * steps
@@ -93,15 +99,15 @@ def _row_sums(
     BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr, STORAGE: tl.constexpr,
 ):  # fmt: skip
     """Add one step's products to the sums of a one-row product: by element, by group where groups have scales."""
-    codes = _codes(weight, row, local, start, inputs, stride, BLOCK_K, STORAGE, False, "evict_first")
+    codes = _codes(weight, row, local, start, inputs, stride, BLOCK_K, STORAGE, False, False, "evict_first")
     if (STORAGE == DENSE) | (STORAGE == FLOAT8):
         products = codes.to(tl.float32) * value[None, :]
     else:
         products = _whole(codes, STORAGE) * value[None, :]
         products = tl.sum(products.reshape(BLOCK_OUT, BLOCK_K // GROUP, GROUP), 2)
-        products = products * _groups(scale, row, local, start, inputs, stride, BLOCK_K, False)
+        products = products * _groups(scale, row, local, start, inputs, stride, BLOCK_K, False, False)
         if STORAGE == INT4:
-            least = _groups(minimum, row, local, start, inputs, stride, BLOCK_K, False)
+            least = _groups(minimum, row, local, start, inputs, stride, BLOCK_K, False, False)
             products += least * tl.sum(value.reshape(BLOCK_K // GROUP, GROUP), 1)[None, :]
     return total + products
 
@@ -193,16 +199,18 @@ def finished(total, up, known, scale, bias, residual, STORAGE: tl.constexpr, ACT
 def _ask_for_weights(weight, row, local, start, inputs, stride):
     """Have the first weights of a tile on their way; asking for more than about one step of them makes it slower."""
     k = tl.minimum(start + tl.arange(0, ASKED // LINE)[None, :] * LINE, inputs - 1)
-    ask_for(weight + row * stride + local[:, None] * stride + k)
+    ask_for(weight + row * stride + tl.maximum(local, 0)[:, None] * stride + k)
 
 
 @triton.jit
 def tile_sums(
     x, weight, scale, minimum, first, local, row, begin, n, inputs: tl.constexpr, stride: tl.constexpr,
     ROWS: tl.constexpr, TALL: tl.constexpr, BLOCK_K: tl.constexpr, STEPS: tl.constexpr, EVEN: tl.constexpr,
-    STORAGE: tl.constexpr,
+    FULL: tl.constexpr, STORAGE: tl.constexpr,
 ):  # fmt: skip
-    """Outputs first + local times rows `row`, STEPS blocks of inputs from `begin` on; waits first. [TALL, ROWS]."""
+    """Outputs first + local times rows `row`, STEPS blocks of inputs from `begin` on; waits first. Of outputs at -1
+    (none where FULL) nothing is read. [TALL, ROWS].
+    """
     source = x + row[:, None] * inputs
     there = (row < n)[:, None]  # in place of others the last row would be read, by everybody from the same place
     total = tl.zeros((TALL, ROWS), tl.float32)
@@ -213,7 +221,9 @@ def tile_sums(
         start = begin + step * BLOCK_K
         k = start + tl.arange(0, BLOCK_K)
         value = tl.load(source + k[None, :], mask=there if EVEN else there & (k < inputs)[None, :], other=0.0)
-        tile = _weights(weight, scale, minimum, first, local, start, inputs, stride, x, TALL, BLOCK_K, STORAGE, EVEN)
+        tile = _weights(
+            weight, scale, minimum, first, local, start, inputs, stride, x, TALL, BLOCK_K, STORAGE, EVEN, FULL
+        )
         total = tl.dot(tile, tl.trans(value), total, input_precision="ieee")
     return total
 
@@ -221,31 +231,34 @@ def tile_sums(
 @triton.jit(do_not_specialize=["n"])
 def skinny_kernel(
     x, weight, scale, minimum, bias, residual, out, n, outputs, inputs: tl.constexpr, stride: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, PADDED: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
     STORAGE: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows times BLOCK_OUT outputs a program; with SPLIT_K, a part of their inputs, which others add up. Gates lie
-    in one tile with what they open.
+    """ROWS rows times BLOCK_OUT outputs a program, in a tile of PADDED; with SPLIT_K, a part of their inputs, which
+    others add up. Gates lie in one tile with what they open.
     """
     GATED: tl.constexpr = ACTIVATION >= 0
-    TALL: tl.constexpr = 2 * BLOCK_OUT if GATED else BLOCK_OUT
+    TALL: tl.constexpr = 2 * PADDED if GATED else PADDED
+    FULL: tl.constexpr = BLOCK_OUT == PADDED
     STEPS: tl.constexpr = (inputs + BLOCK_K * SPLIT_K - 1) // (BLOCK_K * SPLIT_K)
     EVEN: tl.constexpr = inputs % (BLOCK_K * SPLIT_K) == 0
     num_tiles = tl.cdiv(n, ROWS)  # neighbouring programs share weights, so that further tiles find them in cache
     first = (tl.program_id(0) // num_tiles).to(tl.int64) * BLOCK_OUT
     row = (tl.program_id(0) % num_tiles) * ROWS + tl.arange(0, ROWS)
     i = tl.arange(0, TALL)
-    local = tl.minimum(i % BLOCK_OUT, (outputs - 1 - first).to(tl.int32)) + i // BLOCK_OUT * outputs
+    local = tl.minimum(i % PADDED, (outputs - 1 - first).to(tl.int32)) + i // PADDED * outputs
+    if not FULL:
+        local = tl.where(i % PADDED < BLOCK_OUT, local, -1)
     begin = tl.program_id(1) * STEPS * BLOCK_K
     total = tile_sums(
         x, weight, scale, minimum, first, local, row, begin, n, inputs, stride,
-        ROWS, TALL, BLOCK_K, STEPS, EVEN, STORAGE,
+        ROWS, TALL, BLOCK_K, STEPS, EVEN, FULL, STORAGE,
     )  # fmt: skip
     make_way()
-    column, up = (first + tl.arange(0, BLOCK_OUT))[:, None], total
-    inside = (column < outputs) & (row < n)[None, :]
+    column, up = (first + tl.arange(0, PADDED))[:, None], total
+    inside = (column < tl.minimum(first + BLOCK_OUT, outputs)) & (row < n)[None, :]
     if GATED:
-        total, up = tl.split(tl.permute(tl.reshape(total, (2, BLOCK_OUT, ROWS)), (1, 2, 0)))
+        total, up = tl.split(tl.permute(tl.reshape(total, (2, PADDED, ROWS)), (1, 2, 0)))
     if SPLIT_K > 1:
         width = outputs * 2 if GATED else outputs
         at = out + (tl.program_id(1) * n + row[None, :]).to(tl.int64) * width + column

@@ -28,7 +28,8 @@ from draftwood.ops.cuda.product_kernels import (
 )
 
 ACTIVATIONS = {None: -1, "silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
-LARGEST_TILE, FEW_ROWS = 128, 16  # rows
+LARGEST_TILE = 128  # rows
+MULTIPROCESSORS, MEMORY = 132, 200_000  # of an H200, and what tiles may take of each one's memory in bytes
 
 
 @dataclass(frozen=True)
@@ -77,11 +78,17 @@ class Around:
 class Tiles:
     """How a product is cut up; chosen by the matrix alone, never by the rows."""
 
-    block_out: int
+    block_out: int  # outputs of a program: as many as make programs fill the chip evenly
     block_k: int
     split_k: int  # programs that share an output's inputs; their sums are added in their order
     stages: int  # steps whose weights are under way at a time
     warps: int
+    beside: int = 1  # programs that a multiprocessor has memory for at a time
+
+    @property
+    def padded(self) -> int:
+        """Outputs of a tile, a power of two: of those that nobody wants, nothing is read."""
+        return triton.next_power_of_2(self.block_out)
 
 
 @cache
@@ -93,7 +100,7 @@ def tiles(outputs: int, inputs: int, storage: int, gated: bool) -> Tiles:
     if storage != DENSE.value:
         return Tiles(64, 128, 1 if gated or outputs >= 16384 else 2, 3 if gated else 4, 4)
     if gated:
-        return Tiles(64, 64, 1, 4, 4)
+        return Tiles(_even_share(outputs, 64, 2), 64, 1, 4, 4, 2)
     if inputs < 2048:
         return Tiles(128, 64, 1, 4, 4)
     if outputs >= 16384:
@@ -101,6 +108,13 @@ def tiles(outputs: int, inputs: int, storage: int, gated: bool) -> Tiles:
     if inputs >= 8192:
         return Tiles(64, 128, 2, 6, 4)
     return Tiles(64, 128, 1, 6, 4) if outputs >= 6144 else Tiles(64, 128, 2, 4, 4)
+
+
+def _even_share(outputs: int, most: int, beside: int) -> int:
+    """Outputs of a program, in eights and at most so many, so that all that run at a time end together."""
+    at_a_time = MULTIPROCESSORS * beside
+    turns = triton.cdiv(outputs, most * at_a_time)
+    return min(most, 8 * triton.cdiv(outputs, 8 * at_a_time * turns))
 
 
 @cache
@@ -156,8 +170,8 @@ def skinny_normed(x: Tensor, weight: Packed, around: Around, cut: Tiles | None =
     target = torch.empty(cut.split_k, n, width, dtype=torch.float32, device=x.device) if split else out
     skinny_kernel[(triton.cdiv(outputs, cut.block_out) * triton.cdiv(n, rows), cut.split_k)](
         x.contiguous(), weight.codes, weight.scale, weight.minimum, around.bias, around.residual,
-        target, n, outputs, inputs, weight.stride, rows, cut.block_out, cut.block_k, cut.split_k, weight.storage,
-        ACTIVATIONS[around.activation], num_warps=cut.warps, num_stages=cut.stages, **OVERLAPPING,
+        target, n, outputs, inputs, weight.stride, rows, cut.block_out, cut.padded, cut.block_k, cut.split_k,
+        weight.storage, ACTIVATIONS[around.activation], num_warps=cut.warps, num_stages=cut.stages, **OVERLAPPING,
     )  # fmt: skip
     if not split:
         return out, None
@@ -182,11 +196,8 @@ def rows_of_tile(n: int) -> int:
 
 
 def fitting(cut: Tiles, rows: int, gated: bool) -> Tiles:
-    """More warps and fewer stages where a tile of rows needs the registers and the memory; sums stay as they are. With
-    more than three stages, gated products of many rows have more under way than is good.
-    """
-    sums = cut.block_out * rows * (2 if gated else 1)
-    most = 3 if gated and rows > FEW_ROWS else cut.stages
-    warps = 8 if sums > 64 * 128 and cut.block_out >= 64 else cut.warps
-    stage = 2 * cut.block_k * (cut.block_out * (2 if gated else 1) + rows)
-    return replace(cut, warps=warps, stages=max(2, min(most, 200_000 // stage)))
+    """More warps and fewer stages where a tile of rows needs the registers and the memory; sums stay as they are."""
+    sums = cut.padded * rows * (2 if gated else 1)
+    warps = 8 if sums > 64 * 128 and cut.padded >= 64 else cut.warps
+    stage = 2 * cut.block_k * (cut.padded * (2 if gated else 1) + rows)
+    return replace(cut, warps=warps, stages=max(2, min(cut.stages, MEMORY // cut.beside // stage)))

@@ -66,43 +66,48 @@ def _weight_of(query_weight, key_weight, i, half, is_query, turns):
 
 @triton.jit(do_not_specialize=["n", "num_slots"])
 def _multiply_and_turn(
-    x, weight, scale, minimum, bias, positions, slots, store, table, query, n, num_slots, outputs,
+    x, weight, scale, minimum, bias, positions, slots, store, table, query, n, num_slots,
     inputs: tl.constexpr, stride: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, DIM: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr, STORAGE: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_OUT: tl.constexpr, PADDED: tl.constexpr, BLOCK_K: tl.constexpr, STORAGE: tl.constexpr,
 ):  # fmt: skip
-    """The product as well: a tile has some dimensions of a head and those they turn with."""
-    PAIRS: tl.constexpr = BLOCK_OUT // 2
+    """The product as well: a tile has some dimensions, of one head or the next too, and those they turn with."""
     HALF: tl.constexpr = DIM // 2
     STEPS: tl.constexpr = (inputs + BLOCK_K - 1) // BLOCK_K
+    PAIRS: tl.constexpr = PADDED // 2
+    OUTPUTS: tl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * DIM
+    FULL: tl.constexpr = (BLOCK_OUT == PADDED) & (OUTPUTS % BLOCK_OUT == 0)
     num_tiles = tl.cdiv(n, ROWS)
-    tile = tl.program_id(0) // num_tiles
-    head, begin = (tile // (HALF // PAIRS)).to(tl.int64), tile % (HALF // PAIRS) * PAIRS
     row = (tl.program_id(0) % num_tiles) * ROWS + tl.arange(0, ROWS)
-    i, d, there = tl.arange(0, BLOCK_OUT), (begin + tl.arange(0, PAIRS))[:, None], (row < n)[None, :]
-    first, local = head * DIM + begin, i % PAIRS + i // PAIRS * HALF
+    begin = tl.program_id(0) // num_tiles * (BLOCK_OUT // 2)
+    end = tl.minimum(begin + BLOCK_OUT // 2, OUTPUTS // 2)
+    i, pair = tl.arange(0, PADDED), begin + tl.arange(0, PAIRS)
+    of_tile = begin + i % PAIRS
+    local = of_tile // HALF * DIM + of_tile % HALF + i // PAIRS * HALF
+    local = tl.where(of_tile < end, local, -1)
+    head, d = (pair // HALF)[:, None], (pair % HALF)[:, None]
+    there = (row < n)[None, :] & (pair < end)[:, None]
     turns = there & (head < NUM_HEADS + NUM_KV_HEADS)
     angle = table + (tl.load(positions + row, mask=row < n, other=0)[None, :] * HALF + d) * 2
     cos, sin = tl.load(angle, mask=turns, other=1.0), tl.load(angle + 1, mask=turns, other=0.0)
     slot = tl.load(slots + row, mask=row < n, other=-1)[None, :]
     total = tile_sums(
-        x, weight, scale, minimum, first, local, row, 0, n, inputs, stride,
-        ROWS, BLOCK_OUT, BLOCK_K, STEPS, inputs % BLOCK_K == 0, STORAGE,
+        x, weight, scale, minimum, tl.zeros((), tl.int64), local, row, 0, n, inputs, stride,
+        ROWS, PADDED, BLOCK_K, STEPS, inputs % BLOCK_K == 0, FULL, STORAGE,
     )  # fmt: skip
     make_way()
-    column = (first + local)[:, None]
-    known = known_behind(scale, bias, None, column, column, column < outputs, outputs, STORAGE, -1)
+    column = tl.maximum(local, 0)[:, None]
+    known = known_behind(scale, bias, None, column, column, column < OUTPUTS, OUTPUTS, STORAGE, -1)
     kind = query.dtype.element_ty
     total = finished(total, total, known, scale, bias, None, STORAGE, -1).to(kind).to(tl.float32)
     low, high = tl.split(tl.permute(tl.reshape(total, (2, PAIRS, ROWS)), (1, 2, 0)))
     turned_low, turned_high = tl.fma(low, cos, -(high * sin)).to(kind), tl.fma(high, cos, low * sin).to(kind)
-    if head < NUM_HEADS:
-        at = query + (row[None, :].to(tl.int64) * NUM_HEADS + head) * DIM + d
-        tl.store(at, turned_low, mask=there)
-        tl.store(at + HALF, turned_high, mask=there)
-    else:
-        at = store + ((head - NUM_HEADS) * num_slots + slot) * DIM + d
-        tl.store(at, turned_low, mask=there & (slot >= 0))
-        tl.store(at + HALF, turned_high, mask=there & (slot >= 0))
+    at = query + (row[None, :].to(tl.int64) * NUM_HEADS + head) * DIM + d
+    tl.store(at, turned_low, mask=there & (head < NUM_HEADS))
+    tl.store(at + HALF, turned_high, mask=there & (head < NUM_HEADS))
+    at = store + ((head - NUM_HEADS).to(tl.int64) * num_slots + slot) * DIM + d
+    written = there & (head >= NUM_HEADS) & (slot >= 0)
+    tl.store(at, turned_low, mask=written)
+    tl.store(at + HALF, turned_high, mask=written)
 
 
 @dataclass(frozen=True)
@@ -128,9 +133,8 @@ class Turning:
         return self.store.shape[-1]
 
     def fits(self, cut: Tiles) -> bool:
-        """Whether a product's tiles can hold whole pairs of dimensions, and need no others: a norm looks at all."""
-        pairs = cut.block_out // 2
-        return self.head_norm is None and cut.split_k == 1 and self.dim % 2 == 0 and self.dim // 2 % pairs == 0
+        """Whether a product's tiles are enough to turn them: whole sums and pairs, no norm, which looks at heads."""
+        return self.head_norm is None and cut.split_k == 1 and self.dim % 2 == 0 and cut.block_out % 2 == 0
 
 
 def rotate_and_store(qkv: Tensor, turning: Turning) -> Tensor:
@@ -160,11 +164,11 @@ def multiply_and_turn(x: Tensor, weight: Packed, bias: Tensor | None, turning: T
     cut = fitting(cut, rows, gated=False)
     query = x.new_empty(n, num_heads, dim)
     if n:
-        _multiply_and_turn[(weight.outputs // cut.block_out * triton.cdiv(n, rows),)](
+        _multiply_and_turn[(triton.cdiv(weight.outputs, cut.block_out) * triton.cdiv(n, rows),)](
             x.contiguous(), weight.codes, weight.scale, weight.minimum, bias, turning.positions, turning.slots,
             turning.store, turning.table, query, n, turning.store.shape[2],
-            weight.outputs, weight.inputs, weight.stride, num_heads, turning.num_kv_heads, dim,
-            rows, cut.block_out, cut.block_k, weight.storage,
+            weight.inputs, weight.stride, num_heads, turning.num_kv_heads, dim,
+            rows, cut.block_out, cut.padded, cut.block_k, weight.storage,
             num_warps=cut.warps, num_stages=cut.stages, **OVERLAPPING,
         )  # fmt: skip
     return query
