@@ -27,7 +27,7 @@ from gpu_measure import QUICK, Lab, Row, Sizes
 from gpu_sections import SECTIONS
 from standin import Shape, build, build_small
 
-BY_DEFAULT = ("load", "speed", "tree", "idle", "strict", "quant", "context")
+BY_DEFAULT = ("load", "costs", "speed", "tree", "idle", "strict", "quant", "context")
 
 
 def arguments() -> argparse.Namespace:
@@ -100,13 +100,14 @@ def run_sections(lab: Lab, names: list[str]) -> tuple[list[Row], dict[str, str]]
 
 def main() -> int:
     given = arguments()
-    names = [name for name in given.only.split(",") if name]
-    unknown = [name for name in names if name not in SECTIONS]
+    wanted = [name for name in given.only.split(",") if name]
+    unknown = [name for name in wanted if name not in SECTIONS]
     if unknown:
         raise SystemExit(f"There is no section {unknown[0]}: choose of {', '.join(SECTIONS)}.")
+    names = [name for name in SECTIONS if name in wanted]  # in this order: costs are of use to those behind them
     make_models(given)
-    wanted = tuple(given.contenders.split(",")) if given.contenders else ()
-    lab = Lab(given.standin, given.small, given.device, chosen_sizes(given), given.fixed, tuple(given.trained), wanted)
+    named = tuple(given.contenders.split(",")) if given.contenders else ()
+    lab = Lab(given.standin, given.small, given.device, chosen_sizes(given), given.fixed, tuple(given.trained), named)
     rows, failures = run_sections(lab, names)
     lab.close_all()
     if given.peers:  # before our own JSON, which is the last line

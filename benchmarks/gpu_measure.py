@@ -159,8 +159,8 @@ class Lab:
     def prompts(self, llm: LLM, batch: int, temperature: float, turn: int) -> list[list[int]]:
         return chats(llm.tokenizer, CHAT8, batch, self.starts[batch, temperature, turn])
 
-    def measure(self, setup: Setup, batch: int, temperature: float, *, learn: bool = False) -> Figures:
-        """One contender; with `learn`, its answers are kept for drafters that shall know them."""
+    def measure(self, setup: Setup, batch: int, temperature: float) -> Figures:
+        """One contender."""
         llm, sizes = self.open(setup), self.sizes
         warm_up(llm, self.prompts(llm, batch, temperature, sizes.rounds), sizes.warm_up, temperature)
         found = []
@@ -168,17 +168,19 @@ class Lab:
             prompts = self.prompts(llm, batch, temperature, turn)
             seconds, results = ask(llm, prompts, sizes.tokens, temperature)
             found.append(self._figures(setup, seconds, results))
-            if learn:
-                self._learn(results)
         return Figures(*(statistics.median(column) for column in zip(*(vars(f).values() for f in found), strict=True)))
 
-    def _learn(self, results: Sequence[Result]) -> None:
-        for result in results:
-            prompt = result.prompt_token_ids
-            self.answers[tuple(prompt[:KEY])] = (len(prompt), result.token_ids)
+    def learn(self, batch: int, temperature: float) -> None:
+        """Keep what strict plain decoding answers to all prompts of a size, warming up included."""
+        llm = self.open(Setup(strict=True))
+        for turn in range(self.sizes.rounds + 1):
+            prompts = self.prompts(llm, batch, temperature, turn)
+            for result in ask(llm, prompts, self.sizes.tokens, temperature)[1]:
+                known = result.prompt_token_ids
+                self.answers[tuple(known[:KEY])] = (len(known), result.token_ids)
 
     def known(self) -> Drafter:
-        """Knows what plain decoding said, and says it."""
+        """Knows what strict plain decoding said, and says it: to whoever is strict too, it is always right."""
         depth = self.sizes.depth
 
         def script(tokens: Sequence[int]) -> list[Sequence[int]]:

@@ -16,10 +16,10 @@ import torch
 
 from draftwood import __version__
 from draftwood.cache.seats import Kind
-from draftwood.costs import StepCosts
+from draftwood.costs import LIKE_OTHER_GPUS, StepCosts
 from draftwood.drafters.scripted import ScriptedDrafter
 from draftwood.drafters.trimmed import TrimmedDrafter
-from draftwood.engine.controller import FixedBudget, MeasuredBudget, MeasuredTreeBudget, SharedRows
+from draftwood.engine.controller import FixedBudget, MeasuredBudget, MeasuredTreeBudget
 from draftwood.engine.engine import Engine
 from draftwood.engine.rounds import Rounds, seats_for
 from draftwood.engine.scheduler import Scheduler, SchedulerConfig
@@ -42,7 +42,6 @@ GPU_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 GPU_BATCH = 32
 WIDE_ROWS = (256, 512)
 GPU_REPEATS = 20
-UNNOTICED = 128  # rows of a step that a GPU runs in little more time than one
 Say = Callable[[str], None]
 
 
@@ -70,13 +69,11 @@ def known_costs(target: ModelRunner) -> StepCosts | None:
 
 
 def default_controller(target: ModelRunner, drafter: Drafter) -> Controller:
-    """By measured costs where they are known; else as much as the drafter likes to guess."""
-    costs, chain = known_costs(target), drafter.law.chain
-    if costs is None and target.device.type == "cuda" and not chain:
-        return SharedRows(drafter.max_nodes, UNNOTICED)
+    """By measured costs where they are known, on a GPU by those of another; else as much as the drafter likes."""
+    costs = known_costs(target) or (LIKE_OTHER_GPUS if target.device.type == "cuda" else None)
     if costs is None or drafter.max_nodes == 0:
         return FixedBudget(drafter.max_nodes)
-    return (MeasuredBudget if chain else MeasuredTreeBudget)(costs, drafter.max_nodes)
+    return (MeasuredBudget if drafter.law.chain else MeasuredTreeBudget)(costs, drafter.max_nodes)
 
 
 def trimmed(drafter: Drafter, target: ModelRunner) -> TrimmedDrafter:

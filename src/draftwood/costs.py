@@ -1,4 +1,4 @@
-"""What a step costs on this machine, as measured: t(rows, context, batch). `draftwood calibrate` makes the table."""
+"""What a step costs on this machine: t(rows, context, batch), measured by `draftwood calibrate`, else assumed."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class StepCosts:
     contexts: tuple[int, ...]  # ascending
     seconds: tuple[tuple[float, ...], ...]  # [contexts][rows]
     per_sequence: float
+    assumed: bool = False  # by what others have measured, in plain steps: good to compare, not to subtract
 
     def __post_init__(self) -> None:
         sized = len(self.seconds) == len(self.contexts) and all(len(line) == len(self.rows) for line in self.seconds)
@@ -51,8 +52,8 @@ class StepCosts:
         return (self.at(rows + over, context, batch) - self.at(rows, context, batch)) / over
 
     def record(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
+        """For JSON; what is assumed is not kept."""
+        return {name: value for name, value in asdict(self).items() if name != "assumed"}
 
     def save(self, path: Path) -> None:
         """As JSON, in one step."""
@@ -70,6 +71,14 @@ class StepCosts:
             return cls(tuple(raw["rows"]), tuple(raw["contexts"]), lines, float(raw["per_sequence"]))
         except (OSError, ValueError, TypeError, KeyError):
             return None
+
+
+# An H200 and a model of 7.4 B parameters in bfloat16. Where a step gets slow depends on how much a chip computes while
+# it reads one byte, which GPUs for such models differ little in.
+LIKE_OTHER_GPUS = StepCosts(
+    (1, 2, 4, 8, 16, 32, 64, 128, 256, 512), (64,), ((1.0, 1.06, 1.07, 1.09, 1.11, 1.14, 1.19, 1.31, 1.76, 2.86),), 0.0,
+    assumed=True,
+)  # fmt: skip
 
 
 def _interpolate(xs: Sequence[int], ys: Sequence[float], x: float) -> float:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from draftwood.cache.seats import Kind
 from draftwood.calibration import CONTEXTS, ROWS, calibrate, costs_path, default_controller, known_costs
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
-from draftwood.engine.controller import FixedBudget, MeasuredBudget
+from draftwood.engine.controller import FixedBudget, MeasuredBudget, MeasuredTreeBudget
 from draftwood.errors import InvalidRequest
+from draftwood.protocols import Load
 from in_rounds import Replayed
 from tiny import tiny_config, tiny_folder, tiny_runner
 
@@ -93,6 +95,17 @@ def test_budgets_read_the_table_if_there_is_one() -> None:
     calibrate(target)
     assert isinstance(default_controller(target, NgramDrafter()), MeasuredBudget)
     assert isinstance(default_controller(target, NoDrafter()), FixedBudget)
+
+
+def test_without_a_table_a_gpu_takes_its_rows_to_cost_what_they_cost_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Always guessing all would make a full batch slower than plain decoding."""
+    monkeypatch.setattr(calibration, "known_costs", lambda _: None)
+    target: Any = SimpleNamespace(device=torch.device("cuda"))
+    chain, trees = default_controller(target, NgramDrafter()), default_controller(target, NgramDrafter(branches=3))
+    assert isinstance(chain, MeasuredBudget)
+    assert isinstance(trees, MeasuredTreeBudget)
+    for controller in (chain, trees):
+        assert "(assumed)" in str(controller.budget(Load(num_running=256, num_waiting=0, padded=True)).why)
 
 
 def test_an_llm_calibrates_itself_and_answers_the_same(tmp_path: Path) -> None:

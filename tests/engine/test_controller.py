@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from draftwood.costs import StepCosts
-from draftwood.engine.controller import FixedBudget, MeasuredBudget, MeasuredTreeBudget, SharedRows
+from draftwood.costs import LIKE_OTHER_GPUS, StepCosts
+from draftwood.engine.controller import FixedBudget, MeasuredBudget, MeasuredTreeBudget
 from draftwood.protocols import Load, StepReport
 
 FLAT = StepCosts((1, 64), (64,), ((1.0, 1.2),), 0.0)
@@ -169,9 +169,21 @@ def test_trees_that_take_long_to_guess_are_not_worth_it() -> None:
     assert controller.budget(ROUNDS).max_nodes == 0
 
 
-def test_unmeasured_rows_are_shared() -> None:
-    controller = SharedRows(63, 128)
-    nodes = [controller.budget(replace(ROUNDS, num_running=batch)).max_nodes for batch in (1, 2, 4, 32, 256)]
-    assert nodes == [63, 63, 31, 3, 0]
-    assert str(controller.budget(ROUNDS).why).startswith("63 nodes each: about 128 rows")
-    controller.observe(report((3, 1)))
+def test_what_rows_cost_is_assumed_where_nobody_has_measured_it() -> None:
+    """What is right half the time pays until a batch fills the chip, what is always right still then, wrong never."""
+    for outcomes, wanted in ((((5, 0), (5, 1)), (2, 1, 0)), (((5, 5),), (5, 5, 5)), (((5, 0),), (0, 0, 0))):
+        controller = MeasuredBudget(LIKE_OTHER_GPUS, 5)
+        for _ in range(100):
+            controller.observe(report(*outcomes))
+        loads = [replace(ROUNDS, num_running=batch) for batch in (1, 32, 256)]
+        assert tuple(controller.budget(load).max_nodes for load in loads) == wanted
+
+
+def test_assumed_costs_do_not_tell_what_drafting_takes() -> None:
+    """A slower chip than the one they are of is not a slow drafter."""
+    controller = MeasuredBudget(LIKE_OTHER_GPUS, 5)
+    for _ in range(50):
+        controller.observe(replace(report((5, 5)), step_seconds=9e9))
+    budget = controller.budget(ROUNDS)
+    assert budget.max_nodes == 5
+    assert str(budget.why).endswith("none: 1.00 expected tokens in 1.00 plain steps (assumed)")

@@ -27,31 +27,16 @@ class FixedBudget:
         """Nothing to learn."""
 
 
-class SharedRows:
-    """As many nodes as leave a step with about so many rows in all: a guess at what a GPU hardly notices, where nobody
-    has measured it.
-    """
-
-    def __init__(self, max_nodes: int, rows: int) -> None:
-        self._most, self._rows = max_nodes, rows
-
-    def budget(self, load: Load) -> Budget:
-        """Everybody's share."""
-        nodes = max(0, min(self._most, self._rows // max(load.num_running, 1) - 1))
-        return Budget(nodes, why=Unmeasured(nodes, self._rows))
-
-    def observe(self, report: StepReport) -> None:
-        """Nothing to learn."""
-
-
 class Outlook(NamedTuple):
     """What a step is expected to give each sequence, and to take."""
 
     tokens: float
     seconds: float
+    assumed: bool  # of the time: nobody has measured it
 
     def __str__(self) -> str:
-        return f"{self.tokens:.2f} expected tokens in {self.seconds * 1000:.2f} ms"
+        time = f"{self.seconds:.2f} plain steps (assumed)" if self.assumed else f"{self.seconds * 1000:.2f} ms"
+        return f"{self.tokens:.2f} expected tokens in {time}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,17 +64,6 @@ class WorthTheRow:
         return f"up to {_nodes(self.nodes)}: one more row pays from a chance of {self.chance:.2f}"
 
 
-@dataclass(frozen=True, slots=True)
-class Unmeasured:
-    """Why a step has as many nodes as it has, where nobody knows what they cost."""
-
-    nodes: int
-    rows: int
-
-    def __str__(self) -> str:
-        return f"{_nodes(self.nodes)} each: about {self.rows} rows are shared, and their cost is not measured"
-
-
 def _nodes(count: int) -> str:
     return "1 node" if count == 1 else f"{count} nodes"
 
@@ -102,6 +76,8 @@ def _best_rate(outlooks: dict[int, Outlook]) -> Budget:
 
 def _drafting(report: StepReport, costs: StepCosts) -> float | None:
     """Seconds that guessing took, as far as can be told."""
+    if costs.assumed:
+        return None
     if report.step_seconds is None:
         return report.draft_seconds
     return max(0.0, report.step_seconds - costs.at(report.num_rows, 0, max(report.num_sampling, 1)))
@@ -144,7 +120,8 @@ class MeasuredBudget:
         def outlook(nodes: int) -> Outlook:
             rows = round(batch * (1 + (1 if load.padded else share) * nodes))
             drafting = batch * share * nodes * self._draft_seconds
-            return Outlook(1 + share * gains[nodes], self._costs.at(rows, load.context, batch) + drafting)
+            seconds = self._costs.at(rows, load.context, batch) + drafting
+            return Outlook(1 + share * gains[nodes], seconds, self._costs.assumed)
 
         return _best_rate({nodes: outlook(nodes) for nodes in range(self._most + 1)})
 
@@ -213,7 +190,7 @@ class MeasuredTreeBudget:
 
     def _outlook(self, nodes: int, load: Load, batch: int) -> Outlook:
         seconds = self._costs.at(batch * (1 + nodes), load.context, batch) + (self._draft_seconds if nodes else 0.0)
-        return Outlook(1 + self._gain * self._share(nodes), seconds)
+        return Outlook(1 + self._gain * self._share(nodes), seconds, self._costs.assumed)
 
     def _share(self, nodes: float) -> float:
         """What a tree of so many nodes gains, of what the largest would."""

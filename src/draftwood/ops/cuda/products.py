@@ -4,7 +4,7 @@
 number of rows changes nothing about the order in which an output is summed, and neither does a row's neighbour.
 """
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportUnreachable=false
-# pyright: reportArgumentType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
 
 from __future__ import annotations
 
