@@ -56,14 +56,15 @@ UNWATCHED = (  # by whoever counts covered lines, which nearly doubles what Pyth
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Interpreted kernels and the large matrix run without anybody counting lines."""
-    watching = Coverage.current() if item.nodeid.startswith(UNWATCHED) else None
-    if watching is None:
-        return (yield)
-    watching.stop()
+    watching: list[Coverage] = []  # a worker's own, and that of a process started by one that counts
+    while item.nodeid.startswith(UNWATCHED) and (latest := Coverage.current()):
+        latest.stop()
+        watching.append(latest)
     try:
         return (yield)
     finally:
-        watching.start()
+        for each in reversed(watching):
+            each.start()
 
 
 @pytest.fixture(autouse=True)
