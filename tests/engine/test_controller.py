@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from draftwood.costs import LIKE_OTHER_GPUS, StepCosts
-from draftwood.engine.controller import FixedBudget, MeasuredBudget, MeasuredTreeBudget
+from draftwood.engine.controller import BestRate, FixedBudget, MeasuredBudget, MeasuredTreeBudget
 from draftwood.protocols import Load, StepReport
 
 FLAT = StepCosts((1, 64), (64,), ((1.0, 1.2),), 0.0)
@@ -167,6 +167,18 @@ def test_trees_that_take_long_to_guess_are_not_worth_it() -> None:
     for _ in range(200):
         controller.observe(report((63, 1), draft_seconds=9.0))
     assert controller.budget(ROUNDS).max_nodes == 0
+
+
+@pytest.mark.parametrize("kind", [MeasuredBudget, MeasuredTreeBudget])
+def test_what_a_long_context_takes_is_not_laid_to_guesses(kind: type[MeasuredBudget | MeasuredTreeBudget]) -> None:
+    costs = StepCosts((1, 8), (64, 1024), ((1.0, 1.1), (5.0, 5.5)), 0.0)
+    controller, load = kind(costs, 5), replace(ROUNDS, context=1024)
+    controller.budget(load)
+    for _ in range(50):
+        controller.observe(replace(report((5, 5)), step_seconds=costs.at(6, 1024)))
+    why = controller.budget(load).why
+    assert isinstance(why, BestRate)
+    assert (why.nodes, why.best.seconds) == (5, pytest.approx(costs.at(6, 1024)))
 
 
 def test_what_rows_cost_is_assumed_where_nobody_has_measured_it() -> None:
