@@ -95,39 +95,28 @@ def _weights(
 
 @triton.jit
 def _row_sums(
-    total, value, weight, scale, minimum, row, local, start, inputs, stride,
-    BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr, STORAGE: tl.constexpr,
+    total, value, weight, row, local, start, inputs, stride, BLOCK_K: tl.constexpr, STORAGE: tl.constexpr
 ):  # fmt: skip
-    """Add one step's products to the sums of a one-row product: by element, by group where groups have scales."""
+    """Add one step's products to the sums of a one-row product."""
     codes = _codes(weight, row, local, start, inputs, stride, BLOCK_K, STORAGE, False, False, "evict_first")
-    if (STORAGE == DENSE) | (STORAGE == FLOAT8):
-        products = codes.to(tl.float32) * value[None, :]
-    else:
-        products = _whole(codes, STORAGE) * value[None, :]
-        products = tl.sum(products.reshape(BLOCK_OUT, BLOCK_K // GROUP, GROUP), 2)
-        products = products * _groups(scale, row, local, start, inputs, stride, BLOCK_K, False, False)
-        if STORAGE == INT4:
-            least = _groups(minimum, row, local, start, inputs, stride, BLOCK_K, False, False)
-            products += least * tl.sum(value.reshape(BLOCK_K // GROUP, GROUP), 1)[None, :]
-    return total + products
+    return total + codes.to(tl.float32) * value[None, :]
 
 
 @triton.jit(do_not_specialize=["requests"])
 def gemv_kernel(
-    x, weight, scale, minimum, gain, bias, residual, out, outputs, inputs: tl.constexpr, stride: tl.constexpr, eps,
+    x, weight, scale, gain, bias, residual, out, outputs, inputs: tl.constexpr, stride: tl.constexpr, eps,
     then, requests, THEN_PARTS: tl.constexpr, THEN_DISTANCE: tl.constexpr, LANES: tl.constexpr,
     BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr, STORAGE: tl.constexpr, ACTIVATION: tl.constexpr,
     UNROLLED: tl.constexpr,
 ):  # fmt: skip
-    """One row: a program has BLOCK_OUT outputs and sums over all inputs."""
+    """One row: a program has BLOCK_OUT outputs and sums over all inputs. Of floats; codes have `grouped_kernels.py`."""
     wait_and_make_way()
     GATED: tl.constexpr = ACTIVATION >= 0
-    WIDTH: tl.constexpr = BLOCK_K if (STORAGE == DENSE) | (STORAGE == FLOAT8) else BLOCK_K // GROUP
     first = tl.program_id(0).to(tl.int64) * BLOCK_OUT
     column = first + tl.arange(0, BLOCK_OUT)
     local = tl.where(column < outputs, tl.arange(0, BLOCK_OUT), -1)
-    total = tl.zeros((BLOCK_OUT, WIDTH), tl.float32)
-    total_up = tl.zeros((BLOCK_OUT, WIDTH), tl.float32)
+    total = tl.zeros((BLOCK_OUT, BLOCK_K), tl.float32)
+    total_up = tl.zeros((BLOCK_OUT, BLOCK_K), tl.float32)
     squares = tl.zeros((BLOCK_K,), tl.float32)
     for start in tl.range(0, inputs, BLOCK_K, loop_unroll_factor=UNROLLED):
         k = start + tl.arange(0, BLOCK_K)
@@ -135,14 +124,10 @@ def gemv_kernel(
         if gain is not None:
             squares += value * value
             value = value * tl.load(gain + k, mask=k < inputs, other=0.0).to(tl.float32)
-        total = _row_sums(
-            total, value, weight, scale, minimum, first, local, start, inputs, stride, BLOCK_OUT, BLOCK_K, STORAGE
-        )
+        total = _row_sums(total, value, weight, first, local, start, inputs, stride, BLOCK_K, STORAGE)
         if GATED:
-            total_up = _row_sums(
-                total_up, value, weight, scale, minimum, first + outputs, local, start, inputs, stride,
-                BLOCK_OUT, BLOCK_K, STORAGE,
-            )  # fmt: skip
+            above = first + outputs
+            total_up = _row_sums(total_up, value, weight, above, local, start, inputs, stride, BLOCK_K, STORAGE)
     if then is not None:  # the last programs ask: earlier, it would only be in the way
         asking = tl.minimum(tl.num_programs(0), LAST)
         place = tl.program_id(0) - (tl.num_programs(0) - asking)

@@ -16,9 +16,11 @@ import triton
 from torch import Tensor
 
 from draftwood.ops.cuda.ahead import NOTHING, Beginning
+from draftwood.ops.cuda.grouped_kernels import grouped_gemv_kernel
 from draftwood.ops.cuda.overlap import OVERLAPPING
 from draftwood.ops.cuda.product_kernels import (
     DENSE,
+    FLOAT8,
     GROUP,
     INT4,
     INT8,
@@ -28,6 +30,7 @@ from draftwood.ops.cuda.product_kernels import (
 )
 
 ACTIVATIONS = {None: -1, "silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
+SHARES = {INT8.value: 16, INT4.value: 32}  # codes of 16 bytes, which a lane takes at a time
 LARGEST_TILE = 128  # rows
 MULTIPROCESSORS, MEMORY = 132, 200_000  # of an H200, and what tiles may take of each one's memory in bytes
 
@@ -120,13 +123,16 @@ def _even_share(outputs: int, most: int, beside: int) -> int:
 @cache
 def row_tiles(outputs: int, inputs: int, storage: int, gated: bool) -> Tiles:
     """For `gemv`; measured likewise."""
+    if storage in SHARES:
+        shares = triton.cdiv(inputs, SHARES[storage])
+        lanes = next((lanes for lanes in (128, 64) if shares % lanes == 0), 32)
+        return Tiles(4, lanes * SHARES[storage], 1, 1, lanes // 32)
     large = gated or outputs >= 16384
     whole = max(triton.next_power_of_2(inputs), GROUP.value)  # a step need not be wider than a row
     if inputs < 2048:
         return Tiles(max(2 if gated else 4, 1024 // whole), min(whole, 1024), 1, 1 if inputs <= 1024 else 4, 4)
-    if storage != DENSE.value:
-        wide = (storage == INT4.value and not large) or (storage == INT8.value and inputs >= 8192)
-        return Tiles(4 if wide and storage == INT8.value else 8, 2048 if wide else 1024, 1, 1, 4)
+    if storage == FLOAT8.value:
+        return Tiles(8, 1024, 1, 1, 4)
     if large:
         return Tiles(4, 2048, 1, 2, 8)
     if inputs >= 8192:
@@ -139,10 +145,18 @@ def gemv(x: Tensor, weight: Packed, around: Around, cut: Tiles | None = None) ->
     outputs = _outputs(weight, around)
     cut = cut or row_tiles(outputs, weight.inputs, weight.storage, around.activation is not None)
     out = torch.empty(1, outputs, dtype=around.dtype or x.dtype, device=x.device)
-    norm = around.norm
-    gemv_kernel[(triton.cdiv(outputs, cut.block_out),)](
-        x.contiguous(), weight.codes, weight.scale, weight.minimum, norm and norm.weight, around.bias, around.residual,
-        out, outputs, weight.inputs, weight.stride, norm.eps if norm else 0.0,
+    norm, grid = around.norm, (triton.cdiv(outputs, cut.block_out),)
+    if weight.storage in SHARES:
+        grouped_gemv_kernel[grid](
+            x.contiguous(), weight.codes.view(torch.int32), weight.scale, weight.minimum, norm and norm.weight,
+            around.bias, around.residual, out, outputs, weight.inputs, weight.stride, norm.eps if norm else 0.0,
+            cut.block_out, cut.block_k // SHARES[weight.storage], weight.storage, ACTIVATIONS[around.activation],
+            num_warps=cut.warps, **OVERLAPPING,
+        )  # fmt: skip
+        return out
+    gemv_kernel[grid](
+        x.contiguous(), weight.codes, weight.scale, norm and norm.weight, around.bias, around.residual, out, outputs,
+        weight.inputs, weight.stride, norm.eps if norm else 0.0,
         *(around.then.arguments if around.then else NOTHING), 32 * cut.warps,
         cut.block_out, cut.block_k, weight.storage, ACTIVATIONS[around.activation], cut.stages, num_warps=cut.warps,
         **OVERLAPPING,
