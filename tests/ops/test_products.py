@@ -150,7 +150,7 @@ def test_more_rows_than_a_tile_has() -> None:
 
 
 def test_inputs_that_fill_no_group() -> None:
-    for kind in ("int8", "int4"):
+    for kind in ("int8", "int4", "float8"):
         weight, x = matrix(6, 52, kind, torch.float32), random(3, 52)
         want = expected(x, weight, Around())
         assert_close(skinny(x, pack([weight], 52), Around(), SMALL), want, torch.float32)

@@ -1,4 +1,4 @@
-"""One row times a matrix of codes in groups: a lane has 16 bytes of an output's codes, and all it needs to use them.
+"""One row times a matrix of codes or small floats: a lane has 16 bytes of an output's, and all it needs to use them.
 
 Everything is one number a lane, so nothing is ever exchanged between lanes before the end.
 """
@@ -12,16 +12,15 @@ import triton.language as tl
 
 from draftwood.ops.cuda.bits import bytes_above_large, sixteenths, smaller_ones
 from draftwood.ops.cuda.overlap import wait_and_make_way
-from draftwood.ops.cuda.product_kernels import GROUP, INT4, finished, known_behind
+from draftwood.ops.cuda.product_kernels import FLOAT8, GROUP, INT4, finished, known_behind
 
 ZERO = tl.constexpr(8388608.0 + 128.0)  # the code that stands for zero, as `bytes_above_large` has it
 
 
 @triton.jit
-def _eight(at, there, LANES: tl.constexpr):
-    """Eight numbers from each lane's place on, as so many tensors. [LANES] each."""
-    row = tl.load(at[:, None] + tl.arange(0, 8)[None, :], mask=there, other=0.0).to(tl.float32)
-    even, odd = tl.split(tl.reshape(row, (LANES, 2, 2, 2)))
+def _apart(eight, LANES: tl.constexpr):
+    """Eight numbers of each lane [LANES, 8], as so many tensors. [LANES] each."""
+    even, odd = tl.split(tl.reshape(eight, (LANES, 2, 2, 2)))
     even_0, even_1 = tl.split(even)
     odd_0, odd_1 = tl.split(odd)
     x0, x4 = tl.split(even_0)
@@ -36,9 +35,8 @@ def _numbers(vector, begin, inputs: tl.constexpr, LANES: tl.constexpr, SHARE: tl
     """A lane's share of a vector. SHARE tensors [LANES]."""
     numbers = ()
     for i in tl.static_range(SHARE // 8):
-        at = begin + 8 * i
-        inside = at[:, None] + tl.arange(0, 8)[None, :] < inputs
-        numbers += _eight(vector + at, inside, LANES)
+        at = (begin + 8 * i)[:, None] + tl.arange(0, 8)[None, :]
+        numbers += _apart(tl.load(vector + at, mask=at < inputs, other=0.0).to(tl.float32), LANES)
     return numbers
 
 
@@ -95,22 +93,38 @@ def _eight_bits(words, value):
 
 
 @triton.jit
+def _floats(at, there, value, LANES: tl.constexpr):
+    """Sixteen floats of eight bits from each lane's place on, times values."""
+    at = at[:, None] + tl.arange(0, 16)[None, :]
+    row = tl.load(at, mask=there[:, None], other=0.0, eviction_policy="evict_first").to(tl.float32)
+    even, odd = tl.split(tl.reshape(row, (LANES, 8, 2)))
+    evens, odds = _apart(even, LANES), _apart(odd, LANES)
+    total = tl.zeros(value[0].shape, tl.float32)
+    for i in tl.static_range(8):
+        total = tl.fma(odds[i], value[2 * i + 1], tl.fma(evens[i], value[2 * i], total))
+    return total
+
+
+@triton.jit
 def _add_output(
     total, value, whole, besides, weight, scale, minimum, row, share, there, stride: tl.constexpr,
     LANES: tl.constexpr, STORAGE: tl.constexpr,
 ):  # fmt: skip
     """Add the products of one output's codes to its lanes' sums."""
     SHARE: tl.constexpr = 32 if STORAGE == INT4 else 16
-    words = _words(weight + row * (stride // SHARE * 4) + share * 4, there, LANES)
-    at = row * (stride // GROUP) + share * SHARE // GROUP
-    step = tl.load(scale + at, mask=there, other=0.0).to(tl.float32)
-    if STORAGE == INT4:
-        least = tl.load(minimum + at, mask=there, other=0.0).to(tl.float32)
-        total = tl.fma(least, whole, total)
-        products, step = _four_bits(words, value, -besides), step * 16.0
+    if STORAGE == FLOAT8:
+        total += _floats(weight + row * stride + share * SHARE, there, value, LANES)
     else:
-        products = _eight_bits(words, value)
-    return tl.fma(products, step, total)
+        words = _words(weight + row * (stride // SHARE * 4) + share * 4, there, LANES)
+        at = row * (stride // GROUP) + share * SHARE // GROUP
+        step = tl.load(scale + at, mask=there, other=0.0).to(tl.float32)
+        if STORAGE == INT4:
+            least = tl.load(minimum + at, mask=there, other=0.0).to(tl.float32)
+            total = tl.fma(least, whole, total)
+            total = tl.fma(_four_bits(words, value, -besides), step * 16.0, total)
+        else:
+            total = tl.fma(_eight_bits(words, value), step, total)
+    return total
 
 
 @triton.jit

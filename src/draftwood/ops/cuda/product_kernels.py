@@ -109,7 +109,7 @@ def gemv_kernel(
     BLOCK_OUT: tl.constexpr, BLOCK_K: tl.constexpr, STORAGE: tl.constexpr, ACTIVATION: tl.constexpr,
     UNROLLED: tl.constexpr,
 ):  # fmt: skip
-    """One row: a program has BLOCK_OUT outputs and sums over all inputs. Of floats; codes have `grouped_kernels.py`."""
+    """One row: a program has BLOCK_OUT outputs and sums over all inputs. Of floats; codes: `grouped_kernels.py`."""
     wait_and_make_way()
     GATED: tl.constexpr = ACTIVATION >= 0
     first = tl.program_id(0).to(tl.int64) * BLOCK_OUT

@@ -30,7 +30,7 @@ from draftwood.ops.cuda.product_kernels import (
 )
 
 ACTIVATIONS = {None: -1, "silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
-SHARES = {INT8.value: 16, INT4.value: 32}  # codes of 16 bytes, which a lane takes at a time
+SHARES = {INT8.value: 16, INT4.value: 32, FLOAT8.value: 16}  # weights in 16 bytes, which a lane takes at a time
 LARGEST_TILE = 128  # rows
 MULTIPROCESSORS, MEMORY = 132, 200_000  # of an H200, and what tiles may take of each one's memory in bytes
 
@@ -123,7 +123,7 @@ def _even_share(outputs: int, most: int, beside: int) -> int:
 @cache
 def row_tiles(outputs: int, inputs: int, storage: int, gated: bool) -> Tiles:
     """For `gemv`; measured likewise."""
-    if storage in SHARES:
+    if _in_shares(inputs, storage):
         shares = triton.cdiv(inputs, SHARES[storage])
         lanes = next((lanes for lanes in (128, 64) if shares % lanes == 0), 32)
         return Tiles(4, lanes * SHARES[storage], 1, 1, lanes // 32)
@@ -140,15 +140,21 @@ def row_tiles(outputs: int, inputs: int, storage: int, gated: bool) -> Tiles:
     return Tiles(2, 2048, 1, 2, 4) if outputs < 6144 else Tiles(2, 1024, 1, 1, 4)
 
 
+def _in_shares(inputs: int, storage: int) -> bool:
+    """Whether lanes can take 16 bytes at a time: rows of codes are padded to that, of floats not."""
+    return storage in SHARES and (storage != FLOAT8.value or inputs % SHARES[storage] == 0)
+
+
 def gemv(x: Tensor, weight: Packed, around: Around, cut: Tiles | None = None) -> Tensor:
     """One row. [1, in] -> [1, out]."""
     outputs = _outputs(weight, around)
     cut = cut or row_tiles(outputs, weight.inputs, weight.storage, around.activation is not None)
     out = torch.empty(1, outputs, dtype=around.dtype or x.dtype, device=x.device)
     norm, grid = around.norm, (triton.cdiv(outputs, cut.block_out),)
-    if weight.storage in SHARES:
+    if _in_shares(weight.inputs, weight.storage):
+        codes = weight.codes if weight.storage == FLOAT8.value else weight.codes.view(torch.int32)
         grouped_gemv_kernel[grid](
-            x.contiguous(), weight.codes.view(torch.int32), weight.scale, weight.minimum, norm and norm.weight,
+            x.contiguous(), codes, weight.scale, weight.minimum, norm and norm.weight,
             around.bias, around.residual, out, outputs, weight.inputs, weight.stride, norm.eps if norm else 0.0,
             cut.block_out, cut.block_k // SHARES[weight.storage], weight.storage, ACTIVATIONS[around.activation],
             num_warps=cut.warps, **OVERLAPPING,
