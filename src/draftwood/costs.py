@@ -52,7 +52,7 @@ class StepCosts:
         return (self.at(rows + over, context, batch) - self.at(rows, context, batch)) / over
 
     def record(self) -> dict[str, Any]:
-        """For JSON; what is assumed is not kept."""
+        """For JSON: what was measured."""
         return {name: value for name, value in asdict(self).items() if name != "assumed"}
 
     def save(self, path: Path) -> None:

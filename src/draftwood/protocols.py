@@ -49,6 +49,7 @@ class StepReport:
     outcomes: tuple[tuple[int, int], ...] = ()  # (drafted, accepted) of each sequence that sampled
     draft_seconds: float | None = 0.0  # None: cannot be told apart
     step_seconds: float | None = None  # of all of it, where that is known instead
+    context: float = 0.0  # mean length of those that sampled, where that is
 
 
 @dataclass(frozen=True)

@@ -173,9 +173,8 @@ def test_trees_that_take_long_to_guess_are_not_worth_it() -> None:
 def test_what_a_long_context_takes_is_not_laid_to_guesses(kind: type[MeasuredBudget | MeasuredTreeBudget]) -> None:
     costs = StepCosts((1, 8), (64, 1024), ((1.0, 1.1), (5.0, 5.5)), 0.0)
     controller, load = kind(costs, 5), replace(ROUNDS, context=1024)
-    controller.budget(load)
     for _ in range(50):
-        controller.observe(replace(report((5, 5)), step_seconds=costs.at(6, 1024)))
+        controller.observe(replace(report((5, 5)), step_seconds=costs.at(6, 1024), context=1024))
     why = controller.budget(load).why
     assert isinstance(why, BestRate)
     assert (why.nodes, why.best.seconds) == (5, pytest.approx(costs.at(6, 1024)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -221,6 +222,17 @@ def test_a_drafter_learns_between_rounds() -> None:
         while adapter.wants(busy=False) <= 0:
             adapter.work()
     assert rates[-1] > 1.25 * rates[0], rates
+
+
+def test_a_round_is_reported_with_the_length_of_its_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of prompt and answer as it was before the round: what longer ones cost is not the guesses' fault."""
+    harness, heard = RoundHarness(DRAFTERS["ngram"](), "match"), []
+    monkeypatch.setattr(harness.engine.controller, "observe", heard.append)
+    harness.run([Ask((1, 2, 3), SamplingParams(max_tokens=12))])
+    assert len(heard) > 1
+    lengths = [report.context for report in heard]
+    assert lengths[0] >= 3
+    assert [b - a for a, b in itertools.pairwise(lengths)] == [report.emitted for report in heard[:-1]]
 
 
 def test_rounds_without_graphs_are_the_same() -> None:

@@ -297,6 +297,7 @@ def test_what_the_server_refuses_is_shown_where_it_was_asked(opened: Opener) -> 
     page.select_option("#law", "")
     page.click("text=Try again")
     page.wait_for_selector(f"{ANSWER} .token", state="attached")
+    page.wait_for_selector(".turn.assistant:last-child:not([aria-busy])")  # meanwhile nothing else can be said
     assert page.locator(".error:visible").count() == 0
     page.select_option("#law", "rrs")
     page.click("[data-view=race]")

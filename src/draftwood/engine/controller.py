@@ -74,13 +74,13 @@ def _best_rate(outlooks: dict[int, Outlook]) -> Budget:
     return Budget(best, why=BestRate(best, outlooks[best], outlooks[0]))
 
 
-def _drafting(report: StepReport, costs: StepCosts, context: float) -> float | None:
+def _drafting(report: StepReport, costs: StepCosts) -> float | None:
     """Seconds that guessing took, as far as can be told."""
     if costs.assumed:
         return None
     if report.step_seconds is None:
         return report.draft_seconds
-    return max(0.0, report.step_seconds - costs.at(report.num_rows, context, max(report.num_sampling, 1)))
+    return max(0.0, report.step_seconds - costs.at(report.num_rows, report.context, max(report.num_sampling, 1)))
 
 
 def _followed(known: float, seconds: float) -> float:
@@ -106,12 +106,11 @@ class MeasuredBudget:
         self._hits = [0.0] * (max_nodes + 1)
         self._trials = [0.0] * (max_nodes + 1)
         self._draft_seconds = 0.0  # of one node
-        self._context = 0.0  # of the last step: longer ones take longer without any guess
         self._proposing = 1.0  # share of sequences that get a proposal
 
     def budget(self, load: Load) -> Budget:
         """The size with the best ratio of expected tokens to expected time."""
-        batch, self._context = max(load.num_running, 1), load.context
+        batch = max(load.num_running, 1)
         share = max(self._proposing, 1 / batch)
         gains, gain = [0.0], 0.0
         for chance in self.survival():
@@ -153,7 +152,7 @@ class MeasuredBudget:
             self._proposing += 0.05 * (len(proposed) / report.num_sampling - self._proposing)
 
     def _learn_cost(self, report: StepReport) -> None:
-        seconds = _drafting(report, self._costs, self._context)
+        seconds = _drafting(report, self._costs)
         if seconds is not None:
             self._draft_seconds = _followed(self._draft_seconds, seconds / report.drafted)
 
@@ -178,13 +177,12 @@ class MeasuredTreeBudget:
         self._costs, self._most = costs, max_nodes
         self._gain = self.HOPE  # tokens of one sequence and step, by the largest tree
         self._draft_seconds = 0.0  # of one step
-        self._context = 0.0  # of the last step: longer ones take longer without any guess
         self._tokens_per_step = 1.0  # of one sequence
         self._sizes = round_sizes(max_nodes)
 
     def budget(self, load: Load) -> Budget:
         """As the device runs them."""
-        batch, self._context = max(load.num_running, 1), load.context
+        batch = max(load.num_running, 1)
         if not load.padded:
             worth = self._worth(load, batch)
             return Budget(self._most, worth, WorthTheRow(self._most, worth))
@@ -212,7 +210,7 @@ class MeasuredTreeBudget:
             self._tokens_per_step += 0.05 * (report.emitted / report.num_sampling - self._tokens_per_step)
 
     def _learn_cost(self, report: StepReport) -> None:
-        seconds = _drafting(report, self._costs, self._context)
+        seconds = _drafting(report, self._costs)
         if seconds is not None:
             self._draft_seconds = _followed(self._draft_seconds, seconds)
 

@@ -178,13 +178,13 @@ class Pipeline:
         ]
         plan = Plan(tuple(flight.plan.items[b] for b in heard)).brought_up_to_date()
         outcome = HostVerdict(*([column[b] for b in heard] for column in vars(outcome).values()))
-        controller.observe(_report(flight.nodes, outcome, seconds))
+        controller.observe(_report(plan, flight.nodes, outcome, seconds))
         told = zip(plan.items, heard, strict=True)
         traces = [flight.launched.trace(b) if item.seq.params.trace else None for item, b in told]
         return self.scheduler.commit(plan, outcome, traces=traces)
 
 
-def _report(nodes: int, outcome: HostVerdict, seconds: float | None) -> StepReport:
+def _report(plan: Plan, nodes: int, outcome: HostVerdict, seconds: float | None) -> StepReport:
     return StepReport(
         num_rows=len(outcome.tokens) * (1 + nodes),
         num_sampling=len(outcome.tokens),
@@ -194,4 +194,5 @@ def _report(nodes: int, outcome: HostVerdict, seconds: float | None) -> StepRepo
         outcomes=tuple(zip(outcome.drafted, outcome.accepted, strict=True)),
         draft_seconds=None,
         step_seconds=seconds,
+        context=sum(len(item.seq.tokens) for item in plan.items) / max(len(plan.items), 1),
     )
