@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def round_sizes(most: int) -> list[int]:
-    """Sizes of trees worth a graph of their own, up to `most`."""
-    steps = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-    return sorted({0, most, *(step for step in steps if step < most)})
+    """Sizes of trees worth a graph of their own, up to `most`: with their roots, as many rows as kernels are cut for."""
+    rows = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+    return sorted({0, most, *(count - 1 for count in rows if count - 1 < most)})
 
 
 class NeedsNothing:

@@ -125,7 +125,8 @@ def row_tiles(outputs: int, inputs: int, storage: int, gated: bool) -> Tiles:
     """For `gemv`; measured likewise."""
     if _in_shares(inputs, storage):
         shares = triton.cdiv(inputs, SHARES[storage])
-        lanes = next((lanes for lanes in (128, 64) if shares % lanes == 0), 32)
+        most = 64 if storage == INT4.value else 128
+        lanes = next((lanes for lanes in (most, 64) if shares % lanes == 0), 32)
         return Tiles(4, lanes * SHARES[storage], 1, 1, lanes // 32)
     large = gated or outputs >= 16384
     whole = max(triton.next_power_of_2(inputs), GROUP.value)  # a step need not be wider than a row
