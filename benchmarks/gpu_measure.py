@@ -221,10 +221,38 @@ def warm_up(llm: LLM, prompts: Sequence[Sequence[int]], tokens: int, temperature
     """Ask until nothing had to be captured for it."""
     pipeline = llm.engine.pipeline
     for _ in range(WARM_UPS):
-        ready = pipeline.rounds.num_ready if pipeline else 0
+        ready = len(pipeline.rounds.ready) if pipeline else 0
         ask(llm, prompts, tokens, temperature)
-        if pipeline is None or pipeline.rounds.num_ready == ready:
+        if pipeline is None or len(pipeline.rounds.ready) == ready:
             return
+
+
+def timed_on_the_device(llm: LLM) -> Callable[[], float | None]:
+    """Seconds of a round from now on, the median, as the GPU itself takes them: without what the host does between.
+    None where there are no rounds.
+    """
+    marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    pipeline = llm.engine.pipeline
+    if pipeline is None:
+        return lambda: None
+
+    def watched(run: Callable[[], None]) -> Callable[[], None]:
+        def run_between_marks() -> None:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            end.record()
+            marks.append((start, end))
+
+        return run_between_marks
+
+    def seconds() -> float:
+        torch.cuda.synchronize()
+        return statistics.median(start.elapsed_time(end) for start, end in marks) / 1000
+
+    for each in pipeline.rounds.ready:
+        each.run = watched(each.run)
+    return seconds
 
 
 def step_seconds(results: Sequence[Result]) -> float:

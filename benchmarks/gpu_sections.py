@@ -19,7 +19,7 @@ from draftwood.drafters.scripted import ScriptedDrafter
 from draftwood.engine.controller import FixedBudget
 from draftwood.engine.worker import ComputeThread
 from draftwood.protocols import Drafter
-from gpu_measure import Figures, Lab, Row, Setup, ask, step_seconds
+from gpu_measure import Figures, Lab, Row, Setup, ask, step_seconds, timed_on_the_device
 from gpu_prompts import CHAT8, CODE8, MATHS8, STRICT64, chats
 
 PLAIN = Setup()
@@ -96,26 +96,31 @@ def _speed_rows(key: tuple[str, int, float], own: Figures, plain: float) -> Iter
 
 
 def tree(lab: Lab) -> Iterator[Row]:
-    """What a step costs with a tree that is always wrong, by its size, at batch 1."""
-    size = [0]
-    lab.scripts["wrong"] = lambda: wrong_tree(size, max(lab.sizes.trees), lab.config.vocab_size)
+    """What a step costs with a tree that is always wrong, by its size, at batch 1: on the GPU, and with the host, which
+    has to hear of one step before it can make the tree of the next.
+    """
+    size, sizes = [0], lab.sizes
+    lab.scripts["wrong"] = lambda: wrong_tree(size, max(sizes.trees), lab.config.vocab_size)
     setup = Setup("wrong", max_running=1, cache_tokens=4096)
     llm = lab.open(setup)
-    times: dict[int, float] = {}
-    for rows in lab.sizes.trees:
+    times: dict[int, tuple[float, float]] = {}
+    for rows in sizes.trees:
         size[0] = rows - 1
         ComputeThread.shared().call(lambda: setattr(llm.engine, "controller", FixedBudget(size[0])))
-        steps, accepted = [], 0
-        for turn in range(-1, lab.sizes.rounds):
-            prompts = chats(llm.tokenizer, CHAT8, 1, 5000 + 10 * rows + turn)
-            _, results = ask(llm, prompts, lab.sizes.tokens // 2 if turn >= 0 else lab.sizes.warm_up, 0.0)
-            accepted += results[0].stats.accepted
-            steps += [step_seconds(results)] if turn >= 0 else []
-        times[rows] = statistics.median(steps)
-        ratio = times[rows] / times[lab.sizes.trees[0]]
-        print(f"{rows:4d} rows: {times[rows] * 1e3:7.3f} ms, {ratio:.3f} of one; {accepted} accepted", flush=True)
-        target = {64: 1.12, 128: 1.2}.get(rows)
-        yield f"step with {rows} rows / 1 row, batch 1", ratio, "x", target, "<="
+        ask(llm, chats(llm.tokenizer, CHAT8, 1, 5000 + 10 * rows), sizes.warm_up, 0.0)
+        on_the_device = timed_on_the_device(llm)
+        asked = [
+            ask(llm, chats(llm.tokenizer, CHAT8, 1, 5001 + 10 * rows + turn), sizes.tokens // 2, 0.0)[1]
+            for turn in range(sizes.rounds)
+        ]
+        with_host = statistics.median(map(step_seconds, asked))
+        times[rows] = on_the_device() or with_host, with_host
+        own, whole = (mine / one for mine, one in zip(times[rows], times[sizes.trees[0]], strict=True))
+        accepted = sum(results[0].stats.accepted for results in asked)
+        shown = ", ".join(f"{seconds * 1e3:.3f} ms" for seconds in times[rows])
+        print(f"{rows:4d} rows: {shown} with the host; {own:.3f}, {whole:.3f} of one; {accepted} accepted", flush=True)
+        yield f"step with {rows} rows / 1 row, batch 1", own, "x", {64: 1.12, 128: 1.2}.get(rows), "<="
+        yield f"step with {rows} rows made by the host / 1 row, batch 1", whole, "x", None, ""
     lab.close(setup)  # its controller is of no use to anybody else
 
 

@@ -40,7 +40,7 @@ REPEATS = 4
 BURST = 3
 GPU_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
 GPU_BATCH = 32
-WIDE_ROWS = (256, 512)
+WIDE_ROWS = (256, 512, 1024)
 GPU_REPEATS = 20
 Say = Callable[[str], None]
 

@@ -50,6 +50,7 @@ class StepReport:
     draft_seconds: float | None = 0.0  # None: cannot be told apart
     step_seconds: float | None = None  # of all of it, where that is known instead
     context: float = 0.0  # mean length of those that sampled, where that is
+    room: int = 0  # draft nodes that each of them could have had
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ ALONE = Load(num_running=1, num_waiting=0, context=64)
 
 def report(*outcomes: tuple[int, int], draft_seconds: float = 0.0) -> StepReport:
     drafted, accepted = (sum(side) for side in zip(*outcomes, strict=True))
-    rows = len(outcomes) + drafted
-    return StepReport(rows, len(outcomes), drafted, accepted, len(outcomes) + accepted, outcomes, draft_seconds)
+    rows, room = len(outcomes) + drafted, max(nodes for nodes, _ in outcomes)
+    emitted = len(outcomes) + accepted
+    return StepReport(rows, len(outcomes), drafted, accepted, emitted, outcomes, draft_seconds, room=room)
 
 
 def test_a_fixed_budget_learns_nothing() -> None:
@@ -198,3 +199,62 @@ def test_assumed_costs_do_not_tell_what_drafting_takes() -> None:
     budget = controller.budget(ROUNDS)
     assert budget.max_nodes == 5
     assert str(budget.why).endswith("none: 1.00 expected tokens in 1.00 plain steps (assumed)")
+
+
+def test_what_drafting_takes_is_not_multiplied_by_the_batch() -> None:
+    """A draft model reads its weights once for everybody: dear for one, it is cheap for thirty."""
+    costs = StepCosts((1, 512), (64,), ((4.0, 10.4),), 0.0)
+    controller = MeasuredBudget(costs, 12)
+    for _ in range(60):
+        controller.observe(replace(report((12, 12)), step_seconds=costs.at(13) + 5.4))
+    many = replace(ROUNDS, num_running=32)
+    assert controller.budget(many).max_nodes == 12
+    for _ in range(60):  # and if it is not, that is said of this batch only
+        controller.observe(replace(report(*[(12, 12)] * 32), step_seconds=costs.at(32 * 13) + 900))
+    assert controller.budget(many).max_nodes == 0
+    assert controller.budget(ROUNDS).max_nodes == 12
+
+
+def test_steps_without_room_do_not_say_that_nobody_has_a_guess() -> None:
+    controller = MeasuredBudget(GPU, 4)
+    for _ in range(50):
+        controller.observe(report(*[(4, 4)] * 8))
+    eight = replace(ROUNDS, num_running=8)
+    before = controller.budget(eight)
+    for _ in range(20):
+        controller.observe(report(*[(0, 0)] * 8))
+    assert controller.budget(eight).max_nodes == before.max_nodes == 4
+
+
+@pytest.mark.parametrize("kind", [MeasuredBudget, MeasuredTreeBudget])
+def test_room_that_nobody_uses_is_given_up(kind: type[MeasuredBudget | MeasuredTreeBudget]) -> None:
+    controller, crowd = kind(GPU, 4), replace(ROUNDS, num_running=64)
+    assert controller.budget(crowd).max_nodes > 0
+    for _ in range(200):
+        controller.observe(replace(report(*[(0, 0)] * 64), room=4))
+    assert controller.budget(crowd).max_nodes == 0
+
+
+def test_guesses_have_to_pay_for_the_sequence_that_gains_least() -> None:
+    """On average one guess of five is right, for somebody perhaps one of twenty: not worth a tenth of a step."""
+    costs = StepCosts((1, 32, 64), (64,), ((1.0, 1.0, 1.1),), 0.0)
+    controllers = MeasuredBudget(costs, 1), MeasuredBudget(costs, 1)
+    for _ in range(200):
+        controllers[0].observe(report(*[(1, 1)] * 6, *[(1, 0)] * 26))
+        controllers[1].observe(report(*[(1, 1)] * 16, *[(1, 0)] * 16))
+    crowd = replace(ROUNDS, num_running=32)
+    assert [controller.budget(crowd).max_nodes for controller in controllers] == [0, 1]
+    assert controllers[0].budget(ROUNDS).max_nodes == 1, "alone there is nobody else to pay for"
+
+
+def test_rounds_are_budgeted_by_the_rows_they_run() -> None:
+    """Seventeen sequences run in a round of 24, and nobody can have a size that no round has."""
+    costs = StepCosts((1, 40, 41, 512), (64,), ((1.0, 1.0, 9.0, 90.0),), 0.0)
+    controller = MeasuredBudget(costs, 9)
+    for _ in range(50):
+        controller.observe(report((9, 9)))
+    crowd = Load(num_running=17, num_waiting=0, context=64)
+    assert controller.budget(crowd).max_nodes == 1
+    assert controller.budget(replace(crowd, padded=True)).max_nodes == 0
+    sizes = [controller.budget(replace(ROUNDS, num_running=batch)).max_nodes for batch in (4, 5)]
+    assert sizes == [9, 3], "of 0, 1, 2, 3, 5, 7 and 9: five sequences run in rounds of eight"

@@ -15,7 +15,7 @@ from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
 from draftwood.drafters.scripted import ScriptedDrafter
-from draftwood.engine.rounds import PATIENCE, Size
+from draftwood.engine.rounds import LONG_TABLES, PATIENCE, Size
 from draftwood.growers import Beam, Coupled, Independent, Levels, chain
 from draftwood.growers.pickers import Best
 from draftwood.request import SamplingParams
@@ -125,7 +125,7 @@ def test_beams_in_rounds_are_those_of_the_host(name: str) -> None:
     harness = RoundHarness(DRAFTERS[name](), "match")
     answers = harness.run(wanted)
     assert generated(answers) == generated(hosted) == plain(wanted)
-    assert harness.engine.pipeline.rounds.num_ready > 0
+    assert harness.engine.pipeline.rounds.ready
     guessed = [(answer.accepted, answer.steps) for answer in answers]
     assert sum(accepted for accepted, _ in guessed) > 0
     # The host's last trees are cut to what is still wanted, and its first one is a step later.
@@ -262,9 +262,18 @@ def test_a_round_that_is_ready_is_taken_until_another_is_wanted_often() -> None:
     assert size_for(1, 5) == (1, 5), "eight for one is too far"
     assert size_for(3, 0) == (4, 0), "no nodes is another thing than some"
     assert size_for(8, 5, Kind(None, False, False)) == (8, 5)
-    sizes = [size_for(4, 5) for _ in range(PATIENCE + 2)]
-    assert sizes[:2] == [(8, 5), (8, 5)]
-    assert sizes[-1] == (4, 5)
+    lost = Size(4, 5, whole).lost_with(Size(8, 5, whole))
+    sizes = [size_for(4, 5) for _ in range(int(2 * PATIENCE / lost))]
+    assert sizes.index((4, 5)) == pytest.approx(PATIENCE / lost, abs=3), "when as much is lost as one takes to make"
+    assert set(sizes) == {(8, 5), (4, 5)}
+
+
+def test_rows_for_nobody_are_a_smaller_loss_than_tokens_not_guessed() -> None:
+    plain, some = Size(8, 0, 9), Size(8, 3, 9)
+    assert plain.lost_with(plain) == some.lost_with(some) == 0
+    assert 0 < plain.lost_with(Size(16, 0, 9)) < plain.lost_with(Size(32, 0, 9)) < 0.1
+    assert some.lost_with(Size(8, 1, 9)) == 0.5
+    assert plain.lost_with(Size(8, 0, 10)) > plain.lost_with(Size(16, 0, 9))
 
 
 def test_a_round_has_room_for_the_longest_of_its_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,7 +290,8 @@ def test_a_round_has_room_for_the_longest_of_its_sequences(monkeypatch: pytest.M
     with torch.inference_mode():
         rounds._round(Size(8, 5, 4), kind)
     assert [pages_for(pages) for pages in (1, 3, 4)] == [4, 4, whole], "a longer one will do for now"
-    assert [pages_for(1) for _ in range(PATIENCE)][-1] == 2
+    sizes = [pages_for(1) for _ in range(int(2 * PATIENCE / LONG_TABLES))]
+    assert sizes.index(2) == pytest.approx(PATIENCE / LONG_TABLES, abs=3)
 
 
 @pytest.mark.parametrize("drafter", ["none", "chain", "ngram"])

@@ -146,6 +146,10 @@ class PageTables:
         """Tokens the whole cache can hold."""
         return self.pool.num_pages * self.page_size
 
+    def __contains__(self, seq_id: int) -> bool:
+        """Whether the sequence is open."""
+        return seq_id in self._tables
+
     def num_cached(self, seq_id: int) -> int:
         """Leading tokens of the sequence that need no forward any more."""
         table = self._tables.get(seq_id)

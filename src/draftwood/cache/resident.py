@@ -16,8 +16,16 @@ if TYPE_CHECKING:
     from draftwood.model.runner import ModelRunner
 
 
+BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+
+
+def round_batch(count: int) -> int:
+    """Sequences of the smallest round that holds so many."""
+    return next((batch for batch in BATCHES if batch >= count), count)
+
+
 def round_sizes(most: int) -> list[int]:
-    """Sizes of trees worth a graph of their own, up to `most`: with their roots, as many rows as kernels are cut for."""
+    """Sizes of trees worth a graph of their own, up to `most`: with the root, as many rows as kernels are cut for."""
     rows = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
     return sorted({0, most, *(count - 1 for count in rows if count - 1 < most)})
 

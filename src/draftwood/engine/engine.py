@@ -148,4 +148,5 @@ def _report(plan: Plan, outcome: HostVerdict, draft_seconds: float) -> StepRepor
         emitted=sum(len(tokens) for tokens in outcome.tokens),
         outcomes=tuple(zip(outcome.drafted, outcome.accepted, strict=True)),
         draft_seconds=draft_seconds,
+        room=max(plan.items[i].max_nodes for i in plan.sampling),
     )

@@ -340,7 +340,7 @@ class LLM:
 
         def hear(event: Event) -> None:
             by_id[event.request_id].add(event)
-            if all(request.done for request in requests):
+            if event.finished and all(request.done for request in requests):
                 finished()
 
         for request in requests:

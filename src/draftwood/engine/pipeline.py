@@ -15,7 +15,7 @@ import torch
 
 from draftwood.cache.seats import Kind
 from draftwood.engine.plan import Plan
-from draftwood.engine.rounds import Launched, Rounds
+from draftwood.engine.rounds import Launched, Rounds, Size
 from draftwood.engine.scheduler import Scheduler
 from draftwood.protocols import Controller, Span, StepReport
 from draftwood.request import Event
@@ -28,7 +28,7 @@ class _InFlight:
 
     plan: Plan
     lives: tuple[int, ...]  # how often each sequence had started over
-    nodes: int
+    size: Size
     launched: Launched
     since: float
     fresh: bool  # it had to be prepared first, which says nothing about how long it takes
@@ -86,7 +86,7 @@ class Pipeline:
     def _ahead(self) -> dict[int, int]:
         """How many tokens each sequence may be ahead of what is known here."""
         flight = self._in_flight
-        return {} if flight is None else {item.seq.id: flight.nodes + 1 for item in flight.plan.items}
+        return {} if flight is None else {item.seq.id: flight.size.nodes + 1 for item in flight.plan.items}
 
     def _reseat(self) -> None:
         """Those who were pushed out have lost their seats."""
@@ -108,7 +108,7 @@ class Pipeline:
         self._keep_drafter_reading(ready, size.nodes)
         launched = self.rounds.launch(ready, size, kind)
         lives = tuple(item.seq.preemptions for item in ready.items)
-        return _InFlight(ready, lives, size.nodes, launched, time.perf_counter(), fresh)
+        return _InFlight(ready, lives, size, launched, time.perf_counter(), fresh)
 
     def _seat(self, ready: Plan) -> None:
         seats, tables = self.rounds.seats, self.scheduler.tables
@@ -178,15 +178,15 @@ class Pipeline:
         ]
         plan = Plan(tuple(flight.plan.items[b] for b in heard)).brought_up_to_date()
         outcome = HostVerdict(*([column[b] for b in heard] for column in vars(outcome).values()))
-        controller.observe(_report(plan, flight.nodes, outcome, seconds))
+        controller.observe(_report(plan, flight.size, outcome, seconds))
         told = zip(plan.items, heard, strict=True)
         traces = [flight.launched.trace(b) if item.seq.params.trace else None for item, b in told]
         return self.scheduler.commit(plan, outcome, traces=traces)
 
 
-def _report(plan: Plan, nodes: int, outcome: HostVerdict, seconds: float | None) -> StepReport:
+def _report(plan: Plan, size: Size, outcome: HostVerdict, seconds: float | None) -> StepReport:
     return StepReport(
-        num_rows=len(outcome.tokens) * (1 + nodes),
+        num_rows=size.rows,
         num_sampling=len(outcome.tokens),
         drafted=sum(outcome.drafted),
         accepted=sum(outcome.accepted),
@@ -195,4 +195,5 @@ def _report(plan: Plan, nodes: int, outcome: HostVerdict, seconds: float | None)
         draft_seconds=None,
         step_seconds=seconds,
         context=sum(len(item.seq.tokens) for item in plan.items) / max(len(plan.items), 1),
+        room=size.nodes,
     )

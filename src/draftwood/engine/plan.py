@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
@@ -49,7 +49,8 @@ class Plan:
     def brought_up_to_date(self) -> Plan:
         """The same sequences with the last token each has by now."""
         ends = [len(item.seq.tokens) for item in self.items]
-        return Plan(tuple(replace(i, start=end - 1, end=end) for i, end in zip(self.items, ends, strict=True)))
+        pairs = zip(self.items, ends, strict=True)
+        return Plan(tuple(PlanItem(item.seq, end - 1, end, item.max_nodes) for item, end in pairs))
 
     def view(self, device: torch.device) -> BatchView:
         """What drafter and verifier may know of the sequences that sample."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from draftwood.cache.kv import Places, stage_behind, stage_trees
-from draftwood.cache.resident import ResidentDrafter
+from draftwood.cache.resident import ResidentDrafter, round_batch
 from draftwood.cache.seats import Kind, SeatedView, Seats
 from draftwood.engine.plan import Plan
 from draftwood.engine.trace import NUM_FACTS, facts, step_trace
@@ -29,12 +29,13 @@ from draftwood.sampling import target_distribution
 from draftwood.tree import HostVerdict, TokenTree, Verdict
 from draftwood.verifiers.path import keep_chosen
 
-PATIENCE = 64  # rounds that something else is made do with
+PATIENCE = 32  # rounds' time that may be lost by making do with others: preparing one takes as long, or longer
+FREE_ROWS = 256  # take as long as all weights do
+LONG_TABLES = 0.1  # what is lost with longer tables than needed
 FAR = 4  # times too large, or too small
 FEW_PROMPTS = 4  # that are read one after the other: launching kernel by kernel takes longer than reading all weights
 READINGS = (16, 32, 64, 128, 256, 512)  # rows of a piece of a single prompt
 LENGTHS = (1024, 4096, 16384)  # tokens: kernels are cut up for what sequences could have, not for what they have
-BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 
 
 def seats_for(target: ModelRunner, capacity: int, max_nodes: int) -> Seats:
@@ -51,6 +52,17 @@ class Size:
     batch: int  # sequences
     nodes: int  # of each one's tree, without the root
     pages: int  # of each sequence
+
+    @property
+    def rows(self) -> int:
+        """That the target runs."""
+        return self.batch * (1 + self.nodes)
+
+    def lost_with(self, other: Size) -> float:
+        """Share of a round that is lost by running a larger or shorter one: rows for nobody, tokens not guessed."""
+        idle = (other.batch - self.batch) * (1 + other.nodes) / (other.rows + FREE_ROWS)
+        unguessed = (self.nodes - other.nodes) / (1 + self.nodes)
+        return idle + unguessed + (LONG_TABLES if other.pages > self.pages else 0.0)
 
 
 @dataclass
@@ -124,15 +136,15 @@ class Rounds:
     _known: dict[tuple[Size, Kind], Round] = field(default_factory=dict)
     _refused: set[Kind] = field(default_factory=set)
     _roots: dict[int, TokenTree] = field(default_factory=dict)
-    _wishes: dict[tuple[Size, Kind], int] = field(default_factory=dict)
+    _lost: dict[tuple[Size, Kind], float] = field(default_factory=dict)  # rounds' time, by what was wanted
     _readings: dict[int, Reading] = field(default_factory=dict)
     _pool: Any = None
     _side: Any = None
 
     @property
-    def num_ready(self) -> int:
+    def ready(self) -> list[Round]:
         """Rounds that have been prepared so far."""
-        return len(self._known)
+        return list(self._known.values())
 
     def can_run(self, kind: Kind) -> bool:
         """Whether rounds of this kind need nothing from the host."""
@@ -160,23 +172,24 @@ class Rounds:
         """What to run `count` sequences with, of which none has more than so many `pages`, when there is room for so
         many nodes each.
 
-        Preparing a round takes as long as hundreds of them. So one that is ready and not far from what is wanted is
-        taken, until the same thing has been wanted often enough.
+        Preparing a round takes as long as dozens of them. So one that is ready and not far from what is wanted is
+        taken, until as much has been lost by it.
         """
         nodes = max(size for size in self.drafter.sizes if size <= room)
-        wanted = Size(next((size for size in BATCHES if size >= count), count), nodes, self._pages_for(pages))
+        wanted = Size(round_batch(count), nodes, self._pages_for(pages))
         if (wanted, kind) in self._known:
             return wanted
-        self._wishes[wanted, kind] = self._wishes.get((wanted, kind), 0) + 1
         ready = [known for known, its_kind in self._known if its_kind == kind and self._holds(known.pages, pages)]
         close = [
             known
             for known in ready
             if count <= known.batch <= FAR * count and known.nodes <= nodes <= FAR * known.nodes
         ]
-        if not close or self._wishes[wanted, kind] > PATIENCE:
+        if not close or self._lost.get((wanted, kind), 0.0) > PATIENCE:
             return wanted
-        return max(close, key=lambda known: (known.nodes, -known.batch, -known.pages))
+        instead = min(close, key=wanted.lost_with)
+        self._lost[wanted, kind] = self._lost.get((wanted, kind), 0.0) + wanted.lost_with(instead)
+        return instead
 
     def _pages_for(self, pages: int) -> int:
         whole = self.seats.num_pages

@@ -92,7 +92,7 @@ class Scheduler:
         for seq in sorted(self.running, key=lambda s: (self._pending(s) > 1, s.id)):
             rows = self.config.max_rows - sum(item.end - item.start + item.max_nodes for item in items.values())
             pending = min(self._pending(seq), rows)
-            if pending < 1 or seq not in self.running:
+            if pending < 1 or seq.id not in self.tables:
                 continue
             start = self.tables.num_cached(seq.id)
             if self._make_room(seq, start + pending, items):
@@ -115,7 +115,7 @@ class Scheduler:
         rows = self.config.max_rows
         for seq in sorted(self.running, key=lambda s: (self._pending(s) > 1, s.id)):
             start, length = self.tables.num_cached(seq.id), len(seq.tokens)
-            if seq not in self.running or (seq.id in ahead and length + 1 >= seq.max_length):
+            if seq.id not in self.tables or (seq.id in ahead and length + 1 >= seq.max_length):
                 continue  # pushed out, or sure to end with what it has earned already
             end = length if start == length - 1 else min(start + rows, length - 1)
             room = min(end + ahead.get(seq.id, 0) + 1, seq.max_length)

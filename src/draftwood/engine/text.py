@@ -42,6 +42,9 @@ class TextStream:
 
     def take(self) -> tuple[Piece, ...]:
         """The text that is final and has not been taken yet."""
+        if not self._stop:
+            taken, self._held = self._held, []
+            return tuple(piece for piece in taken if piece[0])
         text = "".join(piece for piece, _ in self._held)
         taken, self._held = _split(self._held, len(text) - self._possible_stop(text))
         return tuple(piece for piece in taken if piece[0])

@@ -175,7 +175,7 @@ class Detokenizer:
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that `ids` completes; bytes of an unfinished character wait for the next call."""
-        data = b"".join(self._tokenizer.piece(token, skip_special=self._skip_special) for token in ids)
+        data = b"".join([self._tokenizer.piece(token, skip_special=self._skip_special) for token in ids])
         if data and self._at_start:
             self._at_start = False
             data = data.removeprefix(b" ")
