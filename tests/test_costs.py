@@ -57,3 +57,11 @@ def test_a_damaged_table_is_no_table(tmp_path: Path, text: str) -> None:
 def test_nonsense_is_refused(rows: tuple, contexts: tuple, seconds: tuple) -> None:
     with pytest.raises(InvalidRequest):
         StepCosts(rows, contexts, seconds, 0.0)
+
+
+def test_each_further_sequence_adds_itself_and_its_keys() -> None:
+    costs = StepCosts((1, 64), (64, 1024), ((1.0, 2.0), (1.0, 2.0)), 0.01, 0.001)
+    assert costs.at(1, 64, 1) == costs.at(1, 1024, 1) == 1.0
+    assert costs.at(1, 64, 11) == pytest.approx(1.1)
+    assert costs.at(1, 164, 11) == pytest.approx(1.1 + 10 * 100 * 0.001)
+    assert costs.at(1, 8, 11) == costs.at(1, 64, 11), "the shortest context counts as itself"

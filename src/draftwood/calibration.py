@@ -100,12 +100,15 @@ def _on_gpu(target: ModelRunner, say: Say) -> StepCosts:
         say(f"rounds with {context} tokens of context")
         lines.append(_time_rounds(target, 1, context, [count - 1 for count in GPU_ROWS]))
     say(f"rounds of {GPU_BATCH} sequences")
-    alone, *wide = _time_rounds(target, GPU_BATCH, contexts[0], [0, *(rows // GPU_BATCH - 1 for rows in WIDE_ROWS)])
-    per_sequence = max(0.0, (alone - lines[0][GPU_ROWS.index(GPU_BATCH)]) / (GPU_BATCH - 1))
-    own = [max(seconds - (GPU_BATCH - 1) * per_sequence, lines[0][-1]) for seconds in wide]
+    together, *wide = _time_rounds(target, GPU_BATCH, contexts[0], [0, *(rows // GPU_BATCH - 1 for rows in WIDE_ROWS)])
+    far = _time_rounds(target, GPU_BATCH, contexts[-1], [0])[0] if len(contexts) > 1 else together
+    others, same = GPU_BATCH - 1, GPU_ROWS.index(GPU_BATCH)
+    near, beyond = (max(0.0, (t - line[same]) / others) for t, line in ((together, lines[0]), (far, lines[-1])))
+    own = [max(seconds - others * near, lines[0][-1]) for seconds in wide]
     longer = [[line[-1] / lines[0][-1] * seconds for seconds in own] for line in lines]
     seconds = tuple((*line, *more) for line, more in zip(lines, longer, strict=True))
-    return StepCosts((*GPU_ROWS, *WIDE_ROWS), tuple(contexts), seconds, per_sequence)
+    per_token = max(0.0, beyond - near) / max(contexts[-1] - contexts[0], 1)
+    return StepCosts((*GPU_ROWS, *WIDE_ROWS), tuple(contexts), seconds, near, per_token)
 
 
 def _time_rounds(target: ModelRunner, batch: int, context: int, nodes: list[int]) -> list[float]:

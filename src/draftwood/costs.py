@@ -16,7 +16,8 @@ from draftwood.errors import InvalidRequest
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Seconds of a whole decode step of one sequence by rows and context, and what each further sequence adds.
+    """Seconds of a whole decode step of one sequence by rows and context, and what each further sequence adds: itself,
+    and where keys are what takes time, each of its tokens beyond the shortest context.
 
     Between measured points times are interpolated, beyond the last ones extrapolated. Within a context they never
     fall with the rows: a step that is slower than one with more work was disturbed, since nothing makes steps faster.
@@ -26,6 +27,7 @@ class StepCosts:
     contexts: tuple[int, ...]  # ascending
     seconds: tuple[tuple[float, ...], ...]  # [contexts][rows]
     per_sequence: float
+    per_token: float = 0.0
     assumed: bool = False  # by what others have measured, in plain steps: good to compare, not to subtract
 
     def __post_init__(self) -> None:
@@ -41,7 +43,8 @@ class StepCosts:
         """Seconds of a step with so many rows in all, over `batch` sequences of `context` tokens each."""
         by_context = [_interpolate(self.rows, line, rows) for line in self._rising]
         own = _interpolate(self.contexts, by_context, context) if len(self.contexts) > 1 else by_context[0]
-        return max(own, min(by_context)) + (batch - 1) * self.per_sequence
+        beyond = max(0.0, context - min(self.contexts))
+        return max(own, min(by_context)) + (batch - 1) * (self.per_sequence + beyond * self.per_token)
 
     @cached_property
     def _rising(self) -> list[list[float]]:
@@ -68,7 +71,8 @@ class StepCosts:
         try:
             raw = json.loads(path.read_text())
             lines = tuple(tuple(float(time) for time in line) for line in raw["seconds"])
-            return cls(tuple(raw["rows"]), tuple(raw["contexts"]), lines, float(raw["per_sequence"]))
+            others = float(raw["per_sequence"]), float(raw.get("per_token", 0.0))
+            return cls(tuple(raw["rows"]), tuple(raw["contexts"]), lines, *others)
         except (OSError, ValueError, TypeError, KeyError):
             return None
 
@@ -76,8 +80,8 @@ class StepCosts:
 # An H200 and a model of 7.4 B parameters in bfloat16. Where a step gets slow depends on how much a chip computes while
 # it reads one byte, which GPUs for such models differ little in.
 LIKE_OTHER_GPUS = StepCosts(
-    (1, 2, 4, 8, 16, 32, 64, 128, 256, 512), (64,), ((1.0, 1.06, 1.07, 1.09, 1.11, 1.14, 1.19, 1.31, 1.76, 2.86),), 0.0,
-    assumed=True,
+    (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024), (64,),
+    ((1.0, 1.06, 1.07, 1.09, 1.11, 1.13, 1.18, 1.31, 1.76, 2.86, 5.58),), 0.0, assumed=True,
 )  # fmt: skip
 
 

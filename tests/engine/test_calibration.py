@@ -129,4 +129,6 @@ def test_an_llm_calibrates_itself_and_answers_the_same(tmp_path: Path) -> None:
 def test_a_table_is_plain_json() -> None:
     target = roomy(dtype=torch.float32)
     calibrate(target)
-    assert set(json.loads(costs_path(target).read_text())) == {"rows", "contexts", "seconds", "per_sequence"}
+    assert set(json.loads(costs_path(target).read_text())) == {
+        "rows", "contexts", "seconds", "per_sequence", "per_token",
+    }  # fmt: skip

@@ -258,3 +258,23 @@ def test_rounds_are_budgeted_by_the_rows_they_run() -> None:
     assert controller.budget(replace(crowd, padded=True)).max_nodes == 0
     sizes = [controller.budget(replace(ROUNDS, num_running=batch)).max_nodes for batch in (4, 5)]
     assert sizes == [9, 3], "of 0, 1, 2, 3, 5, 7 and 9: five sequences run in rounds of eight"
+
+
+@pytest.mark.parametrize("kind", [MeasuredBudget, MeasuredTreeBudget])
+def test_a_round_that_nobody_is_left_to_hear_of_says_nothing(kind: type[MeasuredBudget | MeasuredTreeBudget]) -> None:
+    controller = kind(GPU, 4)
+    before = controller.budget(ROUNDS)
+    controller.observe(StepReport(5, 0, 0, 0, 0, room=4, step_seconds=9e9))
+    assert controller.budget(ROUNDS) == before
+
+
+def test_another_size_has_to_be_clearly_better_than_the_last() -> None:
+    """1.7 tokens by one guess, 2.19 by two: by these tables two are 1 % better, and 1 % worse."""
+    one_or_two = [StepCosts((1, 2, 3), (64,), ((1.0, 1.0, 2.19 / 1.7 / share),), 0.0) for share in (1.01, 0.99)]
+    for costs, first in zip(one_or_two, (2, 1), strict=True):
+        controller = MeasuredBudget(costs, 2)
+        assert controller.budget(ROUNDS).max_nodes == first
+        controller._costs = one_or_two[first - 1]
+        assert controller.budget(ROUNDS).max_nodes == first
+        controller._costs = STEEP
+        assert controller.budget(ROUNDS).max_nodes == 0

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from draftwood.errors import CheckpointError
 from draftwood.model import store
-from draftwood.model.checkpoint import expected_shape, gguf_name, open_checkpoint
+from draftwood.model.checkpoint import expected_shape, files_of, gguf_name, open_checkpoint
 
 from .conftest import hf_tensors
 
@@ -28,6 +28,14 @@ def test_folder_gives_back_what_was_saved(write_folder: Write, shards: int) -> N
         assert checkpoint.has(name)
         assert torch.equal(checkpoint.tensor(name), tensor)
     assert not checkpoint.has("model.layers.9.mlp.up_proj.weight")
+
+
+def test_checkpoints_know_their_files(write_folder: Write, write_gguf: Write) -> None:
+    folder, _ = write_folder(shards=3)
+    file, _ = write_gguf("llama")
+    assert files_of(open_checkpoint(folder)) == sorted(folder.glob("*.safetensors"))
+    assert len(files_of(open_checkpoint(folder))) == 3
+    assert files_of(open_checkpoint(file)) == [file]
 
 
 def test_stored_types_are_kept(write_folder: Write) -> None:

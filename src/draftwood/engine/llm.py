@@ -43,7 +43,8 @@ from draftwood.engine.scheduler import Scheduler, SchedulerConfig
 from draftwood.engine.sequence import Sequence as Answer
 from draftwood.engine.worker import Companion, ComputeThread, Listener, Pulse, Worker
 from draftwood.errors import DraftwoodError, InvalidRequest
-from draftwood.model.checkpoint import Checkpoint, open_checkpoint
+from draftwood.machine import reading_ahead
+from draftwood.model.checkpoint import Checkpoint, files_of, open_checkpoint
 from draftwood.model.native import Progress
 from draftwood.model.runner import ModelRunner
 from draftwood.protocols import Controller, Drafter, Verifier
@@ -165,7 +166,7 @@ class LLM:
         if self.config.torch_device().type != "cuda":
             return self._assemble(parts)
         explained = memory_explained(self.config, self.checkpoint, parts.drafter)
-        with explained, rehearsing(self.checkpoint.config, self.config):
+        with explained, rehearsing(self.checkpoint.config, self.config), reading_ahead(files_of(self.checkpoint)):
             return self._assemble(parts)
 
     def _assemble(self, parts: Parts) -> Engine:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -56,6 +57,11 @@ class Checkpoint(Protocol):
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that came with the weights."""
         ...
+
+
+def files_of(checkpoint: Checkpoint) -> Sequence[Path]:
+    """Where its tensors lie, if that is in files."""
+    return getattr(checkpoint, "files", ())
 
 
 def open_checkpoint(name: str | Path) -> Checkpoint:
@@ -123,6 +129,11 @@ class SafetensorsCheckpoint:
         self._opened: dict[Path, Any] = {}
         if not self.config.tied_head and "lm_head.weight" not in self._files:
             raise _missing("lm_head.weight", self.name)
+
+    @property
+    def files(self) -> list[Path]:
+        """All that hold tensors, in the order of their names."""
+        return sorted(set(self._files.values()))
 
     def has(self, name: str) -> bool:
         """Whether the tensor is there; a tied model's copy of its head is not counted."""
@@ -236,7 +247,7 @@ class GgufCheckpoint:
 
     def __init__(self, path: Path, name: str | None = None) -> None:
         self.name = name or str(path)
-        self._file = read_gguf(path)
+        self._path, self._file = path, read_gguf(path)
         if self._file.fields.get("split.count", 1) > 1:
             raise CheckpointError(
                 f"{path} is one part of a split GGUF file; join the parts first (llama-gguf-split --merge)."
@@ -245,6 +256,11 @@ class GgufCheckpoint:
         factors = self._file.dequantize("rope_freqs.weight").tolist() if "rope_freqs.weight" in tensors else None
         fields = {"vocab_size": _embedding_rows(self._file), **self._file.fields}
         self.config = ModelConfig.from_gguf(fields, tensors.keys(), factors)
+
+    @property
+    def files(self) -> list[Path]:
+        """The one."""
+        return [self._path]
 
     def has(self, name: str) -> bool:
         """Whether the file has the tensor, under its own name for it."""
