@@ -69,7 +69,7 @@ def test_guesses_that_fail_are_given_up_and_tried_again() -> None:
     for _ in range(60):
         controller.observe(report((8, 0)))
     assert controller.budget(ALONE).max_nodes == 0
-    for _ in range(400):
+    for _ in range(1200):
         controller.observe(report((0, 0)))
     assert controller.budget(ALONE).max_nodes > 0
 
@@ -98,7 +98,7 @@ def test_one_slow_proposal_is_no_verdict() -> None:
     for _ in range(40):
         controller.observe(report((8, 4), draft_seconds=80.0))
     assert controller.budget(ALONE).max_nodes == 0
-    for _ in range(600):
+    for _ in range(1800):
         controller.observe(report((0, 0)))
     assert controller.budget(ALONE).max_nodes > 0
 
