@@ -40,7 +40,7 @@ class Sizes:
     temperatures: tuple[float, ...] = (0.0, 1.0)
     tokens: int = 256
     warm_up: int = 256  # tokens: as many as are timed, so that every graph has been captured
-    rounds: int = 2
+    rounds: int = 3
     depth: int = 12  # of draft chains
     strict_prompts: int = 64
     strict_tokens: int = 96

@@ -40,8 +40,10 @@ RATIOS: Mapping[tuple[str, int, float], float] = {("ngram", 1, 0.0): 1.15, ("ngr
 START = """
 import sys, time
 start = time.perf_counter()
-from draftwood import LLM, EngineConfig, SamplingParams
-llm = LLM(sys.argv[1], config=EngineConfig(device=sys.argv[2]))
+from draftwood import SamplingParams
+from draftwood.cli.flags import EngineFlags
+from draftwood.cli.session import open_llm
+llm = open_llm(EngineFlags(sys.argv[1], device=sys.argv[2]))
 loaded = time.perf_counter()
 next(iter(llm.stream("The lighthouse", SamplingParams(max_tokens=1))))
 print(loaded - start, time.perf_counter() - start)
@@ -224,7 +226,9 @@ def context(lab: Lab) -> Iterator[Row]:
 
 
 def load(lab: Lab) -> Iterator[Row]:
-    """A process of its own from its start to its first token, the files out of memory if the system obliges."""
+    """A process of its own from its start to its first token, as commands begin; files out of memory if the system
+    obliges.
+    """
     lab.close_all()
     forgotten = _forget_files(lab.standin)
     started = time.perf_counter()

@@ -8,11 +8,12 @@ import mmap
 import os
 import platform
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 READERS, BLOCK = 8, 8 << 20  # of files that will be needed soon
+_being_read: set[Path] = set()
 
 
 def home() -> Path:
@@ -35,42 +36,60 @@ def zeroed_memory(num_bytes: int, *, large_pages: bool) -> mmap.mmap:
 
 @contextmanager
 def reading_ahead(files: Sequence[Path]) -> Iterator[None]:
-    """Have the system read files during the block, in many places at once: who maps them and takes one page after the
-    other gets half of what a disk can give, or less.
+    """Have the system read files into its memory during the block, in several places at once, if it has that much.
+
+    Who maps a file and takes one page after the other lets the disk wait, and it could be at work before anybody asks.
+    A file that is being read ahead already is left alone.
     """
-    places = ((path, start) for path in files for start in range(0, path.stat().st_size, BLOCK))
-    turn, over = threading.Lock(), threading.Event()
+    sizes = {path: path.stat().st_size for path in files if path.resolve() not in _being_read}
+    if sum(sizes.values()) > free_memory() / 2:
+        sizes = {}
+    own = {path.resolve() for path in sizes}
+    places = [(path, start) for path, size in sizes.items() for start in range(0, size, BLOCK)]
+    turns, over = iter(places), threading.Event()
 
     def read() -> None:
         block = bytearray(BLOCK)
-        while not over.is_set():
-            with turn:
-                place = next(places, None)
-            if place is None:
-                return
-            with place[0].open("rb", buffering=0) as file:
-                file.seek(place[1])
-                file.readinto(block)
+        while not over.is_set() and (place := next(turns, None)) is not None:
+            _have_read(*place, block)
 
-    readers = [threading.Thread(target=_unless_it_fails(read), name="draftwood-reader") for _ in range(READERS)]
+    count = min(READERS, len(places))
+    readers = [threading.Thread(target=read, name="draftwood-reader", daemon=True) for _ in range(count)]
+    _being_read.update(own)
     for reader in readers:
         reader.start()
     try:
         yield
     finally:
+        _being_read.difference_update(own)
         over.set()
         for reader in readers:
             reader.join()
 
 
-def _unless_it_fails(head_start: Callable[[], None]) -> Callable[[], None]:
-    """A file that cannot be read is told of by who needs it."""
+def _have_read(path: Path, start: int, block: bytearray) -> None:
+    """Read a piece of a file unless it is in memory already. What cannot be read is told of by who needs it."""
+    with suppress(OSError), path.open("rb", buffering=0) as file:
+        if not _is_in_memory(file.fileno(), start):
+            file.seek(start)
+            file.readinto(block)
 
-    def run() -> None:
-        with suppress(OSError):
-            head_start()
 
-    return run
+def _is_in_memory(file: int, start: int) -> bool:
+    """As far as the system tells."""
+    try:
+        return os.preadv(file, [bytearray(1)], start, os.RWF_NOWAIT) == 1
+    except (AttributeError, OSError):
+        return False
+
+
+def free_memory() -> int:
+    """Bytes that could be had; none where the system does not say."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024 * int(next(line.split()[1] for line in lines if line.startswith("MemAvailable:")))
+    except (OSError, StopIteration, ValueError):
+        return 0
 
 
 def give_back_memory() -> None:

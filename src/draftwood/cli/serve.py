@@ -12,6 +12,8 @@ from draftwood.cli.flags import EngineFlags
 from draftwood.cli.screen import say
 from draftwood.cli.session import check_adaptable, open_llm, start_adapting
 from draftwood.errors import InvalidRequest
+from draftwood.machine import reading_ahead
+from draftwood.model import store
 
 if TYPE_CHECKING:
     from draftwood.server.config import ServerConfig
@@ -65,16 +67,17 @@ class ServeFlags:
 
 def run_serve(engine: EngineFlags, flags: ServeFlags) -> None:
     """Serve until a signal."""
-    try:
-        from draftwood.server.app import make_app
-        from draftwood.server.run import DrainingServer, set_up_logging
-    except ImportError as error:
-        raise InvalidRequest(f"Serving needs {error.name}: pip install 'draftwood[serve]'.") from error
-    config = flags.config(engine.model)
-    if flags.adapt is not None:
-        check_adaptable(engine)
-    set_up_logging()
-    llm = open_llm(engine, offers=tuple(flags.offer or ()), max_running=flags.max_running)
+    with reading_ahead(store.local_files(engine.model)):
+        try:
+            from draftwood.server.app import make_app
+            from draftwood.server.run import DrainingServer, set_up_logging
+        except ImportError as error:
+            raise InvalidRequest(f"Serving needs {error.name}: pip install 'draftwood[serve]'.") from error
+        config = flags.config(engine.model)
+        if flags.adapt is not None:
+            check_adaptable(engine)
+        set_up_logging()
+        llm = open_llm(engine, offers=tuple(flags.offer or ()), max_running=flags.max_running)
     adapter = start_adapting(llm) if flags.adapt is not None else None
     app = make_app(llm, config, engine.drafter, flags.offer or ())
     say(f"{config.model_name} with {engine.drafter} at http://{flags.host}:{flags.port}/v1")

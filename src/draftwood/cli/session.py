@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from draftwood.cli.flags import EngineFlags
 from draftwood.cli.screen import AnswerPrinter, Transcript, figures, say, stderr, write_json
 from draftwood.errors import InvalidRequest
+from draftwood.machine import reading_ahead
 from draftwood.model import store
 from draftwood.request import Event, SamplingParams
 
@@ -23,6 +24,11 @@ Message = dict[str, str]
 
 def open_llm(flags: EngineFlags, *, offers: Sequence[str] | None = None, max_running: int = 0) -> LLM:
     """Fetch and load what the flags name; what can be refused without reading weights is refused first."""
+    with reading_ahead(store.local_files(flags.model)):  # importing torch takes seconds, too
+        return _load(flags, offers, max_running)
+
+
+def _load(flags: EngineFlags, offers: Sequence[str] | None, max_running: int) -> LLM:
     from draftwood.engine.llm import LLM
 
     config = replace(flags.config(), max_running=max_running)

@@ -46,6 +46,14 @@ class EmbeddedModel:
         return self.member.rpartition("/")[2]
 
 
+def local_files(model: str) -> list[Path]:
+    """The weights of a folder or file of that name, if there is one. Needs no torch."""
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return sorted(path.glob("*.safetensors"))
+    return [path] if path.is_file() else []
+
+
 EMBEDDED = {
     "smollm2": EmbeddedModel(
         alias="smollm2",
