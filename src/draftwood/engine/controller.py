@@ -74,8 +74,8 @@ def _nodes(count: int) -> str:
 def _of_the_last(batch: int) -> float:
     """The power of a guess's chance that is its chance for the sequence which gains least of a batch, or near it.
 
-    That one pays for everybody's rows like the others, and a batch is done when it is. By an H200's costs, with 8 to 128
-    chats, n-grams took up to 10 % longer than none by averages until the last was done; by this power at most 1.5.
+    That one pays for everybody's rows like the others, and a batch is done when it is. By an H200's costs, n-grams in 8
+    to 128 chats took up to 10 % longer than none by averages until the last was done; by this power at most 1.5.
     """
     return 2.5 - 1.5 / batch
 
