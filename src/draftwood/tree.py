@@ -9,14 +9,14 @@ A chain is a tree; plain decoding is the tree of one node.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-BITS = 64  # nodes a word of an ancestor set
+from draftwood.links import BITS, HostLinks, table_of
 
 Turn = tuple[Tensor, Tensor]  # (which node of a level, which of the draws behind it), one for each tree
 
@@ -74,18 +74,16 @@ class TokenTree:
     @classmethod
     def of_points(cls, trees: list[tuple[list[int], list[int]]], device: torch.device | None = None) -> TokenTree:
         """Deterministic trees from host lists: (tokens, parents inside the own tree) for each sequence."""
-        links = _HostLinks()
+        links = HostLinks()
         for tokens, parents in trees:
             links.add_tree(tokens, parents)
         columns = [links.tokens, links.parents, links.owner, links.local, links.depth]
-        packed = torch.tensor(columns, dtype=torch.int64, device=device)
-        tokens, parents, owner, local, depth = packed
-        offsets = torch.tensor(links.offsets, device=device)
+        tokens, parents, owner, local, depth = table_of(columns, device)
+        offsets = table_of(links.offsets, device)
         tree = cls(tokens, parents, offsets, torch.zeros_like(tokens), torch.full_like(tokens, -1))
         # The host knows the structure already; finding it again would take dozens of small operations.
         tree.__dict__.update(owner=owner, local=local, depth=depth, max_depth=max(links.depth, default=0))
-        tries, words = torch.tensor(links.tries(), device=device), torch.tensor(links.words(), device=device)
-        tree.__dict__.update(tries=tries, ancestors=words)
+        tree.__dict__.update(tries=table_of(links.tries(), device), ancestors=table_of(links.words(), device))
         return tree
 
     @property
@@ -316,47 +314,6 @@ class TokenTree:
 
 
 _STRUCTURE = [name for name, value in vars(TokenTree).items() if isinstance(value, cached_property)]
-
-
-@dataclass
-class _HostLinks:
-    """Trees as plain lists, with everything about their structure that one pass can tell."""
-
-    tokens: list[int] = field(default_factory=list)
-    parents: list[int] = field(default_factory=list)
-    owner: list[int] = field(default_factory=list)
-    local: list[int] = field(default_factory=list)
-    depth: list[int] = field(default_factory=list)
-    children: list[list[int]] = field(default_factory=list)
-    ancestors: list[int] = field(default_factory=list)  # bit i: local node i + 1
-    offsets: list[int] = field(default_factory=lambda: [0])
-
-    def add_tree(self, tokens: list[int], parents: list[int]) -> None:
-        """Append one tree; `parents` count inside it."""
-        start, tree = self.offsets[-1], len(self.offsets) - 1
-        for i, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
-            above = parent + start if parent >= 0 else -1
-            self.tokens.append(token)
-            self.parents.append(above)
-            self.owner.append(tree)
-            self.local.append(i)
-            self.depth.append(self.depth[above] + 1 if parent >= 0 else 0)
-            self.children.append([])
-            self.ancestors.append(self.ancestors[above] | 1 << (i - 1) if parent >= 0 else 0)
-            if parent >= 0:
-                self.children[above].append(start + i)
-        self.offsets.append(len(self.tokens))
-
-    def tries(self) -> list[list[int]]:
-        """The children of every node, -1 padded."""
-        width = max(1, max(map(len, self.children), default=1))
-        return [children + [-1] * (width - len(children)) for children in self.children]
-
-    def words(self) -> list[list[int]]:
-        """The ancestor sets as signed 64-bit words."""
-        count = max(1, -(-max(self.local, default=0) // BITS))
-        sign, mask = 1 << (BITS - 1), (1 << BITS) - 1
-        return [[((bits >> BITS * w & mask) ^ sign) - sign for w in range(count)] for bits in self.ancestors]
 
 
 def _follow(links: Tensor, at: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ class _Frame:
         tree.sizes, tree.owner, tree.local  # noqa: B018  (a graph cannot find out)
         return cls(packed, tree)
 
+    @cached_property
     def empty(self) -> Tensor:
         """What lies there when nothing was guessed: nodes without a token, right behind the root. On the host."""
         size, rows, _ = self.packed.shape
@@ -63,9 +65,9 @@ def _words(nodes: int) -> int:
     return max(1, -(-nodes // BITS))
 
 
-def _moved(tree: TokenTree, nodes: Tensor, room: int) -> Tensor:
-    """Where `nodes` [..., M] of each node's own tree lie when every tree has room for `room` of them; -1 stays."""
-    return torch.where(nodes >= 0, tree.owner * (room + 1) + tree.local[nodes.clamp(min=0)], -1)
+def _followed(at: Tensor, nodes: Tensor) -> Tensor:
+    """Where `nodes` have gone, if node i has gone to `at[i]`; -1 stays."""
+    return torch.where(nodes >= 0, at[nodes.clamp(min=0)], -1)
 
 
 class ResidentHosted(NeedsNothing):
@@ -93,14 +95,12 @@ class ResidentHosted(NeedsNothing):
         """Ask the drafter, and bring its trees to the device."""
         tree = self._drafter.propose(view, Budget(nodes), KeyedRng())
         frame = self._frame(size, nodes)
-        packed = frame.empty()
-        at = tree.owner, tree.local
-        packed[(*at, 0)] = tree.tokens
-        packed[(*at, 1)] = tree.depth
-        packed[(*at, 2)] = _moved(tree, tree.parents, nodes)
-        packed[*at, HEAD : HEAD + tree.ancestors.shape[1]] = tree.ancestors
+        packed = frame.empty.clone()
+        rows, at = packed.view(size * (nodes + 1), -1), tree.owner * (nodes + 1) + tree.local
+        head = torch.stack([tree.tokens, tree.depth, _followed(at, tree.parents)], 1)
+        rows[at, : HEAD + tree.ancestors.shape[1]] = torch.cat([head, tree.ancestors], 1)
         start = HEAD + _words(nodes)
-        packed[*at, start : start + tree.tries.shape[1]] = _moved(tree, tree.tries.t(), nodes).t()
+        rows[at, start : start + tree.tries.shape[1]] = _followed(at, tree.tries)
         if self._device.type == "cuda":
             packed = packed.pin_memory()
         frame.packed.copy_(packed, non_blocking=True)
