@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -194,6 +196,17 @@ def test_a_closed_llm_says_so_and_cancels_what_ran(folder: Path) -> None:
     assert list(stream)[-1].finish_reason == FinishReason.CANCELLED
     with pytest.raises(DraftwoodError, match="closed"):
         llm.generate("x")
+
+
+def test_what_is_loaded_is_not_searched_for_garbage_until_it_may_be_some(folder: Path) -> None:
+    gc.unfreeze()
+    with LLM(folder) as llm:
+        assert gc.get_freeze_count() > 10_000
+        engine = weakref.ref(llm.engine)
+    assert gc.get_freeze_count() == 0
+    del llm
+    gc.collect()
+    assert engine() is None
 
 
 def test_bad_words_are_never_written(llm: LLM) -> None:

@@ -10,6 +10,7 @@ for result in llm.generate(["Why is the sky blue?"], SamplingParams(max_tokens=6
 from __future__ import annotations
 
 import asyncio
+import gc
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
@@ -161,6 +162,7 @@ class LLM:
         guessers = Guessers(self.engine.drafter.law, offered, self.laws, suits_itself=law == AUTO)
         self.intake = Intake(self.checkpoint, guessers, self.max_length, self.engine.scheduler.tables.capacity)
         self._worker = Worker(self.engine)
+        gc.freeze()  # looking for garbage in all that was loaded takes a tenth of a second each time, and steps wait
 
     def _build_engine(self, parts: Parts) -> Engine:
         if self.config.torch_device().type != "cuda":
@@ -233,6 +235,7 @@ class LLM:
     def close(self) -> None:
         """Cancel everything and free the engine's thread."""
         self._worker.close()
+        gc.unfreeze()  # now it may be garbage
 
     def __enter__(self) -> LLM:
         return self

@@ -48,7 +48,7 @@ class Tokenizer:
         self._conventions = conventions
         self._spelling = _spelling(backend)
         self._added = backend.get_added_tokens_decoder()
-        self._pieces: dict[int, bytes] = {}
+        self._pieces: tuple[dict[int, bytes], dict[int, bytes]] = {}, {}  # by whether special tokens are left out
         self.vocab_size = max([backend.get_vocab_size(with_added_tokens=True) - 1, *self._added]) + 1
         self.eos_ids = conventions.eos_ids
 
@@ -147,13 +147,17 @@ class Tokenizer:
 
     def piece(self, token: int, *, skip_special: bool = True) -> bytes:
         """The bytes one id stands for; none for ids that only pad the embedding."""
+        pieces = self._pieces[skip_special]
+        if token not in pieces:
+            pieces[token] = self._piece(token, skip_special)
+        return pieces[token]
+
+    def _piece(self, token: int, skip_special: bool) -> bytes:
         added = self._added.get(token)
         if added is not None:
             return b"" if added.special and skip_special else added.content.encode()
-        if token not in self._pieces:
-            spelled = self._backend.id_to_token(token) if token >= 0 else None
-            self._pieces[token] = b"" if spelled is None else self._spelling.bytes_of(spelled)
-        return self._pieces[token]
+        spelled = self._backend.id_to_token(token) if token >= 0 else None
+        return b"" if spelled is None else self._spelling.bytes_of(spelled)
 
     @property
     def drops_first_space(self) -> bool:
@@ -170,7 +174,7 @@ class Detokenizer:
         self._start()
 
     def _start(self) -> None:
-        self._reader = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._unfinished = b""  # the bytes of a character so far
         self._at_start = self._tokenizer.drops_first_space
 
     def push(self, ids: Sequence[int]) -> str:
@@ -179,13 +183,19 @@ class Detokenizer:
         if data and self._at_start:
             self._at_start = False
             data = data.removeprefix(b" ")
-        return self._reader.decode(data)
+        return self._read(data, final=False)
 
     def flush(self) -> str:
         """What an unfinished character at the very end reads as; the stream then starts over."""
-        rest = self._reader.decode(b"", final=True)
+        rest = self._read(b"", final=True)
         self._start()
         return rest
+
+    def _read(self, data: bytes, *, final: bool) -> str:
+        data = self._unfinished + data
+        text, length = codecs.utf_8_decode(data, "replace", final)
+        self._unfinished = data[length:]
+        return text
 
 
 @dataclass(frozen=True, slots=True)
