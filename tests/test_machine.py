@@ -50,6 +50,12 @@ def test_a_piece_is_read_unless_it_is_in_memory(tmp_path: Path, monkeypatch: pyt
     assert block == b"cdef"
 
 
+def test_files_that_are_not_there_are_left_to_others(tmp_path: Path) -> None:
+    (tmp_path / "broken").symlink_to(tmp_path / "nowhere")
+    with reading_ahead([tmp_path / "absent", tmp_path / "broken", tmp_path]):
+        assert not readers()
+
+
 def test_more_than_there_is_memory_for_is_not_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "file"
     file.write_bytes(bytes(1000))

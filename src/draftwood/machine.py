@@ -39,9 +39,10 @@ def reading_ahead(files: Sequence[Path]) -> Iterator[None]:
     """Have the system read files into its memory during the block, in several places at once, if it has that much.
 
     Who maps a file and takes one page after the other lets the disk wait, and it could be at work before anybody asks.
-    A file that is being read ahead already is left alone.
+    A file that is being read ahead already is left alone, and one that is not there is somebody else's to tell of.
     """
-    sizes = {path: path.stat().st_size for path in files if path.resolve() not in _being_read}
+    wanted = [path for path in files if path.is_file() and path.resolve() not in _being_read]
+    sizes = {path: path.stat().st_size for path in wanted}
     if sum(sizes.values()) > free_memory() / 2:
         sizes = {}
     own = {path.resolve() for path in sizes}
