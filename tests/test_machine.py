@@ -96,5 +96,13 @@ def test_weights_are_found_without_torch(tmp_path: Path) -> None:
     for name in ("b.safetensors", "a.safetensors", "config.json"):
         (tmp_path / name).touch()
     assert local_files(str(tmp_path)) == [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    (tmp_path / "model.safetensors").touch()
+    assert local_files(str(tmp_path)) == [tmp_path / "model.safetensors"], "others beside it are not its weights"
+    for name in ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"):
+        (tmp_path / name).touch()
+    assert [file.name for file in local_files(str(tmp_path))] == [
+        "model-00001-of-00002.safetensors",
+        "model-00002-of-00002.safetensors",
+    ]
     assert local_files(str(tmp_path / "config.json")) == [tmp_path / "config.json"]
     assert local_files("smollm2") == local_files("org/name") == []

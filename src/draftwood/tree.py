@@ -121,7 +121,7 @@ class TokenTree:
     def paths(self) -> Tensor:
         """The nodes from the root to each node, root first, -1 padded. [M, D + 1]."""
         upwards = [torch.arange(self.num_nodes, device=self.tokens.device)]
-        while bool((up := _follow(self.parents, upwards[-1])).ge(0).any()):
+        while bool((up := follow(self.parents, upwards[-1])).ge(0).any()):
             upwards.append(up)
         climb = torch.stack(upwards, 1)  # self, parent, grandparent, …, -1
         steps = torch.arange(climb.shape[1], device=climb.device)
@@ -316,7 +316,8 @@ class TokenTree:
 _STRUCTURE = [name for name, value in vars(TokenTree).items() if isinstance(value, cached_property)]
 
 
-def _follow(links: Tensor, at: Tensor) -> Tensor:
+def follow(links: Tensor, at: Tensor) -> Tensor:
+    """Where `links` lead from the nodes `at`; from no node (-1) to none."""
     return torch.where(at >= 0, links[at.clamp(min=0)], -1)
 
 

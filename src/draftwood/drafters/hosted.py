@@ -14,7 +14,7 @@ from draftwood.drafters.growth import only_compares
 from draftwood.model.batch import ForwardBatch
 from draftwood.protocols import BatchView, Budget, Drafter, Randomness, Verifier
 from draftwood.rng import KeyedRng
-from draftwood.tree import BITS, TokenTree
+from draftwood.tree import BITS, TokenTree, follow
 
 HEAD = 3  # columns before the ancestors
 
@@ -65,11 +65,6 @@ def _words(nodes: int) -> int:
     return max(1, -(-nodes // BITS))
 
 
-def _followed(at: Tensor, nodes: Tensor) -> Tensor:
-    """Where `nodes` have gone, if node i has gone to `at[i]`; -1 stays."""
-    return torch.where(nodes >= 0, at[nodes.clamp(min=0)], -1)
-
-
 class ResidentHosted(NeedsNothing):
     """Any drafter that chooses its nodes on the host."""
 
@@ -97,10 +92,10 @@ class ResidentHosted(NeedsNothing):
         frame = self._frame(size, nodes)
         packed = frame.empty.clone()
         rows, at = packed.view(size * (nodes + 1), -1), tree.owner * (nodes + 1) + tree.local
-        head = torch.stack([tree.tokens, tree.depth, _followed(at, tree.parents)], 1)
+        head = torch.stack([tree.tokens, tree.depth, follow(at, tree.parents)], 1)
         rows[at, : HEAD + tree.ancestors.shape[1]] = torch.cat([head, tree.ancestors], 1)
         start = HEAD + _words(nodes)
-        rows[at, start : start + tree.tries.shape[1]] = _followed(at, tree.tries)
+        rows[at, start : start + tree.tries.shape[1]] = follow(at, tree.tries)
         if self._device.type == "cuda":
             packed = packed.pin_memory()
         frame.packed.copy_(packed, non_blocking=True)

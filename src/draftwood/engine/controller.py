@@ -114,7 +114,7 @@ class DraftingTime:
         self._known: dict[int, float] = {}  # bits of the number of sequences -> seconds of each part
 
     def of(self, batch: int) -> float:
-        """Seconds of one part of what is learned of, for so many sequences or the nearest number that was seen."""
+        """Seconds of one part, for so many sequences or the nearest number that has been seen."""
         bits = batch.bit_length()
         return self._known[min(self._known, key=lambda known: abs(known - bits))] if self._known else 0.0
 
@@ -123,11 +123,10 @@ class DraftingTime:
         seconds = self._beside_the_target(report)
         if seconds is None:
             return
-        batch = max(report.num_sampling, 1)
-        known = self.of(batch)
+        known = self.of(report.num_sampling)
         change = seconds / parts - known
         # Down quickly, up slowly: a proposal that had to read a prompt first says little about the next.
-        self._known[batch.bit_length()] = known + change * (0.3 if change < 0 else 0.05)
+        self._known[report.num_sampling.bit_length()] = known + change * (0.3 if change < 0 else 0.05)
 
     def forget(self, kept: float) -> None:
         """Hope for better times."""
@@ -139,7 +138,7 @@ class DraftingTime:
             return None
         if report.step_seconds is None:
             return report.draft_seconds
-        target = self._costs.at(report.num_rows, report.context, max(report.num_sampling, 1))
+        target = self._costs.at(report.num_rows, report.context, report.num_sampling)
         return max(0.0, report.step_seconds - target)
 
 

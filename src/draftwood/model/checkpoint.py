@@ -199,9 +199,7 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         return _indexed_files(folder, index)
-    files = sorted(folder.glob("*.safetensors"))
-    if (folder / "model.safetensors") in files:  # beside it may lie consolidated or adapter files
-        files = [folder / "model.safetensors"]
+    files = store.folder_files(folder)
     if not files:
         raise _no_weights(folder)
     return {name: file for file in files for name in _open_safetensors(file).keys()}  # noqa: SIM118

@@ -50,8 +50,15 @@ def local_files(model: str) -> list[Path]:
     """The weights of a folder or file of that name, if there is one. Needs no torch."""
     path = Path(model).expanduser()
     if path.is_dir():
-        return sorted(path.glob("*.safetensors"))
+        return sorted(path.glob("model-*-of-*.safetensors")) or folder_files(path)
     return [path] if path.is_file() else []
+
+
+def folder_files(folder: Path) -> list[Path]:
+    """What holds a folder's weights where no index says so."""
+    files = sorted(folder.glob("*.safetensors"))
+    whole = folder / "model.safetensors"  # beside it may lie consolidated or adapter files
+    return [whole] if whole in files else files
 
 
 EMBEDDED = {

@@ -6,40 +6,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from draftwood.ops.cuda.overlap import _POSSIBLE
+from draftwood.ops.cuda.overlap import POSSIBLE
 
 ONE, LARGE = tl.constexpr(0x3F800000), tl.constexpr(0x4B000000)  # 1.0 and 2^23
-SIXTEENTHS, SMALLER = tl.constexpr(0x780000), tl.constexpr(0x078000)  # bits behind the exponent of one; n / 256
+SIXTEENTHS, SMALLER = tl.constexpr(0x780000), tl.constexpr(0x078000)  # bits 19 to 22, and 15 to 18
 
 
 @triton.jit
-def sixteenths(word):
-    """1 + n / 16, where n are bits 19 to 22 of a word."""
-    if _POSSIBLE:
+def behind_one(word, BITS: tl.constexpr):
+    """1 + n / 16, where n are the SIXTEENTHS of a word; 1 + n / 256 of what is SMALLER."""
+    if POSSIBLE:
         word = tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, 0x780000, 0x3F800000, 0xEA;", "=r,r", [word], tl.int32, True, 1
+            f"lop3.b32 $0, $1, {BITS}, 0x3F800000, 0xEA;", "=r,r", [word], tl.int32, True, 1
         )
     else:
-        word = (word & SIXTEENTHS) | ONE
-    return word.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def smaller_ones(word):
-    """1 + n / 256, where n are bits 15 to 18."""
-    if _POSSIBLE:
-        word = tl.inline_asm_elementwise(
-            "lop3.b32 $0, $1, 0x078000, 0x3F800000, 0xEA;", "=r,r", [word], tl.int32, True, 1
-        )
-    else:
-        word = (word & SMALLER) | ONE
+        word = (word & BITS) | ONE
     return word.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def bytes_above_large(word):
     """2^23 + n, where n is each of a word's four bytes, lowest first."""
-    if _POSSIBLE:
+    if POSSIBLE:
         bits = tl.inline_asm_elementwise(
             "prmt.b32 $0, $4, 0x4B000000, 0x7540; prmt.b32 $1, $4, 0x4B000000, 0x7541; "
             "prmt.b32 $2, $4, 0x4B000000, 0x7542; prmt.b32 $3, $4, 0x4B000000, 0x7543;",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from draftwood.ops.cuda.bits import bytes_above_large, sixteenths, smaller_ones
+from draftwood.ops.cuda.bits import SIXTEENTHS, SMALLER, behind_one, bytes_above_large
 from draftwood.ops.cuda.overlap import wait_and_make_way
 from draftwood.ops.cuda.product_kernels import FLOAT8, GROUP, INT4, finished, known_behind
 
@@ -60,14 +60,14 @@ def _four_bits(words, value, lower):
     upper = tl.zeros(lower.shape, tl.float32)
     for w in tl.static_range(4):
         first, second, third, fourth, last = words[w] << 19, words[w] << 11, words[w] << 3, words[w] >> 5, words[w] >> 9
-        upper = tl.fma(sixteenths(first), value[8 * w], upper)
-        lower = tl.fma(smaller_ones(second), value[8 * w + 1], lower)
-        upper = tl.fma(sixteenths(second), value[8 * w + 2], upper)
-        lower = tl.fma(smaller_ones(third), value[8 * w + 3], lower)
-        upper = tl.fma(sixteenths(third), value[8 * w + 4], upper)
-        lower = tl.fma(smaller_ones(fourth), value[8 * w + 5], lower)
-        upper = tl.fma(sixteenths(fourth), value[8 * w + 6], upper)
-        upper = tl.fma(sixteenths(last), value[8 * w + 7], upper)
+        upper = tl.fma(behind_one(first, SIXTEENTHS), value[8 * w], upper)
+        lower = tl.fma(behind_one(second, SMALLER), value[8 * w + 1], lower)
+        upper = tl.fma(behind_one(second, SIXTEENTHS), value[8 * w + 2], upper)
+        lower = tl.fma(behind_one(third, SMALLER), value[8 * w + 3], lower)
+        upper = tl.fma(behind_one(third, SIXTEENTHS), value[8 * w + 4], upper)
+        lower = tl.fma(behind_one(fourth, SMALLER), value[8 * w + 5], lower)
+        upper = tl.fma(behind_one(fourth, SIXTEENTHS), value[8 * w + 6], upper)
+        upper = tl.fma(behind_one(last, SIXTEENTHS), value[8 * w + 7], upper)
     return tl.fma(lower, 16.0, upper)
 
 

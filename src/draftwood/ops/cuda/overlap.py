@@ -23,13 +23,13 @@ POSSIBLE = (
     and torch.cuda.get_device_capability() >= (9, 0)
 )
 OVERLAPPING: dict[str, Any] = {"launch_pdl": True} if POSSIBLE else {}
-_POSSIBLE = tl.constexpr(POSSIBLE)
+POSSIBLE = tl.constexpr(POSSIBLE)
 
 
 @triton.jit
 def wait_for_predecessors():
     """Everything before this kernel is done from here on."""
-    if _POSSIBLE:
+    if POSSIBLE:
         tl.extra.cuda.gdc_wait()
 
 
@@ -38,7 +38,7 @@ def wait_and_make_way():
     """The same, and the next kernel may take its place beside this one. Right for short kernels; beside the large tiles
     of a product with several rows it gets in the way.
     """
-    if _POSSIBLE:
+    if POSSIBLE:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
 
@@ -46,7 +46,7 @@ def wait_and_make_way():
 @triton.jit
 def ask_for(at):
     """Have what lies there brought into the cache, 128 bytes a pointer, without waiting for it."""
-    if _POSSIBLE:
+    if POSSIBLE:
         tl.inline_asm_elementwise(
             "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], tl.int32, False, 1
         )
@@ -55,7 +55,7 @@ def ask_for(at):
 @triton.jit
 def ask_for_all(at, size):
     """The same of `size` bytes from each pointer on, both in sixteens; where it is 0, of nothing."""
-    if _POSSIBLE:
+    if POSSIBLE:
         tl.inline_asm_elementwise(
             "{ .reg .pred some; setp.ne.u32 some, $2, 0; "
             "@some cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
@@ -68,7 +68,7 @@ def read_at_once(at):
     """A 64-bit number that nobody writes meanwhile and the cache has most likely. Where a pipeline makes copies of what
     a loop reads, a plain load would be one of them, and others wait for it.
     """
-    if _POSSIBLE:
+    if POSSIBLE:
         number = tl.inline_asm_elementwise("ld.global.b64 $0, [$1];", "=l,l", [at.to(tl.int64)], tl.int64, True, 1)
     else:
         number = tl.load(at)
@@ -78,5 +78,5 @@ def read_at_once(at):
 @triton.jit
 def make_way():
     """The next kernel may be prepared beside this one: it is short, or has only its results left to write."""
-    if _POSSIBLE:
+    if POSSIBLE:
         tl.extra.cuda.gdc_launch_dependents()
