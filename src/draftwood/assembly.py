@@ -132,7 +132,7 @@ LOOKUPS: Mapping[str, Entry] = {
     "none": Entry(NoDrafter, {}, "plain decoding"),
     "ngram": Entry(
         NgramDrafter,
-        {"nodes": 4, "longest": 4, "shortest": 2, "branches": 1},
+        {"nodes": 4, "longest": 4, "shortest": 0, "branches": 1},
         "what followed the last tokens earlier in the text",
     ),
 }

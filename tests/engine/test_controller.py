@@ -129,6 +129,20 @@ def test_where_everybody_runs_all_nodes_few_proposals_are_not_worth_them() -> No
     assert controller.budget(replace(ten, padded=True)).max_nodes == 0
 
 
+def test_after_a_pause_one_look_is_enough() -> None:
+    costs = StepCosts((1, 10, 90), (64,), ((1.0, 1.1, 3.0),), 0.0)
+    ten = Load(num_running=10, num_waiting=0, context=64, padded=True)
+    controller, some = MeasuredBudget(costs, 8), report((8, 8), *[(0, 0)] * 9)
+    for _ in range(200):
+        controller.observe(some)
+    assert controller.budget(ten).max_nodes == 0
+    for _ in range(3000):
+        controller.observe(report(*[(0, 0)] * 10))
+    assert controller.budget(ten).max_nodes > 0, "others may have something to say by now"
+    controller.observe(some)
+    assert controller.budget(ten).max_nodes == 0, "they have not"
+
+
 def test_a_step_that_was_disturbed_says_nothing_about_drafting() -> None:
     controllers = [MeasuredBudget(FLAT, 8) for _ in range(3)]
     for _ in range(60):

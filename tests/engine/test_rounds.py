@@ -259,7 +259,7 @@ def test_a_round_that_is_ready_is_taken_until_another_is_wanted_often() -> None:
     assert size_for(8, 5) == (8, 5)
     assert size_for(3, 5) == (8, 5), "as many nodes count for more than a batch that fits"
     assert size_for(3, 2) == (4, 1), "not more nodes than there is room for"
-    assert size_for(1, 5) == (1, 5), "eight for one is too far"
+    assert size_for(1, 5) == (8, 5), "even for one: making another would take longer"
     assert size_for(3, 0) == (4, 0), "no nodes is another thing than some"
     assert size_for(8, 5, Kind(None, False, False)) == (8, 5)
     lost = Size(4, 5, whole).lost_with(Size(8, 5, whole))

@@ -24,16 +24,21 @@ class _Index:
 
 
 class NgramDrafter(PointDrafter):
-    """Looks the last `longest` … `shortest` tokens up in the sequence itself."""
+    """Looks the last `longest` … `shortest` tokens up in the sequence itself. `shortest` 0: whatever suits.
 
-    def __init__(self, nodes: int = 4, longest: int = 4, shortest: int = 2, branches: int = 1) -> None:
-        if not 1 <= shortest <= longest:
-            raise ValueError("an n-gram drafter needs 1 <= shortest <= longest")
+    Where a guess takes a row of its own, the last token alone is a poor reason for one. In rounds, where everybody has
+    the same rows, it is better than none.
+    """
+
+    def __init__(self, nodes: int = 4, longest: int = 4, shortest: int = 0, branches: int = 1) -> None:
+        if longest < 1 or not 0 <= shortest <= longest:
+            raise ValueError("an n-gram drafter needs 0 <= shortest <= longest, and longest at least 1")
         if nodes < 1 or branches < 1:
             raise ValueError("an n-gram drafter needs at least one node and one branch")
         self.max_nodes = nodes
         self.longest = longest
-        self.shortest = shortest
+        self.shortest = shortest or min(2, longest)
+        self.shortest_in_rounds = shortest or 1
         self.branches = branches
         self.law = POINT_CHAIN if branches == 1 else POINT_TREE
         self._indices: dict[int, _Index] = {}
@@ -55,7 +60,7 @@ class NgramDrafter(PointDrafter):
         """One path is looked up on the device."""
         if self.branches > 1:
             return super().resident(target)
-        return ResidentLookup(self.max_nodes, self.longest, self.shortest)
+        return ResidentLookup(self.max_nodes, self.longest, self.shortest_in_rounds)
 
     def release(self, seq_id: int) -> None:
         """Forget the sequence's index."""

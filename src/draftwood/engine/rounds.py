@@ -32,7 +32,6 @@ from draftwood.verifiers.path import keep_chosen
 PATIENCE = 32  # rounds' time that may be lost by making do with others: preparing one takes as long, or longer
 FREE_ROWS = 256  # take as long as all weights do
 LONG_TABLES = 0.1  # what is lost with longer tables than needed
-FAR = 4  # times too large, or too small
 FEW_PROMPTS = 4  # that are read one after the other: launching kernel by kernel takes longer than reading all weights
 READINGS = (16, 32, 64, 128, 256, 512)  # rows of a piece of a single prompt
 LENGTHS = (1024, 4096, 16384)  # tokens: kernels are cut up for what sequences could have, not for what they have
@@ -172,22 +171,22 @@ class Rounds:
         """What to run `count` sequences with, of which none has more than so many `pages`, when there is room for so
         many nodes each.
 
-        Preparing a round takes as long as dozens of them. So one that is ready and not far from what is wanted is
-        taken, until as much has been lost by it.
+        Preparing a round takes as long as dozens of them. So the best of those that are ready is taken, until as much
+        has been lost by it. One that guesses nothing is no substitute: drafters that read along would fall behind.
         """
         nodes = max(size for size in self.drafter.sizes if size <= room)
         wanted = Size(round_batch(count), nodes, self._pages_for(pages))
         if (wanted, kind) in self._known:
             return wanted
         ready = [known for known, its_kind in self._known if its_kind == kind and self._holds(known.pages, pages)]
-        close = [
+        fitting = [
             known
             for known in ready
-            if count <= known.batch <= FAR * count and known.nodes <= nodes <= FAR * known.nodes
+            if count <= known.batch and known.nodes <= nodes and (known.nodes > 0) == (nodes > 0)
         ]
-        if not close or self._lost.get((wanted, kind), 0.0) > PATIENCE:
+        if not fitting or self._lost.get((wanted, kind), 0.0) > PATIENCE:
             return wanted
-        instead = min(close, key=wanted.lost_with)
+        instead = min(fitting, key=wanted.lost_with)
         self._lost[wanted, kind] = self._lost.get((wanted, kind), 0.0) + wanted.lost_with(instead)
         return instead
 
