@@ -2,21 +2,67 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 from draftwood import rehearsal
+from draftwood.cache.seats import Kind
 from draftwood.config import EngineConfig
-from tiny import tiny_config
+from draftwood.drafters.ngram import NgramDrafter
+from draftwood.drafters.none import NoDrafter
+from in_rounds import RoundHarness
+from tiny import tiny_config, tiny_folder
+
+# What is compiled after loading, in a process that has compiled nothing yet.
+FIRST_TOKEN = """
+import json, sys, triton
+from draftwood import LLM, EngineConfig, SamplingParams
+compiled = []
+triton.knobs.runtime.jit_post_compile_hook = lambda *, repr, **_: compiled.append(repr)
+with LLM(sys.argv[1], drafter=sys.argv[2], config=EngineConfig(device="cuda", dtype="bfloat16")) as llm:
+    rehearsed = len(compiled)
+    next(iter(llm.stream("abab", SamplingParams(max_tokens=8))))
+print(json.dumps([rehearsed, compiled[rehearsed:]]))
+"""
 
 
 def test_a_rehearsal_that_fails_is_not_heard_of() -> None:
-    with rehearsal.rehearsing(tiny_config(), EngineConfig(device="cpu", weights="fp8")):
+    with rehearsal.rehearsing(tiny_config(), EngineConfig(device="cpu", weights="fp8"), "none"):
         reached = True
     assert reached
 
 
+@pytest.mark.parametrize(("drafter", "sizes"), [(NoDrafter(), {0}), (NgramDrafter(nodes=3), {0, 3})])
+def test_what_is_rehearsed(drafter, sizes: set[int]) -> None:
+    rounds = RoundHarness(drafter, "match").engine.pipeline.rounds
+    rounds.captures = False
+    with torch.inference_mode():
+        piece, *others = [part() for part in rounds.rehearsals(Kind(None, greedy=True, truncates=False))]
+    assert {(each.outcome.shape[0], each.outcome.shape[1] - 3) for each in others} == {(1, depth) for depth in sizes}
+    assert callable(piece.run)
+    assert rounds.ready == [], "what was made of nothing is not kept"
+
+
+def test_drafters_with_weights_are_not_rehearsed() -> None:
+    lookup = rehearsal._known_already("ngram:nodes=7")
+    assert isinstance(lookup, NgramDrafter)
+    assert lookup.max_nodes == 7
+    for other in ("model:smollm2", "eagle3", NgramDrafter()):
+        assert isinstance(rehearsal._known_already(other), NoDrafter)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none here")
-def test_a_rehearsal_runs() -> None:
-    rehearsal.rehearse(tiny_config(head_dim=64), EngineConfig(device="cuda"))
+@pytest.mark.parametrize("drafter", ["none", "ngram"])
+def test_the_first_token_needs_nothing_that_was_not_rehearsed(drafter: str, tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path / "tiny", head_dim=64, max_position_embeddings=4096)
+    asked = [sys.executable, "-c", FIRST_TOKEN, str(folder), drafter]
+    done = subprocess.run(asked, capture_output=True, text=True, check=True)
+    rehearsed, missed = json.loads(done.stdout.splitlines()[-1])
+    assert rehearsed > 8
+    assert missed == []

@@ -6,20 +6,25 @@ Kernels are compiled for the shapes of a model, not for its weights; so one laye
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from draftwood.assembly import LOOKUPS, split_spec
+from draftwood.cache.resident import resident_of
 from draftwood.cache.seats import Kind, Seats
 from draftwood.config import EngineConfig
+from draftwood.drafters.none import NoDrafter
 from draftwood.drafters.resident import ResidentNone
 from draftwood.engine.rounds import Rounds
 from draftwood.model.checkpoint import expected_shape
 from draftwood.model.config import ModelConfig
 from draftwood.model.runner import ModelRunner
+from draftwood.protocols import Drafter
 from draftwood.rng import KeyedRng
 from draftwood.verifiers import LAWS
 
@@ -48,26 +53,53 @@ class _Blank:
         pass
 
 
-def rehearse(target: ModelConfig, config: EngineConfig) -> None:
-    """One plain round and one piece of a prompt, on a stream of their own."""
+def rehearse(target: ModelConfig, config: EngineConfig, drafter: str | Drafter) -> None:
+    """A piece of a prompt, a plain round and one with guesses, each in a thread of its own: compilers have to wait for
+    processes of theirs half of the time.
+    """
     device, dtype = config.torch_device(), config.torch_dtype()
-    with torch.cuda.stream(torch.cuda.Stream(device)), torch.inference_mode():
+    with _apart(device):
         blank = _Blank(target, dtype, device)
         weights = config.weight_format()
         runner = ModelRunner.load(blank, dtype, device, PAGES, config.page_size, weights, strict=config.strict)  # type: ignore[arg-type]
+        guessing = _known_already(drafter)
         seats = Seats(1, PAGES * config.page_size, config.page_size, runner.cache.scratch_page, device)
-        law = LAWS["match"]()
-        rounds = Rounds(runner, ResidentNone(), lambda _: law, KeyedRng(), seats, captures=False)
-        rounds.rehearse(Kind(None, greedy=True, truncates=False))
+        law, resident = LAWS["match"](), resident_of(guessing, runner) or ResidentNone()
+        rounds = Rounds(runner, resident, lambda _: law, KeyedRng(), seats, captures=False)
+    parts = rounds.rehearsals(Kind(None, greedy=True, truncates=False))
+
+    def run(part: Callable[[], object]) -> None:
+        with _apart(device):
+            part()
+
+    with ThreadPoolExecutor(len(parts), "draftwood-rehearsal") as pool:
+        list(pool.map(run, parts))
+
+
+def _known_already(drafter: str | Drafter) -> Drafter:
+    """A drafter without weights, or none: what others need is compiled when they are there."""
+    if not isinstance(drafter, str) or drafter.partition(":")[0] not in LOOKUPS:
+        return NoDrafter()
+    name, settings = split_spec(drafter)
+    return LOOKUPS[name].build("drafter", name, settings)
 
 
 @contextmanager
-def rehearsing(target: ModelConfig, config: EngineConfig) -> Iterator[None]:
+def _apart(device: torch.device) -> Iterator[None]:
+    """On a stream of its own, until everything on it is done."""
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream), torch.inference_mode():
+        yield
+    stream.synchronize()
+
+
+@contextmanager
+def rehearsing(target: ModelConfig, config: EngineConfig, drafter: str | Drafter) -> Iterator[None]:
     """Rehearse beside what is done in the block."""
 
     def run() -> None:
         try:
-            rehearse(target, config)
+            rehearse(target, config, drafter)
         except Exception:  # only a head start: whatever is wrong will be told by the engine itself
             return
 

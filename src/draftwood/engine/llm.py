@@ -168,7 +168,8 @@ class LLM:
         if self.config.torch_device().type != "cuda":
             return self._assemble(parts)
         explained = memory_explained(self.config, self.checkpoint, parts.drafter)
-        with explained, rehearsing(self.checkpoint.config, self.config), reading_ahead(files_of(self.checkpoint)):
+        rehearsed = rehearsing(self.checkpoint.config, self.config, parts.drafter)
+        with explained, rehearsed, reading_ahead(files_of(self.checkpoint)):
             return self._assemble(parts)
 
     def _assemble(self, parts: Parts) -> Engine:

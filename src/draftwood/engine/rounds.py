@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -258,10 +259,10 @@ class Rounds:
         if self.drafter.reads:
             self.drafter.read(batch)
 
-    def rehearse(self, kind: Kind) -> None:
-        """Compile what plain decoding and a short prompt need."""
-        self._prepare(Size(1, 0, self.seats.num_pages), kind)
-        self._prepare_reading(READINGS[0])
+    def rehearsals(self, kind: Kind) -> list[Callable[[], object]]:
+        """What compiles a piece of a prompt, a plain round and one with guesses, each without the others."""
+        sizes = (Size(1, nodes, self.seats.num_pages) for nodes in {0, self.drafter.sizes[-1]})
+        return [partial(self._prepare_reading, READINGS[0]), *(partial(self._prepare, size, kind) for size in sizes)]
 
     def seconds(self, seq_ids: Sequence[int], nodes: int, kind: Kind, repeats: int) -> float:
         """How long such a round takes on the device, nothing in between; what the sequences earn is not heard."""
