@@ -8,7 +8,7 @@ import pytest
 
 from draftwood.costs import LIKE_OTHER_GPUS, StepCosts
 from draftwood.engine.controller import BestRate, FixedBudget, MeasuredBudget, MeasuredTreeBudget
-from draftwood.protocols import Load, StepReport
+from draftwood.protocols import Budget, Load, StepReport
 
 FLAT = StepCosts((1, 64), (64,), ((1.0, 1.2),), 0.0)
 STEEP = StepCosts((1, 64), (64,), ((1.0, 64.0),), 0.0)
@@ -129,18 +129,37 @@ def test_where_everybody_runs_all_nodes_few_proposals_are_not_worth_them() -> No
     assert controller.budget(replace(ten, padded=True)).max_nodes == 0
 
 
-def test_after_a_pause_one_look_is_enough() -> None:
+def test_now_and_then_somebody_looks_who_has_proposals() -> None:
     costs = StepCosts((1, 10, 90), (64,), ((1.0, 1.1, 3.0),), 0.0)
     ten = Load(num_running=10, num_waiting=0, context=64, padded=True)
-    controller, some = MeasuredBudget(costs, 8), report((8, 8), *[(0, 0)] * 9)
+    controller = MeasuredBudget(costs, 8)
+    nobody, few, everybody = report(*[(0, 0)] * 10), report((8, 8), *[(0, 0)] * 9), report(*[(8, 8)] * 10)
     for _ in range(200):
-        controller.observe(some)
-    assert controller.budget(ten).max_nodes == 0
-    for _ in range(3000):
+        controller.observe(few)
+
+    def run(steps: int, found: StepReport) -> list[Budget]:
+        budgets = []
+        for _ in range(steps):
+            budgets.append(controller.budget(ten))
+            controller.observe(found if budgets[-1].max_nodes else nobody)
+        return [budget for budget in budgets if budget.max_nodes]
+
+    looks = run(2000, few)
+    prices = [costs.at(16 * (1 + look.max_nodes)) / costs.at(16) - 1 for look in looks]  # ten run as sixteen
+    assert sum(prices) == pytest.approx(2000 * MeasuredBudget.LOOKING, rel=0.1), "no more time than it may take"
+    assert str(looks[0].why) == "1 node, to see who has something to propose by now"
+    assert len(run(4000, everybody)) > 1000, "it saw, and guesses again"
+
+
+def test_drafters_that_always_propose_are_not_looked_at() -> None:
+    steep = StepCosts((1, 10, 90), (64,), ((1.0, 2.0, 30.0),), 0.0)
+    ten = Load(num_running=10, num_waiting=0, context=64, padded=True)
+    controller = MeasuredBudget(steep, 8)
+    for _ in range(500):
+        controller.observe(report(*[(8, 0)] * 10))
+    for _ in range(500):
+        assert controller.budget(ten).max_nodes == 0
         controller.observe(report(*[(0, 0)] * 10))
-    assert controller.budget(ten).max_nodes > 0, "others may have something to say by now"
-    controller.observe(some)
-    assert controller.budget(ten).max_nodes == 0, "they have not"
 
 
 def test_a_step_that_was_disturbed_says_nothing_about_drafting() -> None:

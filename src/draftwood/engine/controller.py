@@ -37,6 +37,11 @@ class Outlook(NamedTuple):
     seconds: float
     assumed: bool  # of the time: nobody has measured it
 
+    @property
+    def rate(self) -> float:
+        """Tokens a second, or a plain step, of the one that gains least."""
+        return self.least / self.seconds
+
     def __str__(self) -> str:
         time = f"{self.seconds:.2f} plain steps (assumed)" if self.assumed else f"{self.seconds * 1000:.2f} ms"
         return f"{self.tokens:.2f} expected tokens in {time}"
@@ -54,6 +59,16 @@ class BestRate:
         if self.nodes == 0:
             return f"no nodes pay: {self.plain} without"
         return f"{_nodes(self.nodes)}: {self.best}; none: {self.plain}"
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Why a step has nodes though they do not seem to pay."""
+
+    nodes: int
+
+    def __str__(self) -> str:
+        return f"{_nodes(self.nodes)}, to see who has something to propose by now"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +95,7 @@ def _of_the_last(batch: int) -> float:
     return 2 - 1 / batch
 
 
+ALWAYS = 0.99  # share of sequences that get proposals from a drafter which never has none
 STAY = 1.02  # how much faster something else has to be: another size wants a round of its own, a pause reading up
 
 
@@ -87,12 +103,8 @@ def _best_rate(outlooks: dict[int, Outlook], last: int | None) -> Budget:
     """The number of nodes with the most tokens a second for the sequence that gains least; the fewer at a tie, and as
     many as in the `last` step unless others are clearly better.
     """
-
-    def rate(nodes: int) -> float:
-        return outlooks[nodes].least / outlooks[nodes].seconds
-
-    best = max(outlooks, key=rate)
-    if last is not None and rate(best) < STAY * rate(last):
+    best = max(outlooks, key=lambda nodes: outlooks[nodes].rate)
+    if last is not None and outlooks[best].rate < STAY * outlooks[last].rate:
         best = last
     return Budget(best, why=BestRate(best, outlooks[best], outlooks[0]))
 
@@ -150,7 +162,7 @@ class MeasuredBudget:
 
     MEMORY = 0.97  # what a step's weight becomes with each one after it
     BOREDOM = 0.997  # the same for steps without guesses: what was given up is tried again some time
-    RETURN = 0.002  # how fast those who had nothing to propose are expected to, in such steps
+    LOOKING = 0.003  # share of such steps' time that may go into seeing who has something to propose by now
     PRIOR = 0.7  # chance that a node behind an accepted one is accepted, before anything is known
     PRIOR_WEIGHT = 2.0
 
@@ -163,12 +175,12 @@ class MeasuredBudget:
         self._last: int | None = None  # nodes of the last round
         self._drafting = DraftingTime(costs)  # in parts of one token of every sequence
         self._proposing = 1.0  # share of sequences that get a proposal
-        self._hoped = 1.0  # what it may have become since anybody guessed
+        self._saved = 0.0  # plain steps that may go into a look
 
     def budget(self, load: Load) -> Budget:
         """The size with the best ratio of expected tokens to expected time."""
         batch = max(load.num_running, 1)
-        share, chances = max(self._hoped, 1 / batch), self.survival()
+        share, chances = max(self._proposing, 1 / batch), self.survival()
         tokens = _tokens(share, chances)
         least = _tokens(share, [chance ** _of_the_last(batch) for chance in chances])
         drafting = self._drafting.of(batch)
@@ -178,10 +190,21 @@ class MeasuredBudget:
             seconds = self._costs.at(rows, load.context, batch) + nodes * drafting
             return Outlook(tokens[nodes], least[nodes], seconds, self._costs.assumed)
 
-        sizes = self._sizes if load.padded else range(self._most + 1)
-        budget = _best_rate({nodes: outlook(nodes) for nodes in sizes}, self._last)
-        self._last = budget.max_nodes if load.padded else None
-        return budget
+        if not load.padded:
+            return _best_rate({nodes: outlook(nodes) for nodes in range(self._most + 1)}, None)
+        outlooks = {nodes: outlook(nodes) for nodes in self._sizes}
+        budget = _best_rate(outlooks, self._last)
+        self._last = budget.max_nodes
+        return budget if budget.max_nodes else self._look(outlooks) or budget
+
+    def _look(self, outlooks: dict[int, Outlook]) -> Budget | None:
+        """Now and then, where everybody runs the rows of those who propose: who does cannot be told without asking."""
+        some = max(filter(None, outlooks), key=lambda nodes: outlooks[nodes].rate, default=0)
+        price = outlooks[some].seconds / outlooks[0].seconds - 1
+        if self._proposing > ALWAYS or self._saved <= price:
+            return None
+        self._saved = 0.0
+        return Budget(some, why=Look(some))
 
     def survival(self) -> list[float]:
         """The chance that the first, the first two, … nodes of a chain are all accepted."""
@@ -208,13 +231,12 @@ class MeasuredBudget:
                 self._trials[depth] += 1
                 self._hits[depth] += accepted >= depth
         self._proposing += 0.05 * (len(proposed) / report.num_sampling - self._proposing)
-        self._hoped = self._proposing  # one look is enough: hoping on would cost what guesses cost
 
     def _hope(self) -> None:
         """Nobody was allowed to guess: what was against it counts for a little less than before."""
         self._forget(self.BOREDOM)
         self._drafting.forget(self.BOREDOM)
-        self._hoped += self.RETURN * (1 - self._hoped)
+        self._saved += self.LOOKING
 
     def _forget(self, kept: float) -> None:
         self._hits = [kept * hits for hits in self._hits]
