@@ -71,7 +71,18 @@ def test_limits_of_a_point_tree() -> None:
     assert (tree.tokens, tree.parents) == ([0, 1, 2, 4], [-1, 0, 1, 1])
 
 
-@pytest.mark.parametrize("settings", [{"shortest": 0}, {"shortest": 3, "longest": 2}, {"nodes": 0}, {"branches": 0}])
+def test_where_rows_are_run_anyhow_the_last_token_is_reason_enough() -> None:
+    lone = [1, 2, 3, 1]
+    assert proposal(NgramDrafter(), lone) == set(), "a row of its own would have to be paid for"
+    assert [(d.shortest, d.shortest_in_rounds) for d in (NgramDrafter(), NgramDrafter(longest=1))] == [(2, 1), (1, 1)]
+    asked = NgramDrafter(shortest=3)
+    assert asked.shortest == asked.shortest_in_rounds == 3
+
+
+IMPOSSIBLE = [{"shortest": -1}, {"longest": 0}, {"shortest": 3, "longest": 2}, {"nodes": 0}, {"branches": 0}]
+
+
+@pytest.mark.parametrize("settings", IMPOSSIBLE)
 def test_impossible_settings_are_refused(settings: dict) -> None:
     with pytest.raises(ValueError, match="n-gram drafter needs"):
         NgramDrafter(**settings)

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from draftwood.assembly import LOOKUPS, split_spec
 from draftwood.cache.resident import resident_of
-from draftwood.cache.seats import Kind, Seats
+from draftwood.cache.seats import Kind
 from draftwood.config import EngineConfig
 from draftwood.drafters.none import NoDrafter
 from draftwood.drafters.resident import ResidentNone
-from draftwood.engine.rounds import Rounds
+from draftwood.engine.rounds import Rounds, seats_for
 from draftwood.model.checkpoint import expected_shape
 from draftwood.model.config import ModelConfig
 from draftwood.model.runner import ModelRunner
@@ -62,9 +62,9 @@ def rehearse(target: ModelConfig, config: EngineConfig, drafter: str | Drafter) 
         blank = _Blank(target, dtype, device)
         weights = config.weight_format()
         runner = ModelRunner.load(blank, dtype, device, PAGES, config.page_size, weights, strict=config.strict)  # type: ignore[arg-type]
-        guessing = _known_already(drafter)
-        seats = Seats(1, PAGES * config.page_size, config.page_size, runner.cache.scratch_page, device)
-        law, resident = LAWS["match"](), resident_of(guessing, runner) or ResidentNone()
+        guessing, law = _known_already(drafter), LAWS["match"]()
+        seats = seats_for(runner, 1, guessing.max_nodes)
+        resident = resident_of(guessing, runner) or ResidentNone()
         rounds = Rounds(runner, resident, lambda _: law, KeyedRng(), seats, captures=False)
     parts = rounds.rehearsals(Kind(None, greedy=True, truncates=False))
 

@@ -261,7 +261,7 @@ class Rounds:
 
     def rehearsals(self, kind: Kind) -> list[Callable[[], object]]:
         """What compiles a piece of a prompt, a plain round and one with guesses, each without the others."""
-        sizes = (Size(1, nodes, self.seats.num_pages) for nodes in {0, self.drafter.sizes[-1]})
+        sizes = (Size(1, nodes, self._pages_for(1)) for nodes in {0, self.drafter.sizes[-1]})
         return [partial(self._prepare_reading, READINGS[0]), *(partial(self._prepare, size, kind) for size in sizes)]
 
     def seconds(self, seq_ids: Sequence[int], nodes: int, kind: Kind, repeats: int) -> float:
