@@ -133,7 +133,7 @@ LOOKUPS: Mapping[str, Entry] = {
     "ngram": Entry(
         NgramDrafter,
         {"nodes": 4, "longest": 4, "shortest": 0, "branches": 1},
-        "what followed the last tokens earlier in the text",
+        "what followed the last tokens earlier in the text (shortest=0: 2, or 1 where all run as many rows)",
     ),
 }
 MODEL_DRAFTER = "model:NAME"
