@@ -273,6 +273,7 @@ def test_rows_for_nobody_are_a_smaller_loss_than_tokens_not_guessed() -> None:
     assert plain.lost_with(plain) == some.lost_with(some) == 0
     assert 0 < plain.lost_with(Size(16, 0, 9)) < plain.lost_with(Size(32, 0, 9)) < 0.1
     assert some.lost_with(Size(8, 1, 9)) == 0.5
+    assert some.lost_with(Size(256, 3, 9)) > 3, "a round for many takes several times as long as one for few"
     assert plain.lost_with(Size(8, 0, 10)) > plain.lost_with(Size(16, 0, 9))
 
 

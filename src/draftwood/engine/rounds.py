@@ -31,7 +31,7 @@ from draftwood.tree import HostVerdict, TokenTree, Verdict
 from draftwood.verifiers.path import keep_chosen
 
 PATIENCE = 32  # rounds' time that may be lost by making do with others: preparing one takes as long, or longer
-FREE_ROWS = 256  # take as long as all weights do
+FREE_ROWS = 256  # take as long as reading all weights, and each as many more as long again
 LONG_TABLES = 0.1  # what is lost with longer tables than needed
 FEW_PROMPTS = 4  # that are read one after the other: launching kernel by kernel takes longer than reading all weights
 READINGS = (16, 32, 64, 128, 256, 512)  # rows of a piece of a single prompt
@@ -59,8 +59,8 @@ class Size:
         return self.batch * (1 + self.nodes)
 
     def lost_with(self, other: Size) -> float:
-        """Share of a round that is lost by running a larger or shorter one: rows for nobody, tokens not guessed."""
-        idle = (other.batch - self.batch) * (1 + other.nodes) / (other.rows + FREE_ROWS)
+        """Plain rounds' time that is lost by running a larger or shorter one: rows for nobody, tokens not guessed."""
+        idle = (other.batch - self.batch) * (1 + other.nodes) / FREE_ROWS
         unguessed = (self.nodes - other.nodes) / (1 + self.nodes)
         return idle + unguessed + (LONG_TABLES if other.pages > self.pages else 0.0)
 
