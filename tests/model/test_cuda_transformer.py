@@ -36,8 +36,8 @@ TEXT = [5, 3, 9, 12, 0, 1, 1, 7, 8, 2, 11, 4]
 STRICT_DTYPE = torch.bfloat16 if ON_GPU else torch.float16  # NumPy sums float32 in an order that the shape decides
 
 
-def checkpoint_of(name: str) -> TinyCheckpoint:
-    return TinyCheckpoint(ModelConfig.from_hf(VARIANTS[name]))
+def checkpoint_of(name: str, **changes: object) -> TinyCheckpoint:
+    return TinyCheckpoint(ModelConfig.from_hf(VARIANTS[name] | changes))
 
 
 def runner_of(model: Model) -> ModelRunner:
@@ -73,7 +73,7 @@ def test_logits_agree_with_the_mathematics(name: str, strict: bool) -> None:
 
 @pytest.mark.parametrize(("name", "weights"), [("llama", "int8"), ("smollm", "int4"), ("llama", "bfloat16")])
 def test_rounded_weights_are_those_of_the_format(name: str, weights: str) -> None:
-    checkpoint = checkpoint_of(name)
+    checkpoint = checkpoint_of(name, num_hidden_layers=1)  # which takes long enough in the interpreter
     model = CudaTransformer(checkpoint, torch.float32, DEVICE, FORMATS[weights])
     want = logits_of(runner_of(Transformer(checkpoint, torch.float32, DEVICE, FORMATS[weights])), TEXT[:5], 64)
     # A row alone adds 1 + code / 256 and takes the ones away again: five bits of float32's 24 go with them.
@@ -92,7 +92,7 @@ class RoundedCheckpoint(TinyCheckpoint):
 
 
 def test_eight_bit_floats() -> None:
-    config = checkpoint_of("llama").config
+    config = checkpoint_of("llama", num_hidden_layers=1).config
     got = logits_of(runner_of(CudaTransformer(TinyCheckpoint(config), torch.float32, DEVICE, FLOAT8)), TEXT[:5], 4)
     want = logits_of(runner_of(Transformer(RoundedCheckpoint(config), torch.float32, DEVICE)), TEXT[:5], 64)
     assert (got - want).abs().max() <= 1e-4
