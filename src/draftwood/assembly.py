@@ -133,10 +133,15 @@ LOOKUPS: Mapping[str, Entry] = {
     "ngram": Entry(
         NgramDrafter,
         {"nodes": 4, "longest": 4, "shortest": 0, "branches": 1},
-        "what followed the last tokens earlier in the text (shortest=0: 2, or 1 where all run as many rows)",
+        "what followed the last tokens earlier in the text (shortest=0: 2, or 1 for one branch on a GPU)",
     ),
 }
 MODEL_DRAFTER = "model:NAME"
+
+
+def is_lookup(drafter: str) -> bool:
+    """Whether the name is that of a drafter without weights, which makes its own trees."""
+    return drafter.partition(":")[0] in LOOKUPS
 
 
 def split_spec(spec: str) -> tuple[str, dict[str, str]]:
@@ -183,7 +188,7 @@ def choose_law(spec: str | Verifier, drafts: DraftLaw) -> ByRequest:
 
 def suited_tree(drafter: str, law: str | Verifier) -> str | None:
     """The tree a law asks for where the user names none."""
-    return "coupled" if law == "coupled" and drafter.partition(":")[0] not in LOOKUPS else None
+    return "coupled" if law == "coupled" and not is_lookup(drafter) else None
 
 
 def build_drafter(

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from draftwood.assembly import LOOKUPS, split_spec
+from draftwood.assembly import LOOKUPS, is_lookup, split_spec
 from draftwood.cache.resident import resident_of
 from draftwood.cache.seats import Kind
 from draftwood.config import EngineConfig
@@ -78,7 +78,7 @@ def rehearse(target: ModelConfig, config: EngineConfig, drafter: str | Drafter) 
 
 def _known_already(drafter: str | Drafter) -> Drafter:
     """A drafter without weights, or none: what others need is compiled when they are there."""
-    if not isinstance(drafter, str) or drafter.partition(":")[0] not in LOOKUPS:
+    if not isinstance(drafter, str) or not is_lookup(drafter):
         return NoDrafter()
     name, settings = split_spec(drafter)
     return LOOKUPS[name].build("drafter", name, settings)

@@ -26,8 +26,8 @@ class _Index:
 class NgramDrafter(PointDrafter):
     """Looks the last `longest` … `shortest` tokens up in the sequence itself. `shortest` 0: whatever suits.
 
-    Where a guess takes a row of its own, the last token alone is a poor reason for one. In rounds, where everybody has
-    the same rows, it is better than none.
+    Where a guess takes a row of its own, the last token alone is a poor reason for one. Looked up on the device, in
+    rounds where everybody has the same rows, it is better than none.
     """
 
     def __init__(self, nodes: int = 4, longest: int = 4, shortest: int = 0, branches: int = 1) -> None:

@@ -22,11 +22,11 @@ import torch
 
 from draftwood.assembly import (
     AUTO,
-    LOOKUPS,
     build_drafter,
     build_rounds,
     build_verifier,
     choose_law,
+    is_lookup,
     load_runner,
     memory_explained,
     offer,
@@ -196,8 +196,8 @@ class LLM:
     def _drafter(self, drafter: str | Drafter, parts: Parts) -> Drafter:
         if not isinstance(drafter, str):
             return drafter
-        needs_tree = drafter.partition(":")[0] not in LOOKUPS
-        tree = (parts.tree or suited_tree(drafter, parts.law)) if needs_tree or drafter == parts.drafter else None
+        takes_tree = not is_lookup(drafter) or drafter == parts.drafter
+        tree = (parts.tree or suited_tree(drafter, parts.law)) if takes_tree else None
         return build_drafter(drafter, tree, self.checkpoint, self.config, allow_pickle=self._allow_pickle)
 
     def _trim(self, drafter: Drafter, target: ModelRunner) -> Drafter:
