@@ -311,6 +311,7 @@ def test_parts_lists_all_of_them() -> None:
     assert result.exit_code == 0
     words = ("ngram", "model:NAME", "beam", "hybrid", "widths=2x2x1", "paths=2, depth=4, trunk=0", "coupled")
     assert all(word in result.stdout for word in words)
+    assert "nodes=4 (15 on a GPU)" in result.stdout
 
 
 def test_parts_says_of_every_law_whether_it_is_lossless() -> None:

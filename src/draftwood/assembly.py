@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,11 @@ class Entry:
     make: Callable[..., Any]
     defaults: Mapping[str, Any]
     description: str
+    on_gpu: Mapping[str, Any] = field(default_factory=dict)  # defaults that are others there
+
+    def on(self, device: str) -> Entry:
+        """With the defaults of a kind of device."""
+        return replace(self, defaults={**self.defaults, **self.on_gpu}) if device == "cuda" else self
 
     def build(self, kind: str, name: str, settings: Mapping[str, str]) -> Any:
         """Make the part, settings taking the type of their defaults."""
@@ -134,6 +139,7 @@ LOOKUPS: Mapping[str, Entry] = {
         NgramDrafter,
         {"nodes": 4, "longest": 4, "shortest": 0, "branches": 1},
         "what followed the last tokens earlier in the text (shortest=0: 2, or 1 for one branch on a GPU)",
+        on_gpu={"nodes": 15},  # with the root a whole tile of rows; budgets take fewer where they do not pay
     ),
 }
 MODEL_DRAFTER = "model:NAME"
@@ -207,7 +213,7 @@ def build_drafter(
             f"The drafter '{name}' makes its own trees; --tree goes with models and trained networks. "
             f"Its settings are: {', '.join(entry.defaults) or 'none'}."
         )
-    return entry.build("drafter", name, settings)
+    return entry.on(config.torch_device().type).build("drafter", name, settings)
 
 
 def offer(default: Drafter, by_name: Mapping[str, Drafter]) -> OfferedDrafters:

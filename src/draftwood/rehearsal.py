@@ -62,7 +62,7 @@ def rehearse(target: ModelConfig, config: EngineConfig, drafter: str | Drafter) 
         blank = _Blank(target, dtype, device)
         weights = config.weight_format()
         runner = ModelRunner.load(blank, dtype, device, PAGES, config.page_size, weights, strict=config.strict)  # type: ignore[arg-type]
-        guessing, law = _known_already(drafter), LAWS["match"]()
+        guessing, law = _known_already(drafter, device.type), LAWS["match"]()
         seats = seats_for(runner, 1, guessing.max_nodes)
         resident = resident_of(guessing, runner) or ResidentNone()
         rounds = Rounds(runner, resident, lambda _: law, KeyedRng(), seats, captures=False)
@@ -76,12 +76,12 @@ def rehearse(target: ModelConfig, config: EngineConfig, drafter: str | Drafter) 
         list(pool.map(run, parts))
 
 
-def _known_already(drafter: str | Drafter) -> Drafter:
+def _known_already(drafter: str | Drafter, device: str) -> Drafter:
     """A drafter without weights, or none: what others need is compiled when they are there."""
     if not isinstance(drafter, str) or not is_lookup(drafter):
         return NoDrafter()
     name, settings = split_spec(drafter)
-    return LOOKUPS[name].build("drafter", name, settings)
+    return LOOKUPS[name].on(device).build("drafter", name, settings)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ def parts_tables() -> Iterator[Table]:
 
     drafters = Table("Name", "Settings", "Guesses", title="Drafters (--drafter)", title_justify="left")
     for name, entry in LOOKUPS.items():
-        drafters.add_row(name, _settings(entry.defaults), entry.description)
+        drafters.add_row(name, _settings(entry.defaults, entry.on_gpu), entry.description)
     drafters.add_row(MODEL_DRAFTER, "--tree", "what a smaller model of the same vocabulary says")
     for name in SHIPPED:
         drafters.add_row(name, "--tree", "a network trained for the embedded model, which comes with this package")
@@ -70,8 +70,9 @@ def costs_table(costs: StepCosts) -> Table:
     return table
 
 
-def _settings(defaults: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key}={_spelled(value)}" for key, value in defaults.items()) or "-"
+def _settings(defaults: Mapping[str, Any], on_gpu: Mapping[str, Any] | None = None) -> str:
+    others = {key: f" ({_spelled(value)} on a GPU)" for key, value in (on_gpu or {}).items()}
+    return ", ".join(f"{key}={_spelled(value)}{others.get(key, '')}" for key, value in defaults.items()) or "-"
 
 
 def _spelled(value: Any) -> str:
