@@ -15,7 +15,7 @@ from draftwood.model.runner import ModelRunner
 from draftwood.protocols import Budget, Load, StepReport
 from draftwood.rng import KeyedRng
 from draftwood.verifiers import LAWS
-from tiny import Harness, Regime, tiny_config, tiny_runner
+from tiny import EASY, Harness, Regime, tiny_config, tiny_runner
 
 GPU = torch.cuda.is_available()  # there the same rounds are captured, and computed by the GPU's own kernels
 DEVICE = torch.device("cuda" if GPU else "cpu")
@@ -52,7 +52,7 @@ class Replayed(Rounds):
 class RoundHarness(Harness):
     """The harness with rounds."""
 
-    def __init__(self, drafter, law: str, regime: Regime = Regime(), moody: bool = False) -> None:  # noqa: B008
+    def __init__(self, drafter, law: str, regime: Regime = EASY, moody: bool = False) -> None:
         target = runner(num_pages=regime.num_pages, page_size=regime.page_size)
         scheduler = Scheduler(
             target.cache.tables, SchedulerConfig(regime.max_rows, regime.max_running, rounds_ahead=True)

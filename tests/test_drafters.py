@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from draftwood.assembly import build_lookup
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
@@ -77,6 +78,12 @@ def test_where_rows_are_run_anyhow_the_last_token_is_reason_enough() -> None:
     assert [(d.shortest, d.shortest_in_rounds) for d in (NgramDrafter(), NgramDrafter(longest=1))] == [(2, 1), (1, 1)]
     asked = NgramDrafter(shortest=3)
     assert asked.shortest == asked.shortest_in_rounds == 3
+
+
+def test_rows_cost_a_gpu_little_so_more_is_looked_up_there() -> None:
+    usual = {device: build_lookup("ngram", torch.device(device)).max_nodes for device in ("cpu", "cuda")}
+    assert usual == {"cpu": 4, "cuda": 15}
+    assert build_lookup("ngram:longest=3", torch.device("cuda")).max_nodes == 15, "other settings leave it alone"
 
 
 IMPOSSIBLE = [{"shortest": -1}, {"longest": 0}, {"shortest": 3, "longest": 2}, {"nodes": 0}, {"branches": 0}]

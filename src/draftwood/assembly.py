@@ -79,9 +79,9 @@ class Entry:
     description: str
     on_gpu: Mapping[str, Any] = field(default_factory=dict)  # defaults that are others there
 
-    def on(self, device: str) -> Entry:
+    def on(self, device: torch.device) -> Entry:
         """With the defaults of a kind of device."""
-        return replace(self, defaults={**self.defaults, **self.on_gpu}) if device == "cuda" else self
+        return replace(self, defaults={**self.defaults, **self.on_gpu}) if device.type == "cuda" else self
 
     def build(self, kind: str, name: str, settings: Mapping[str, str]) -> Any:
         """Make the part, settings taking the type of their defaults."""
@@ -203,7 +203,7 @@ def build_drafter(
     """A drafter by name; `model:NAME` loads a second model, and a folder whatever was trained and lies there."""
     if spec.startswith("model:"):
         return load_model_drafter(open_checkpoint(spec.removeprefix("model:")), tree, target, config)
-    name, settings = split_spec(spec)
+    name, _ = split_spec(spec)
     trained = _trained_folder(spec)
     if name not in LOOKUPS and (trained.is_dir() or HUB_ID.fullmatch(spec)):
         return load_trained(trained if trained.is_dir() else spec, tree, target, config, allow_pickle=allow_pickle)
@@ -213,7 +213,13 @@ def build_drafter(
             f"The drafter '{name}' makes its own trees; --tree goes with models and trained networks. "
             f"Its settings are: {', '.join(entry.defaults) or 'none'}."
         )
-    return entry.on(config.torch_device().type).build("drafter", name, settings)
+    return build_lookup(spec, config.torch_device())
+
+
+def build_lookup(spec: str, device: torch.device) -> Drafter:
+    """A drafter without weights by name, with the settings that are usual on a device."""
+    name, settings = split_spec(spec)
+    return LOOKUPS[name].on(device).build("drafter", name, settings)
 
 
 def offer(default: Drafter, by_name: Mapping[str, Drafter]) -> OfferedDrafters:

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from draftwood.assembly import LOOKUPS, is_lookup, split_spec
+from draftwood.assembly import build_lookup, is_lookup
 from draftwood.cache.resident import resident_of
 from draftwood.cache.seats import Kind
 from draftwood.config import EngineConfig
@@ -62,7 +62,7 @@ def rehearse(target: ModelConfig, config: EngineConfig, drafter: str | Drafter) 
         blank = _Blank(target, dtype, device)
         weights = config.weight_format()
         runner = ModelRunner.load(blank, dtype, device, PAGES, config.page_size, weights, strict=config.strict)  # type: ignore[arg-type]
-        guessing, law = _known_already(drafter, device.type), LAWS["match"]()
+        guessing, law = _known_already(drafter, device), LAWS["match"]()
         seats = seats_for(runner, 1, guessing.max_nodes)
         resident = resident_of(guessing, runner) or ResidentNone()
         rounds = Rounds(runner, resident, lambda _: law, KeyedRng(), seats, captures=False)
@@ -76,12 +76,9 @@ def rehearse(target: ModelConfig, config: EngineConfig, drafter: str | Drafter) 
         list(pool.map(run, parts))
 
 
-def _known_already(drafter: str | Drafter, device: str) -> Drafter:
+def _known_already(drafter: str | Drafter, device: torch.device) -> Drafter:
     """A drafter without weights, or none: what others need is compiled when they are there."""
-    if not isinstance(drafter, str) or not is_lookup(drafter):
-        return NoDrafter()
-    name, settings = split_spec(drafter)
-    return LOOKUPS[name].on(device).build("drafter", name, settings)
+    return build_lookup(drafter, device) if isinstance(drafter, str) and is_lookup(drafter) else NoDrafter()
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from draftwood.protocols import Verifier
 from draftwood.tree import POINT_CHAIN, DraftLaw, Draw, TokenTree, Verdict
 from draftwood.verifiers import LAWS, ByRequest
 from enumeration import law_of, random_rows, target_rows, view_of
-from tiny import Ask, Harness, Regime, generated, tiny_folder, tiny_runner, with_model
+from tiny import EASY, Ask, Harness, Regime, generated, tiny_folder, tiny_runner, with_model
 
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=20)
 CHAIN = with_model(Levels((1, 1, 1), Independent()))
@@ -40,7 +40,7 @@ def requests(laws: list[str | None]) -> list[Ask]:
     return [Ask((i % 13, 3, (5 * i) % 13), replace(SAMPLED, seed=70 + i, law=law)) for i, law in enumerate(laws)]
 
 
-def engine(default: Verifier, regime: Regime = Regime()) -> Harness:  # noqa: B008
+def engine(default: Verifier, regime: Regime = EASY) -> Harness:
     target = tiny_runner(num_pages=regime.num_pages, page_size=regime.page_size)
     return Harness(target, CHAIN(torch.float64), default, regime)
 
