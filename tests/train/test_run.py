@@ -320,6 +320,26 @@ def test_drafts_may_be_weighed_by_their_acceptance_and_lost_as_a_whole(
     assert isinstance(method.weigh, Paced)
 
 
+@pytest.mark.parametrize("method", list(RECIPES))
+def test_every_method_learns_in_half_as_many_bits_without_a_warning(method: str, target: str, tmp_path: Path) -> None:
+    """As it does on a GPU: weights of 32 bits meet inputs that autocast has rounded to 16."""
+    corpus = Corpus.of([(range(5 + i), range(40, 60 + i)) for i in range(9)])
+    settings = dict(part.split("=") for text in SETTINGS[method] for part in text.split(","))
+    numbers = {name: int(value) for name, value in settings.items()}
+    job = TrainJob(method, target, (), tmp_path, numbers, rows=2, length=64, device="cpu", vocabulary=0)
+    made = build(job, open_checkpoint(target), corpus)
+    torch.set_warn_always(True)  # else torch says it once, to whoever comes first
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = made.losses(next(PackedBatches(corpus, 2, 64).epoch(0, 0)))["loss"]
+        loss.backward()
+    finally:
+        torch.set_warn_always(False)
+    slopes = [each.grad for each in made.module.parameters() if each.grad is not None]
+    assert slopes
+    assert all(slope.isfinite().all() for slope in slopes)
+
+
 # --- figures
 
 

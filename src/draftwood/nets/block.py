@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from draftwood.model.config import ModelConfig
-from draftwood.nets.parts import Attend, DecoderLayer, NormedHead, VocabularyHead
+from draftwood.nets.parts import Attend, DecoderLayer, Norm, NormedHead, VocabularyHead
 
 
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class HiddenCorrection(nn.Module):
     ) -> None:
         super().__init__()
         hidden, published = config.hidden_size, backbone_norm is not None
-        self.embed_norm = nn.RMSNorm(hidden, 1e-6 if published else config.norm_eps)
-        own = nn.RMSNorm(hidden, config.norm_eps)
+        self.embed_norm = Norm(hidden, 1e-6 if published else config.norm_eps)
+        own = Norm(hidden, config.norm_eps)
         self.hidden_norm = None if published else own
         self.gate_proj = nn.Linear(2 * hidden, inner, bias=published)
         self.up_proj = nn.Linear(2 * hidden, inner, bias=published)
@@ -126,9 +126,9 @@ class BlockNet(nn.Module):
         hidden, eps = config.hidden_size, config.norm_eps
         self.config, self.spec, self.reads = config, spec, spec.reads
         self.fc = nn.Linear(len(spec.reads) * spec.target_hidden, hidden, bias=False)
-        self.hidden_norm = nn.RMSNorm(hidden, eps)
+        self.hidden_norm = Norm(hidden, eps)
         self.layers = nn.ModuleList([DecoderLayer(config) for _ in range(config.num_layers)])
-        self.norm = nn.RMSNorm(hidden, eps)
+        self.norm = Norm(hidden, eps)
         self.mask_embedding = None if spec.mask_token is not None else nn.Parameter(torch.zeros(hidden))
         self.head = NormedHead(self.norm, head) if spec.norm_in_head else head
         self.markov_head = corrector or Independent()

@@ -42,6 +42,14 @@ class Rope(nn.Module):
         return torch.cat([low * cosine - high * sine, high * cosine + low * sine], -1).to(x.dtype)
 
 
+class Norm(nn.RMSNorm):
+    """RMSNorm in the numbers it is given: where autocast rounds them, its weight is rounded as a product's is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[*, hidden] -> [*, hidden]."""
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 class SelfAttention(nn.Module):
     """Projections around an attention that is somebody else's."""
 
@@ -53,8 +61,8 @@ class SelfAttention(nn.Module):
         self.k_proj = nn.Linear(width, config.num_kv_heads * dim, bias=config.qkv_bias)
         self.v_proj = nn.Linear(width, config.num_kv_heads * dim, bias=config.qkv_bias)
         self.o_proj = nn.Linear(config.num_heads * dim, config.hidden_size, bias=config.output_bias)
-        self.q_norm = nn.RMSNorm(dim, config.norm_eps) if config.qk_norm else None
-        self.k_norm = nn.RMSNorm(dim, config.norm_eps) if config.qk_norm else None
+        self.q_norm = Norm(dim, config.norm_eps) if config.qk_norm else None
+        self.k_norm = Norm(dim, config.norm_eps) if config.qk_norm else None
         self.rope = Rope(config)
 
     def keys_values(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,9 +99,9 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.input_layernorm = Norm(config.hidden_size, config.norm_eps)
         self.self_attn = SelfAttention(config)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.post_attention_layernorm = Norm(config.hidden_size, config.norm_eps)
         self.mlp = Mlp(config)
 
     def forward(self, hidden: Tensor, positions: Tensor, layer: int, attend: Attend) -> Tensor:

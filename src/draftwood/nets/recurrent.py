@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from draftwood.model.config import ModelConfig
-from draftwood.nets.parts import Attend, DecoderLayer, Mlp, SelfAttention, VocabularyHead
+from draftwood.nets.parts import Attend, DecoderLayer, Mlp, Norm, SelfAttention, VocabularyHead
 from draftwood.ops.side_by_side import PairNorms
 
 
@@ -57,10 +57,10 @@ class Eagle3Layer(nn.Module):
         super().__init__()
         hidden, eps = config.hidden_size, config.norm_eps
         self.norm_before_residual = norm_before_residual
-        self.input_layernorm = nn.RMSNorm(hidden, eps)
-        self.hidden_norm = nn.RMSNorm(hidden, eps)
+        self.input_layernorm = Norm(hidden, eps)
+        self.hidden_norm = Norm(hidden, eps)
         self.self_attn = SelfAttention(config, 2 * hidden)
-        self.post_attention_layernorm = nn.RMSNorm(hidden, eps)
+        self.post_attention_layernorm = Norm(hidden, eps)
         self.mlp = Mlp(config)
 
     @property
@@ -93,12 +93,12 @@ class Eagle3(nn.Module):
         hidden, width = config.hidden_size, len(spec.reads) * spec.target_hidden
         self.config, self.spec, self.reads = config, spec, spec.reads
         self.fc = nn.Linear(width, hidden, bias=False)
-        self.input_norm = nn.RMSNorm(width, config.norm_eps) if spec.norm_before_fc else None
-        norms = [nn.RMSNorm(spec.target_hidden, config.norm_eps) for _ in spec.reads] if spec.fc_norm else []
+        self.input_norm = Norm(width, config.norm_eps) if spec.norm_before_fc else None
+        norms = [Norm(spec.target_hidden, config.norm_eps) for _ in spec.reads] if spec.fc_norm else []
         self.fc_norm = nn.ModuleList(norms)
         first: list[nn.Module] = [Eagle3Layer(config, spec.norm_before_residual)]
         self.layers = nn.ModuleList(first + [DecoderLayer(config) for _ in range(config.num_layers - 1)])
-        self.norm = nn.RMSNorm(hidden, config.norm_eps)
+        self.norm = Norm(hidden, config.norm_eps)
         self.lm_head = head
         self.head = head
 
@@ -185,11 +185,11 @@ class MultiToken(nn.Module):
         super().__init__()
         hidden, eps = config.hidden_size, config.norm_eps
         self.config, self.reads = config, (last_layer,)
-        self.enorm = nn.RMSNorm(hidden, eps)
-        self.hnorm = nn.RMSNorm(hidden, eps)
+        self.enorm = Norm(hidden, eps)
+        self.hnorm = Norm(hidden, eps)
         self.eh_proj = nn.Linear(2 * hidden, hidden, bias=False)
         self.layers = nn.ModuleList([DecoderLayer(config) for _ in range(config.num_layers)])
-        self.norm = nn.RMSNorm(hidden, eps)
+        self.norm = Norm(hidden, eps)
         self.head = head
 
     def fuse(self, features: Tensor) -> Tensor:

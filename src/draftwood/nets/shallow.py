@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from draftwood.model.config import ModelConfig
-from draftwood.nets.parts import Attend, SelfAttention, VocabularyHead
+from draftwood.nets.parts import Attend, Norm, SelfAttention, VocabularyHead
 
 
 class AttentionLayer(nn.Module):
@@ -17,7 +17,7 @@ class AttentionLayer(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.input_layernorm = Norm(config.hidden_size, config.norm_eps)
         self.self_attn = SelfAttention(config)
 
     def forward(self, hidden: Tensor, positions: Tensor, layer: int, attend: Attend) -> Tensor:
@@ -32,7 +32,7 @@ class Kangaroo(nn.Module):
         super().__init__()
         self.config, self.exit_layer, self.reads = config, exit_layer, (exit_layer - 1,)
         self.layers = nn.ModuleList([AttentionLayer(config) for _ in range(config.num_layers)])
-        self.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = Norm(config.hidden_size, config.norm_eps)
         self.head = head
 
     def run(self, hidden: Tensor, positions: Tensor, attend: Attend) -> Tensor:

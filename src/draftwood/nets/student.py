@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from draftwood.model.config import ModelConfig
-from draftwood.nets.parts import Attend, DecoderLayer
+from draftwood.nets.parts import Attend, DecoderLayer, Norm
 
 
 class Student(nn.Module):
@@ -16,7 +16,7 @@ class Student(nn.Module):
         self.config = config
         self.model = nn.Module()
         self.model.layers = nn.ModuleList([DecoderLayer(config) for _ in range(config.num_layers)])
-        self.model.norm = nn.RMSNorm(config.hidden_size, config.norm_eps)
+        self.model.norm = Norm(config.hidden_size, config.norm_eps)
 
     def run(self, embedded: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """What the head reads. [*, hidden], [*] -> [*, hidden]."""
