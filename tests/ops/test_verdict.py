@@ -78,6 +78,18 @@ def test_the_longest_match_is_that_of_the_host(shapes: list, again: list[int], d
         assert torch.equal(got.bonus, want.bonus)
 
 
+@pytest.mark.parametrize("kept", [0, 31, 32, 33, 69])
+def test_a_long_match_ends_where_the_host_ends_it(kept: int, device: torch.device) -> None:
+    tree = TokenTree.of_points([([5] * 70, [-1, *range(69)]), BUSHY], device)
+    choices = torch.full((tree.num_nodes,), 6)
+    choices[:kept] = 5
+    want, got = follow(tree, choices.tolist()), triton_verdict.follow(tree, choices.to(device))
+    assert want.length[0] == kept
+    assert torch.equal(got.path, want.path)
+    assert torch.equal(got.length, want.length)
+    assert torch.equal(got.bonus, want.bonus)
+
+
 class Net:
     """Random logits."""
 

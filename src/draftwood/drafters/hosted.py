@@ -16,53 +16,69 @@ from draftwood.protocols import BatchView, Budget, Drafter, Randomness, Verifier
 from draftwood.rng import KeyedRng
 from draftwood.tree import BITS, TokenTree, follow
 
-HEAD = 3  # columns before the ancestors
+KNOWN = ("sizes", "owner", "local", "max_depth", "widest", "depth", "ancestors", "tries")
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """A buffer cut into what it says of its trees' nodes, of which there are M."""
+
+    tokens: Tensor  # [M]
+    depth: Tensor  # [M]
+    parents: Tensor  # [M]
+    ancestors: Tensor  # [M, words]
+    tries: Tensor  # [M, width] children
+
+    @classmethod
+    def of(cls, packed: Tensor, num_nodes: int, words: int) -> _Parts:
+        """Views of it."""
+        width = packed.numel() // num_nodes - 3 - words
+        parts = packed.split([num_nodes * columns for columns in (1, 1, 1, words, width)])
+        return cls(*parts[:3], *(part.view(num_nodes, -1) for part in parts[3:]))
 
 
 @dataclass(frozen=True)
 class _Frame:
     """Device memory for the trees of one size of round; a captured graph reads them from here."""
 
-    packed: Tensor  # [B, N + 1, 3 + W + T] token, depth, parent, ancestor words, children
-    tree: TokenTree  # without anything that changes from round to round
+    packed: Tensor  # all that differs from round to round, in one piece that travels at once
+    size: int  # trees
+    rows: int  # of each, with its root
+    tree: TokenTree  # whose parts lie in `packed`
 
     @classmethod
     def make(cls, size: int, nodes: int, width: int, device: torch.device) -> _Frame:
         """Room for trees with at most `width` children a node."""
-        packed = torch.full((size, nodes + 1, HEAD + _words(nodes) + width), -1, device=device)
-        offsets = torch.arange(size + 1, device=device) * (nodes + 1)
-        none = torch.full((size * (nodes + 1),), -1, device=device)
-        tree = TokenTree(none, none, offsets, torch.zeros_like(none), none)
-        tree.__dict__.update(max_depth=nodes, widest=nodes + 1)
+        rows, words = nodes + 1, max(1, -(-nodes // BITS))
+        packed = torch.full((size * rows * (3 + words + width),), -1, device=device)
+        parts = _Parts.of(packed, size * rows, words)
+        offsets, none = torch.arange(size + 1, device=device) * rows, torch.full_like(parts.tokens, -1)
+        tree = TokenTree(parts.tokens, parts.parents, offsets, torch.zeros_like(none), none)
+        tree.__dict__.update(max_depth=nodes, widest=rows)
+        tree.__dict__.update(depth=parts.depth, ancestors=parts.ancestors, tries=parts.tries)
         tree.sizes, tree.owner, tree.local  # noqa: B018  (a graph cannot find out)
-        return cls(packed, tree)
+        return cls(packed, size, rows, tree)
 
     @cached_property
     def empty(self) -> Tensor:
         """What lies there when nothing was guessed: nodes without a token, right behind the root. On the host."""
-        size, rows, _ = self.packed.shape
         packed = torch.full(self.packed.shape, -1)
-        packed[:, :, 1 : HEAD + _words(rows - 1)] = 0
-        packed[:, 1:, 2] = torch.arange(0, size * rows, rows)[:, None]
-        packed[:, 0, 2] = -1
+        parts = self.parts(packed)
+        parts.depth.zero_()
+        parts.ancestors.zero_()
+        parts.parents.view(self.size, self.rows)[:, 1:] = torch.arange(0, self.size * self.rows, self.rows)[:, None]
         return packed
 
+    def parts(self, packed: Tensor) -> _Parts:
+        """Of a buffer like this one's."""
+        return _Parts.of(packed, self.size * self.rows, self.tree.ancestors.shape[1])
+
     def filled(self, roots: Tensor) -> TokenTree:
-        """The trees that lie here now, behind `roots` [B]."""
-        size, rows, _ = self.packed.shape
-        words = _words(rows - 1)
-        tokens = torch.cat([roots[:, None], self.packed[:, 1:, 0]], 1).view(-1)
-        flat = self.packed.view(size * rows, -1)
-        parts = flat.split_with_sizes([1, 1, 1, words, flat.shape[1] - HEAD - words], 1)
-        _, depth, parents, ancestors, tries = (part.contiguous() for part in parts)
-        tree = replace(self.tree, tokens=tokens, parents=parents[:, 0])
-        known = {name: getattr(self.tree, name) for name in ("sizes", "owner", "local", "max_depth", "widest")}
-        tree.__dict__.update(known | {"depth": depth[:, 0], "ancestors": ancestors, "tries": tries})
+        """The trees that lie here now, behind `roots` [B]; whatever else is found out about them is so anew."""
+        self.tree.tokens.view(self.size, self.rows)[:, 0] = roots
+        tree = replace(self.tree)
+        tree.__dict__.update({name: self.tree.__dict__[name] for name in KNOWN})
         return tree
-
-
-def _words(nodes: int) -> int:
-    return max(1, -(-nodes // BITS))
 
 
 class ResidentHosted(NeedsNothing):
@@ -90,12 +106,11 @@ class ResidentHosted(NeedsNothing):
         """Ask the drafter, and bring its trees to the device."""
         tree = self._drafter.propose(view, Budget(nodes), KeyedRng())
         frame = self._frame(size, nodes)
-        packed = frame.empty.clone()
-        rows, at = packed.view(size * (nodes + 1), -1), tree.owner * (nodes + 1) + tree.local
-        head = torch.stack([tree.tokens, tree.depth, follow(at, tree.parents)], 1)
-        rows[at, : HEAD + tree.ancestors.shape[1]] = torch.cat([head, tree.ancestors], 1)
-        start = HEAD + _words(nodes)
-        rows[at, start : start + tree.tries.shape[1]] = follow(at, tree.tries)
+        packed, at = frame.empty.clone(), tree.owner * (nodes + 1) + tree.local
+        parts = frame.parts(packed)
+        parts.tokens[at], parts.depth[at], parts.parents[at] = tree.tokens, tree.depth, follow(at, tree.parents)
+        parts.ancestors[at, : tree.ancestors.shape[1]] = tree.ancestors
+        parts.tries[at, : tree.tries.shape[1]] = follow(at, tree.tries)
         if self._device.type == "cuda":
             packed = packed.pin_memory()
         frame.packed.copy_(packed, non_blocking=True)

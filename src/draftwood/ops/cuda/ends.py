@@ -18,30 +18,43 @@ from draftwood.ops.cuda.random import aim_at, fold, uniform
 from draftwood.rng import Purpose
 
 ACCEPT = tl.constexpr(int(Purpose.ACCEPT))
+PIECE = tl.constexpr(32)  # of a path written together
+
+
+@triton.jit
+def _nothing_behind(path, depth, steps):
+    """A path that ends after `depth` steps has no node there."""
+    at = depth + 1
+    while at <= steps:
+        x = at + tl.arange(0, PIECE)
+        tl.store(path + x, tl.full((PIECE,), -1, tl.int64), mask=x <= steps)
+        at += PIECE
 
 
 @triton.jit(do_not_specialize=["steps"])
 def follow_choices(tokens, tries, offsets, choices, path, length, bonus, steps, W: tl.constexpr, PADDED: tl.constexpr):
-    """Down one tree along what was chosen after each of its nodes."""
+    """Down one tree along what was chosen after each of its nodes; trees may be much deeper than that goes."""
+    wait_and_make_way()
     b = tl.program_id(0)
-    place = tl.arange(0, PADDED)
+    own, place = path + b * (steps + 1), tl.arange(0, PADDED)
     node = tl.load(offsets + b)
-    tl.store(path + b * (steps + 1), node)
-    accepted = node * 0
-    walks = node >= 0
-    step = 1
-    while step <= steps:
+    tl.store(own, node)
+    chosen, accepted = tl.load(choices + node), node * 0
+    walks = steps > 0
+    while walks:
         child = tl.load(tries + node * W + place, mask=place < W, other=-1)
         token = tl.load(tokens + child, mask=child >= 0, other=-1)
-        hit = (child >= 0) & (token == tl.load(choices + node))
-        first = tl.min(tl.where(hit, place, PADDED), 0)
-        walks = walks & (first < PADDED)
-        node = tl.where(walks, tl.sum(tl.where(place == first, child, 0), 0), node)
-        tl.store(path + b * (steps + 1) + step, tl.where(walks, node, -1))
-        accepted += walks.to(tl.int64)
-        step += 1
+        first = tl.min(tl.where((child >= 0) & (token == chosen), place, PADDED), 0)
+        hit = first < PADDED
+        if hit:
+            node = tl.sum(tl.where(place == first, child, 0), 0)
+            chosen = tl.load(choices + node)
+            accepted += 1
+            tl.store(own + accepted, node)
+        walks = hit & (accepted < steps)
+    _nothing_behind(own, accepted, steps)
     tl.store(length + b, accepted)
-    tl.store(bonus + b, tl.load(choices + node))
+    tl.store(bonus + b, chosen)
 
 
 @triton.jit
@@ -84,11 +97,11 @@ def write_path(parents, node, path, length, steps):
         depth += 1
         up = tl.load(parents + up)
     tl.store(length, depth)
-    here = node
-    at = steps
-    while at >= 0:
-        tl.store(path + at, tl.where(at <= depth, here, -1))
-        here = tl.where(at <= depth, tl.load(parents + tl.maximum(here, 0)), here)
+    _nothing_behind(path, depth, steps)
+    here, at = node, depth
+    while here >= 0:
+        tl.store(path + at, here)
+        here = tl.load(parents + here)
         at -= 1
 
 

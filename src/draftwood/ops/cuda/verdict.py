@@ -50,6 +50,7 @@ def follow(tree: TokenTree, choices: Tensor) -> Verdict:
         follow_choices[(tree.num_trees,)](
             tree.tokens.contiguous(), tree.tries.contiguous(), tree.offsets.contiguous(), choices.contiguous(),
             path, ends[0], ends[1], tree.max_depth, width, max(2, triton.next_power_of_2(width)), num_warps=1,
+            **OVERLAPPING,
         )  # fmt: skip
     return Verdict(path, ends[0], ends[1])
 
