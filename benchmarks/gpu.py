@@ -27,7 +27,7 @@ from gpu_measure import QUICK, Lab, Row, Sizes
 from gpu_sections import SECTIONS
 from standin import Shape, build, build_small
 
-BY_DEFAULT = ("load", "costs", "speed", "tree", "idle", "strict", "quant", "context")
+BY_DEFAULT = ("load", "costs", "speed", "traffic", "tree", "idle", "strict", "quant", "context")
 
 
 def arguments() -> argparse.Namespace:

@@ -207,9 +207,12 @@ class Lab:
         return (read + cached * token_bytes(config, dtype)) / BANDWIDTH
 
 
-def ask(llm: LLM, prompts: Sequence[Sequence[int]], tokens: int, temperature: float) -> tuple[float, list[Result]]:
-    """Seconds for all prompts in one batch, and the answers."""
-    params = SamplingParams(max_tokens=tokens, temperature=temperature, ignore_eos=True, seed=1)
+def ask(
+    llm: LLM, prompts: Sequence[Sequence[int]], tokens: int | Sequence[int], temperature: float
+) -> tuple[float, list[Result]]:
+    """Seconds for all prompts in one batch, and the answers, of so many `tokens` each."""
+    lengths = [tokens] * len(prompts) if isinstance(tokens, int) else tokens
+    params = [SamplingParams(max_tokens=own, temperature=temperature, ignore_eos=True, seed=1) for own in lengths]
     start = time.perf_counter()
     results = llm.generate(list(prompts), params)
     seconds = time.perf_counter() - start
@@ -219,7 +222,7 @@ def ask(llm: LLM, prompts: Sequence[Sequence[int]], tokens: int, temperature: fl
     return seconds, results
 
 
-def warm_up(llm: LLM, prompts: Sequence[Sequence[int]], tokens: int, temperature: float) -> None:
+def warm_up(llm: LLM, prompts: Sequence[Sequence[int]], tokens: int | Sequence[int], temperature: float) -> None:
     """Ask until nothing had to be captured for it."""
     for _ in range(WARM_UPS):
         ready = num_ready(llm)

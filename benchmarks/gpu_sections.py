@@ -19,7 +19,7 @@ from draftwood.drafters.scripted import ScriptedDrafter
 from draftwood.engine.controller import FixedBudget
 from draftwood.engine.worker import ComputeThread
 from draftwood.protocols import Drafter
-from gpu_measure import Figures, Lab, Row, Setup, ask, step_seconds, timed_on_the_device
+from gpu_measure import Figures, Lab, Row, Setup, ask, step_seconds, timed_on_the_device, warm_up
 from gpu_prompts import CHAT8, CODE8, MATHS8, STRICT64, chats
 
 PLAIN = Setup()
@@ -124,6 +124,27 @@ def tree(lab: Lab) -> Iterator[Row]:
         yield f"step with {rows} rows / 1 row, batch 1", own, "x", {64: 1.12, 128: 1.2}.get(rows), "<="
         yield f"step with {rows} rows made by the host / 1 row, batch 1", whole, "x", None, ""
     lab.close(setup)  # its controller is of no use to anybody else
+
+
+def traffic(lab: Lab) -> Iterator[Row]:
+    """Answers that end one by one, each making room for another prompt, beside as many that begin and end together."""
+    sizes = lab.sizes
+    for name, setup in contenders(lab, 0.0).items():
+        if name == ALWAYS_RIGHT or (lab.contenders and name not in lab.contenders):
+            continue
+        for batch in sizes.batches[1:]:
+            own = replace(setup, max_running=batch)
+            llm, count = lab.open(own), 4 * batch
+            lengths = [random.Random(i).randint(sizes.tokens // 8, sizes.tokens) for i in range(count)]
+            prompts = [chats(llm.tokenizer, CHAT8, count, 10_000 * turn) for turn in range(1, 4)]
+            warm_up(llm, prompts[0], lengths, 0.0)
+            together, _ = ask(llm, prompts[1][:batch], sizes.tokens, 0.0)
+            mixed, _ = ask(llm, prompts[2], lengths, 0.0)
+            speed, share = sum(lengths) / mixed, sum(lengths) / mixed * together / (batch * sizes.tokens)
+            print(f"{name:20s} {batch:5d} {speed:9.1f} tok/s, {share:.2f} of all at once", flush=True)
+            yield f"{name}, batch {batch}, answers that end one by one, tok/s", speed, "", None, ""
+            yield f"{name}, batch {batch}, the same / all at once", share, "x", None, ""
+            lab.close(own)
 
 
 def wrong_tree(size: Sequence[int], most: int, vocabulary: int) -> Drafter:
@@ -342,6 +363,7 @@ SECTIONS: Mapping[str, Callable[[Lab], Iterator[Row]]] = {
     "load": load,
     "costs": costs,
     "speed": speed,
+    "traffic": traffic,
     "tree": tree,
     "idle": idle,
     "strict": strict,

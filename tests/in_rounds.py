@@ -46,6 +46,7 @@ class Replayed(Rounds):
     """Where there are no graphs: the same preparations, run again call by call."""
 
     def _captured(self, run: Callable[[], None]) -> Callable[[], None]:
+        run()  # as graphs are before they are captured
         return run
 
 

@@ -28,9 +28,9 @@ def test_what_is_rehearsed(drafter, sizes: set[int]) -> None:
     rounds = RoundHarness(drafter, "match").engine.pipeline.rounds
     rounds.captures = False
     with torch.inference_mode():
-        piece, *others = [part() for part in rounds.rehearsals(Kind(None, greedy=True, truncates=False))]
+        _, *others = [part() for part in rounds.rehearsals(Kind(None, greedy=True, truncates=False))]
     assert {(each.outcome.shape[0], each.outcome.shape[1] - 3) for each in others} == {(1, depth) for depth in sizes}
-    assert len(piece.packed) == READINGS[0] + 1 + rounds.seats.num_pages
+    assert [(frame.rows, frame.pages) for frame in rounds._frames.values()] == [(READINGS[0], rounds.seats.num_pages)]
     assert rounds.ready == [], "what was made of nothing is not kept"
 
 

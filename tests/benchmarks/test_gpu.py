@@ -57,6 +57,13 @@ def test_speeds_of_all_contenders(lab: Lab) -> None:
     assert (found["model, batch 1, T=0, tokens a step"] or 0) > 2  # both compute the same function
 
 
+def test_answers_that_end_one_by_one(lab: Lab) -> None:
+    found = rows(lab, "traffic")
+    for name in ("plain", "ngram", "model"):
+        assert found[f"{name}, batch 4, answers that end one by one, tok/s"]
+        assert found[f"{name}, batch 4, the same / all at once"]
+
+
 def test_trees_cost_and_give_nothing(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
     found = rows(lab, "tree")
     assert found["step with 1 rows / 1 row, batch 1"] == 1

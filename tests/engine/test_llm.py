@@ -43,6 +43,14 @@ def test_a_batch_equals_one_by_one_and_plain_decoding(llm: LLM, folder: Path) ->
         assert batch == [r.token_ids for r in plain.generate(PROMPTS, params)]
 
 
+def test_every_prompt_of_a_list_may_have_parameters_of_its_own(llm: LLM) -> None:
+    each = [SamplingParams(temperature=float(i), seed=i, max_tokens=3 + i) for i in range(len(PROMPTS))]
+    found = [r.token_ids for r in llm.generate(PROMPTS, each)]
+    assert found == [llm.generate(p, params).token_ids for p, params in zip(PROMPTS, each, strict=True)]
+    with pytest.raises(InvalidRequest, match="prompts came with 1 sets"):
+        llm.generate(PROMPTS, each[:1])
+
+
 def test_a_stream_adds_up_to_the_result(llm: LLM) -> None:
     params = SamplingParams(max_tokens=12, temperature=0.8, seed=1)
     events = list(llm.stream(PROMPTS[0], params))

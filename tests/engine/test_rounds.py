@@ -15,9 +15,11 @@ from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
 from draftwood.drafters.scripted import ScriptedDrafter
-from draftwood.engine.rounds import LONG_TABLES, PATIENCE, Size
+from draftwood.engine import rounds
+from draftwood.engine.rounds import APART, LONG_TABLES, PATIENCE, Size
 from draftwood.growers import Beam, Coupled, Independent, Levels, chain
 from draftwood.growers.pickers import Best
+from draftwood.protocols import Span
 from draftwood.request import SamplingParams
 from draftwood.train.online import AdaptConfig, Adapter
 from draftwood.train.optim import OptimConfig
@@ -95,6 +97,69 @@ def test_whatever_the_schedule(name: str, regime: str) -> None:
     assert generated(harness.run(wanted)) == plain(wanted)
     if regime == "preemption":
         assert harness.engine.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("regime", ["few seats", "preemption"])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_prompts_may_be_read_in_rounds_of_others(name: str, regime: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "PATIENCE", -1)  # as if that had been missed for long
+    hard = REGIMES[regime]
+    wanted = with_arrivals(asks(1.0, 6), 2)
+    harness = RoundHarness(DRAFTERS[name](num_pages=hard.num_pages), "match", hard, moody=True)
+    assert generated(harness.run(wanted)) == plain(wanted)
+    assert any(size.text for size, _ in harness.engine.pipeline.rounds._known)
+
+
+def test_only_what_fits_is_read_in_rounds() -> None:
+    """And only once a round for it is worth its preparation."""
+    harness = RoundHarness(DRAFTERS["none"](), "match")
+    running, kind = harness.engine.pipeline.rounds, Kind(None, greedy=True, truncates=False)
+    size, tables = Size(4, 0, running.seats.num_pages), harness.engine.target.cache.tables
+    for seq_id in range(17):
+        tables.open(seq_id, [1])
+        assert tables.reserve(seq_id, 4)
+    spans = [Span(i, [1, 2, 3], 0, 3) for i in range(17)]
+    found = [running.with_room_for(spans[:16], size, kind, 512) for _ in range(int(PATIENCE / APART) + 1)]
+    assert found == [None] * int(PATIENCE / APART) + [replace(size, text=64)]
+    assert running.with_room_for(spans, size, kind, 512) is None
+    assert running.with_room_for(spans[:16], size, kind, 67) is None
+    assert running.with_room_for(spans[:16], size, kind, 68) == replace(size, text=64)
+    assert running.with_room_for(spans[:1], replace(size, pages=1), kind, 512) is None
+    long = Span(0, list(range(600)), 0, 513)
+    assert running.with_room_for([long], size, kind, 4096) is None
+
+
+def test_a_larger_round_will_do_unless_its_empty_rows_take_longer_than_reading_apart() -> None:
+    harness = RoundHarness(DRAFTERS["none"](), "match")
+    running, kind = harness.engine.pipeline.rounds, Kind(None, greedy=True, truncates=False)
+    size, tables = Size(4, 0, running.seats.num_pages), harness.engine.target.cache.tables
+    tables.open(0, [1])
+    span = Span(0, [1, 2, 3], 0, 3)
+    with torch.inference_mode():
+        assert running.prepare(replace(size, text=512), kind)
+        assert running.with_room_for([span], size, kind, 4096) is None
+        assert running.prepare(replace(size, text=128), kind)
+    often = int((PATIENCE - APART) / (64 / rounds.FREE_ROWS))
+    found = [running.with_room_for([span], size, kind, 4096) for _ in range(often + 1)]
+    assert found == [replace(size, text=128)] * often + [replace(size, text=64)]
+
+
+@pytest.mark.parametrize("rides", [False, True])
+def test_rounds_that_did_not_have_the_device_for_themselves_say_nothing_of_their_time(
+    rides: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounds, "PATIENCE", -1 if rides else 1000)
+    harness, heard = RoundHarness(DRAFTERS["none"](), "match"), []
+    late = [Ask((1, 2, 3), SamplingParams(max_tokens=30)), Ask((4, 5, 6), SamplingParams(max_tokens=5), arrives=10)]
+    harness.run(late)
+    harness.events.clear()
+    monkeypatch.setattr(harness.engine.controller, "observe", heard.append)
+    harness.run(late)
+    silent = [i for i, report in enumerate(heard) if report.step_seconds is None]
+    text = [i for i, report in enumerate(heard) if report.num_rows > 2]
+    assert (len(text) == 1) == rides
+    behind = [i for i in silent if i > 2]  # the first ones come behind the first prompt
+    assert behind == text if rides else len(behind) == 2
 
 
 LAWFUL = [

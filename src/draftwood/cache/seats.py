@@ -127,12 +127,6 @@ class Seats:
         seats = [self._seat_of[seq_id] for seq_id in seq_ids]
         return self._upload(seats + [self.nobody] * (size - len(seats)))
 
-    def packed_text(self, tokens: Sequence[int], start: int, pages: Sequence[int]) -> Tensor:
-        """Tokens, where they begin and the pages they lie in, in one piece of the host's memory."""
-        spare = [self._scratch_page] * (self.num_pages - len(pages))
-        packed = torch.tensor([*tokens, start, *pages, *spare])
-        return packed.pin_memory() if self.device.type == "cuda" else packed
-
     def view(self, rows: Tensor, kind: Kind, pages: int) -> SeatedView:
         """What a round may know of the sequences on seats `rows` [B], of which none has more than so many pages."""
         count = len(rows)

@@ -249,17 +249,28 @@ class LLM:
         self, prompts: str, params: SamplingParams | None = None
     ) -> Result: ...
     @overload
-    def generate(self, prompts: Sequence[Prompt], params: SamplingParams | None = None) -> list[Result]: ...
-    def generate(self, prompts: str | Sequence[Prompt], params: SamplingParams | None = None) -> Result | list[Result]:
-        """Answer a prompt, or all of a list in one batch.
+    def generate(
+        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Result]: ...
+    def generate(
+        self, prompts: str | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> Result | list[Result]:
+        """Answer a prompt, or all of a list in one batch, with `params` for all of them or a list, one for each.
 
         A single prompt that cannot run raises. In a list it gets a result with `finish_reason` "error" and the
         reason, and the others run on.
         """
         params = params or SamplingParams()
-        if isinstance(prompts, str):
-            return self._wait([self._prepare(prompts, params)])[0]
-        return self._wait([self._prepare_or_explain(prompt, params) for prompt in prompts])
+        alone = isinstance(prompts, str)
+        asked: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else prompts
+        each = [params] * len(asked) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(asked):
+            raise InvalidRequest(
+                f"{len(asked)} prompts came with {len(each)} sets of parameters: give one, or one each."
+            )
+        if alone:
+            return self._wait([self._prepare(asked[0], each[0])])[0]
+        return self._wait([self._prepare_or_explain(*both) for both in zip(asked, each, strict=True)])
 
     def chat(self, messages: Sequence[dict[str, str]], params: SamplingParams | None = None) -> Result:
         """Answer a conversation: a list of {"role": …, "content": …}."""

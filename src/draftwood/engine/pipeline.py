@@ -31,7 +31,7 @@ class _InFlight:
     size: Size
     launched: Launched
     since: float
-    fresh: bool  # it had to be prepared first, which says nothing about how long it takes
+    alone: bool  # nothing else took the device's time: neither its preparation, nor prompts in it or before it
 
 
 class Pipeline:
@@ -45,6 +45,7 @@ class Pipeline:
         self._unheard: list[Event] = []
         self._heard = 0.0
         self._disturbed = False
+        self._behind_text = False  # something was read since the last round
 
     def step(self, controller: Controller) -> list[Event] | None:
         """Start a round, then hear of the one before. None, and nothing done, where the host is needed."""
@@ -54,13 +55,13 @@ class Pipeline:
         launched = None
         self._reseat()
         if ready.items:
-            launched = None if kind is None else self._launch(ready, kind)
+            launched = None if kind is None else self._launch(ready, kind, prompts)
             if launched is None:
                 self._unheard = events
                 return None
-        if prompts.items or (launched is not None and launched.fresh):
-            self._disturbed = True  # the round in flight will be heard of late
-        self._read_prompts(prompts)
+        if launched is None or not launched.size.text:
+            self._read_apart(prompts)
+        self.scheduler.commit(prompts, HostVerdict([], [], [], []))
         events += self._hear(controller)
         self._in_flight = launched
         return events
@@ -94,21 +95,26 @@ class Pipeline:
         for seq_id in self.rounds.seats.seated - running:
             self.release(seq_id)
 
-    def _launch(self, ready: Plan, kind: Kind) -> _InFlight | None:
-        """A round for everybody who is ready; None if it needs the host."""
+    def _launch(self, ready: Plan, kind: Kind, prompts: Plan) -> _InFlight | None:
+        """A round for everybody who is ready, with these prompts if they fit; None if it needs the host."""
         room = min(item.max_nodes for item in ready.items)
         if not self.rounds.can_run(kind):
             return None
         self._seat(ready)
         pages = self.rounds.seats.most_pages([item.seq.id for item in ready.items])
         size = self.rounds.size_for(len(ready.items), room, pages, kind)
+        if prompts.items:
+            size = self.rounds.with_room_for(prompts.spans, size, kind, self.scheduler.config.max_rows) or size
         fresh = not self.rounds.is_ready(size, kind)
+        self._disturbed |= fresh  # the round in flight will be heard of late
         if not self.rounds.prepare(size, kind):
             return None
         self._keep_drafter_reading(ready, size.nodes)
-        launched = self.rounds.launch(ready, size, kind)
+        launched = self.rounds.launch(ready, size, kind, prompts.spans)
         lives = tuple(item.seq.preemptions for item in ready.items)
-        return _InFlight(ready, lives, size, launched, time.perf_counter(), fresh)
+        alone = not (fresh or size.text or self._behind_text)
+        self._behind_text = False
+        return _InFlight(ready, lives, size, launched, time.perf_counter(), alone)
 
     def _seat(self, ready: Plan) -> None:
         seats, tables = self.rounds.seats, self.scheduler.tables
@@ -144,23 +150,23 @@ class Pipeline:
             total = list(itertools.accumulate(piece.end - piece.start for piece in pieces))
             count = max(1, bisect.bisect_right(total, rows))
             self.rounds.drafter.read(self.rounds.target.cache.stage(pieces[:count], None, self._nowhere))
+            self._behind_text = True
             pieces = pieces[count:]
 
     @property
     def _nowhere(self) -> torch.Tensor:
         return torch.empty(0, dtype=torch.int64, device=self.rounds.target.device)
 
-    def _read_prompts(self, prompts: Plan) -> None:
-        if not prompts.items:
-            return
-        self.rounds.read(prompts.spans)
-        self.scheduler.commit(prompts, HostVerdict([], [], [], []))
+    def _read_apart(self, prompts: Plan) -> None:
+        if prompts.items:
+            self._disturbed = self._behind_text = True  # the round in flight will be heard of late, and the next end so
+            self.rounds.read(prompts.spans)
 
     def _seconds(self, flight: _InFlight) -> float | None:
         """How long the round took, unless something else took place meanwhile."""
         now = time.perf_counter()
         seconds = now - max(flight.since, self._heard)
-        disturbed, self._heard, self._disturbed = self._disturbed or flight.fresh, now, False
+        disturbed, self._heard, self._disturbed = self._disturbed or not flight.alone, now, False
         return None if disturbed else seconds
 
     def _hear(self, controller: Controller) -> list[Event]:

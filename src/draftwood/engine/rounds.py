@@ -2,29 +2,30 @@
 
 A round is the engine's step without the host in it. Its code is the same whether it is captured or run call by call;
 capturing only takes the host out of the way. Graphs are made when first needed, by (batch, nodes, length of the longest
-sequence, kind of sampling).
+sequence, kind of sampling). Prompts are read by graphs too, if they are short; while others decode, in their rounds.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from draftwood.cache.kv import Places, stage_behind, stage_trees
+from draftwood.cache.kv import stage_trees
 from draftwood.cache.resident import ResidentDrafter, round_batch
 from draftwood.cache.seats import Kind, SeatedView, Seats
+from draftwood.cache.text import SEQUENCES, TextFrame
 from draftwood.engine.plan import Plan
 from draftwood.engine.trace import NUM_FACTS, facts, step_trace
-from draftwood.model.batch import ForwardBatch
+from draftwood.model.batch import ForwardBatch, with_text
 from draftwood.model.runner import ModelRunner
 from draftwood.ops.choice import likeliest
-from draftwood.protocols import Randomness, Span, Verifier
+from draftwood.protocols import Features, Randomness, Span, Verifier
 from draftwood.request import StepTrace
 from draftwood.sampling import target_distribution
 from draftwood.tree import HostVerdict, TokenTree, Verdict
@@ -33,8 +34,9 @@ from draftwood.verifiers.path import keep_chosen
 PATIENCE = 32  # rounds' time that may be lost by making do with others: preparing one takes as long, or longer
 FREE_ROWS = 256  # take as long as reading all weights, and each as many more as long again
 LONG_TABLES = 0.1  # what is lost with longer tables than needed
-FEW_PROMPTS = 4  # that are read one after the other: launching kernel by kernel takes longer than reading all weights
-READINGS = (16, 32, 64, 128, 256, 512)  # rows of a piece of a single prompt
+APART = 1.0  # plain rounds' time that is lost by reading pieces of prompts apart: weights are read once more
+READINGS = (16, 32, 64, 128, 256, 512)  # rows of pieces of prompts that are read by one graph
+RIDES = (64, 128, 256, 512)  # the same within a round
 LENGTHS = (1024, 4096, 16384)  # tokens: kernels are cut up for what sequences could have, not for what they have
 
 
@@ -52,11 +54,12 @@ class Size:
     batch: int  # sequences
     nodes: int  # of each one's tree, without the root
     pages: int  # of each sequence
+    text: int = 0  # rows of prompts
 
     @property
     def rows(self) -> int:
         """That the target runs."""
-        return self.batch * (1 + self.nodes)
+        return self.batch * (1 + self.nodes) + self.text
 
     def lost_with(self, other: Size) -> float:
         """Plain rounds' time that is lost by running a larger or shorter one: rows for nobody, tokens not guessed."""
@@ -73,14 +76,6 @@ class Round:
     run: Callable[[], None]
     outcome: Tensor  # [B, 3 + D] what the last run earned, see `Seats.advance`
     facts: Tensor | None  # [B * (1 + N), 6] what it guessed, if anybody wants to know
-
-
-@dataclass
-class Reading:
-    """Room for one piece of a prompt, and what runs it."""
-
-    packed: Tensor  # [rows + 1 + pages] tokens, where they begin, and the pages they lie in
-    run: Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -137,7 +132,8 @@ class Rounds:
     _refused: set[Kind] = field(default_factory=set)
     _roots: dict[int, TokenTree] = field(default_factory=dict)
     _lost: dict[tuple[Size, Kind], float] = field(default_factory=dict)  # rounds' time, by what was wanted
-    _readings: dict[int, Reading] = field(default_factory=dict)
+    _frames: dict[tuple[int, int], TextFrame] = field(default_factory=dict)  # by rows and pages
+    _readings: dict[tuple[int, int], Callable[[], None]] = field(default_factory=dict)
     _pool: Any = None
     _side: Any = None
 
@@ -183,13 +179,37 @@ class Rounds:
         fitting = [
             known
             for known in ready
-            if count <= known.batch and known.nodes <= nodes and (known.nodes > 0) == (nodes > 0)
+            if count <= known.batch and known.nodes <= nodes and (known.nodes > 0) == (nodes > 0) and not known.text
         ]
-        if not fitting or self._lost.get((wanted, kind), 0.0) > PATIENCE:
+        instead = min(fitting, key=wanted.lost_with, default=wanted)
+        return wanted if self._missed(wanted, kind, wanted.lost_with(instead)) else instead
+
+    def with_room_for(self, spans: Sequence[Span], size: Size, kind: Kind, max_rows: int) -> Size | None:
+        """A round like that of `size` which reads these pieces of prompts as well. None where they are to be read
+        apart: because they do not fit, or because no such round is ready and little has been lost by that so far.
+        """
+        rows = sum(span.end - span.start for span in spans)
+        rides = [replace(size, text=text) for text in RIDES if text >= rows]
+        rides = [ride for ride in rides if ride.rows <= max_rows]
+        if not rides or len(spans) > SEQUENCES or not self._holds(size.pages, self._most_pages(spans)):
+            return None
+        wanted = rides[0]
+        lost = {ride: (ride.text - wanted.text) / FREE_ROWS for ride in rides if (ride, kind) in self._known}
+        instead = min((ride for ride in lost if lost[ride] < APART), key=lambda ride: ride.text, default=None)
+        if instead == wanted or self._missed(wanted, kind, APART if instead is None else lost[instead]):
             return wanted
-        instead = min(fitting, key=wanted.lost_with)
-        self._lost[wanted, kind] = self._lost.get((wanted, kind), 0.0) + wanted.lost_with(instead)
         return instead
+
+    def _missed(self, wanted: Size, kind: Kind, lost: float) -> bool:
+        """So much was lost once more because such a round is not ready: whether it is time to prepare it."""
+        self._lost[wanted, kind] = self._lost.get((wanted, kind), 0.0) + lost
+        return self._lost[wanted, kind] > PATIENCE
+
+    def _most_pages(self, spans: Sequence[Span]) -> int:
+        return max(len(self._own_pages(span.seq_id)) for span in spans)
+
+    def _own_pages(self, seq_id: int) -> Sequence[int]:
+        return self.target.cache.tables.pages(seq_id)
 
     def _pages_for(self, pages: int) -> int:
         whole = self.seats.num_pages
@@ -200,10 +220,12 @@ class Rounds:
         """The last is nobody's: what a sequence that has ended unheard writes behind its own pages goes there."""
         return pages < some or some == self.seats.num_pages
 
-    def launch(self, plan: Plan, size: Size, kind: Kind) -> Launched:
-        """Start a round of a `size` that holds the plan's sequences; nobody waits for it."""
+    def launch(self, plan: Plan, size: Size, kind: Kind, spans: Sequence[Span] = ()) -> Launched:
+        """Start a round of a `size` that holds the plan's sequences, and pieces of prompts; nobody waits for it."""
         seq_ids = [item.seq.id for item in plan.items]
         todo = self._round(size, kind)
+        if size.text:
+            self._frame(size.text, size.pages).fill(spans, self._own_pages)
         if size.nodes and self.drafter.waits:
             self.drafter.prepare(plan.view(torch.device("cpu")), size.batch, size.nodes)
         todo.rows.copy_(self.seats.rows(seq_ids, size.batch))
@@ -217,52 +239,43 @@ class Rounds:
         return Launched(outcome, arrived, len(seq_ids), told)
 
     def read(self, spans: Sequence[Span]) -> None:
-        """Run pieces of prompts through target and drafter: a few short ones by graphs, others all at once."""
-        longest = max(span.end - span.start for span in spans)
-        if not self.captures or len(spans) > FEW_PROMPTS or longest > READINGS[-1]:
+        """Run pieces of prompts through target and drafter: a few short ones by a graph, others call by call."""
+        rows = sum(span.end - span.start for span in spans)
+        if not self.captures or len(spans) > SEQUENCES or rows > READINGS[-1]:
             nowhere = torch.empty(0, dtype=torch.int64, device=self.seats.device)
             return self._run_text(self.target.cache.stage(spans, None, nowhere))
-        for span in spans:
-            self._read_one(span)
-
-    def _read_one(self, span: Span) -> None:
-        rows = span.end - span.start
-        size = next(size for size in READINGS if size >= rows)
+        size = next(size for size in READINGS if size >= rows), self._pages_for(self._most_pages(spans))
         if size not in self._readings:
-            self._readings[size] = self._prepare_reading(size)
-        reading = self._readings[size]
-        pages = self.target.cache.tables.pages(span.seq_id)
-        tokens = [*span.tokens[span.start : span.end], *[0] * (size - rows)]
-        reading.packed.copy_(self.seats.packed_text(tokens, span.start, pages), non_blocking=True)
-        reading.run()
+            self._readings[size] = self._prepare_reading(*size)
+        self._frame(*size).fill(spans, self._own_pages)
+        self._readings[size]()
 
-    def _prepare_reading(self, size: int) -> Reading:
-        """Rows behind the text fill the piece up: what they write is overwritten before anybody looks."""
-        device = self.seats.device
-        packed = self.seats.packed_text([0] * size, 0, []).to(device)
-        steps = torch.arange(size, device=device)[None]
-        nowhere = torch.empty(0, dtype=torch.int64, device=device)
-        tokens, start, pages = packed[None, :size], packed[size : size + 1], packed[None, size + 1 :]
-        highest = self.target.model.config.max_positions
+    def _frame(self, rows: int, pages: int) -> TextFrame:
+        if (rows, pages) not in self._frames:
+            cache = self.target.cache
+            self._frames[rows, pages] = TextFrame(rows, pages, cache.page_size, cache.scratch_page, self.seats.device)
+        return self._frames[rows, pages]
 
-        def run() -> None:
-            places = Places(steps, steps)
-            page_size = self.target.cache.page_size
-            self._run_text(stage_behind(start, pages, tokens, places, page_size, highest, nowhere))
-
-        return Reading(packed, self._ready(run))  # on nobody's pages
+    def _prepare_reading(self, rows: int, pages: int) -> Callable[[], None]:
+        frame = self._frame(rows, pages)
+        frame.clear()
+        return self._ready(lambda: self._run_text(frame.batch))  # on nobody's pages
 
     def _run_text(self, batch: ForwardBatch) -> None:
-        out = self.target.forward(batch, self.drafter.needs)
+        self._hand_on(batch, self.target.forward(batch, self.drafter.needs).features)
+
+    def _hand_on(self, text: ForwardBatch, features: Features) -> None:
+        """Let the drafter know of text, and of what the target has made of its rows."""
         if self.drafter.needs:
-            self.drafter.take_in(batch, out.features)
+            self.drafter.take_in(text, features)
         if self.drafter.reads:
-            self.drafter.read(batch)
+            self.drafter.read(text)
 
     def rehearsals(self, kind: Kind) -> list[Callable[[], object]]:
         """What compiles a piece of a prompt, a plain round and one with guesses, each without the others."""
         sizes = (Size(1, nodes, self._pages_for(1)) for nodes in {0, self.drafter.sizes[-1]})
-        return [partial(self._prepare_reading, READINGS[0]), *(partial(self._prepare, size, kind) for size in sizes)]
+        piece = partial(self._prepare_reading, READINGS[0], self._pages_for(1))
+        return [piece, *(partial(self._prepare, size, kind) for size in sizes)]
 
     def seconds(self, seq_ids: Sequence[int], nodes: int, kind: Kind, repeats: int) -> float:
         """How long such a round takes on the device, nothing in between; what the sequences earn is not heard."""
@@ -293,8 +306,11 @@ class Rounds:
         rows = torch.full((size.batch,), self.seats.nobody, device=self.seats.device)
         depth = self.drafter.depth(size.nodes) if size.nodes else 0
         outcome = torch.zeros(size.batch, 3 + depth, dtype=torch.int64, device=self.seats.device)
-        shape = size.batch * (1 + size.nodes), NUM_FACTS
+        shape = size.rows - size.text, NUM_FACTS
         told = torch.zeros(shape, dtype=torch.float64, device=self.seats.device) if kind.traced else None
+
+        if size.text:
+            self._frame(size.text, size.pages).clear()
 
         def run() -> None:
             self._step(rows, size, kind, outcome, told)
@@ -313,7 +329,8 @@ class Rounds:
             self.target.model.config.max_positions,
             chain=not nodes or self.drafter.law.chain,
         )
-        out = self.target.forward(batch, self.drafter.needs)
+        text = self._frame(size.text, size.pages).batch if size.text else None
+        out = self.target.forward(batch if text is None else with_text(batch, text), self.drafter.needs)
         verdict = self._verdict(out.logits, tree, view, kind)
         if told is not None:
             told.copy_(facts(out.logits, tree, verdict, view))
@@ -323,6 +340,8 @@ class Rounds:
             self.drafter.keep(view, tree, index, verdict.length)
         if self.drafter.needs:
             self.drafter.learn(view, verdict.path, out.features)
+        if text is not None:
+            self._hand_on(text, {layer: rows[len(batch.tokens) :] for layer, rows in out.features.items()})
         self.seats.advance(view, tree, verdict, outcome)
 
     def _verdict(self, logits: Tensor, tree: TokenTree, view: SeatedView, kind: Kind) -> Verdict:

@@ -7,7 +7,7 @@ from `tree_base` on those whose bit is set in `ancestors`.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -34,11 +34,31 @@ class ForwardBatch:
     max_nodes: int | None = None  # keys staged behind a sequence's text; None: as many as `ancestors` has bits
     max_depth: int | None = None  # of the deepest tree node; None: as many as `ancestors` has bits
     logits_in_order: bool = False  # `logit_rows` rise: if there are as many as rows, they are all of them
+    parts: tuple[ForwardBatch, ...] = ()  # what it was joined of: rows so different that attention takes them apart
 
     def at_logits(self, rows: Tensor) -> Tensor:
         """Of something that all rows have, what those have whose logits are wanted. [N, *] -> [K, *]."""
+        if self.parts:
+            return self.parts[0].at_logits(rows[: len(self.parts[0].tokens)])
         every = self.logits_in_order and len(self.logit_rows) == len(rows)
         return rows if every else rows.index_select(0, self.logit_rows)
+
+
+def with_text(batch: ForwardBatch, text: ForwardBatch) -> ForwardBatch:
+    """A batch and, behind its rows, some text of other sequences, of which no logits are wanted; tables of one width.
+
+    Weights are read once for both.
+    """
+    names = ("tokens", "positions", "slots", "visible", "tree_base", "num_keys", "block_table")
+    both = {name: torch.cat([getattr(batch, name), getattr(text, name)]) for name in names}
+    offsets = torch.cat([batch.row_offsets, text.row_offsets[1:] + len(batch.tokens)])
+    no_ancestors = batch.ancestors.new_zeros(len(text.tokens), batch.ancestors.shape[1])
+    ancestors = torch.cat([batch.ancestors, no_ancestors])
+    rows = None if batch.max_rows is None or text.max_rows is None else max(batch.max_rows, text.max_rows)
+    return replace(
+        batch, **both, row_offsets=offsets, ancestors=ancestors, max_rows=rows, linear=batch.linear and text.linear,
+        logits_in_order=False, parts=(batch, text),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from draftwood.model.weights import (
     store_as,
 )
 from draftwood.ops import cuda
-from draftwood.ops.cuda.attention import TreeAttention
+from draftwood.ops.cuda.attention import Apart, TreeAttention
 from draftwood.ops.cuda.linear import CudaLinear, Stream, pack
 from draftwood.ops.cuda.products import Norm
 from draftwood.ops.cuda.rotary import Turning, rotate_and_store
@@ -187,7 +187,12 @@ class CudaTransformer:
         heads = self.config.num_heads if num_heads is None else num_heads
         return Turning(positions, slots, store, self._rotations, heads, layer.head_norm, self.config.norm_eps)
 
-    def _plan(self, batch: ForwardBatch, cache: Pages, window: int | None) -> TreeAttention:
+    def _plan(self, batch: ForwardBatch, cache: Pages, window: int | None) -> TreeAttention | Apart:
+        if batch.parts:
+            return Apart(tuple(self._plan_one(part, cache, window) for part in batch.parts))
+        return self._plan_one(batch, cache, window)
+
+    def _plan_one(self, batch: ForwardBatch, cache: Pages, window: int | None) -> TreeAttention:
         shape = AttentionShape(window, self.config.head_dim**-0.5)
         return TreeAttention.plan(
             batch, cache, shape, linear=batch.linear, max_rows=batch.max_rows, max_depth=batch.max_depth,

@@ -114,12 +114,12 @@ class TreeAttention:
         """Chunks that the longest sequence these block tables can hold has."""
         return -(-self.batch.block_table.shape[1] * self.cache.page_size // CHUNK)
 
-    def run(self, layer: int, query: Tensor) -> Tensor:
+    def run(self, layer: int, query: Tensor, out: Tensor | None = None) -> Tensor:
         """[N, heads, D] -> [N, heads * D]."""
         num_rows, heads, dim = query.shape
         kv_heads = self.cache.store.shape[2]
         tiling = Tiling.choose(self, heads // kv_heads, kv_heads)
-        query, out = query.contiguous(), query.new_empty(num_rows, heads * dim)
+        query, out = query.contiguous(), query.new_empty(num_rows, heads * dim) if out is None else out
         split = tiling.num_splits > 1
         in_parts = split or self.tails is not None
         num_states = (self.num_chunks if split else 2) if in_parts else 0
@@ -182,6 +182,21 @@ class TreeAttention:
     @property
     def _window(self) -> int:
         return UNLIMITED if self.shape.window is None else self.shape.window
+
+
+@dataclass(frozen=True)
+class Apart:
+    """Attention of a batch that was joined of others, each as it would be by itself: in tiles of its own height."""
+
+    plans: tuple[TreeAttention, ...]
+
+    def run(self, layer: int, query: Tensor) -> Tensor:
+        """[N, heads, D] -> [N, heads * D]."""
+        out = query.new_empty(len(query), query[0].numel())
+        sizes = [len(plan.batch.tokens) for plan in self.plans]
+        for plan, rows, results in zip(self.plans, query.split(sizes), out.split(sizes), strict=True):
+            plan.run(layer, rows, results)
+        return out
 
 
 def _warps(lines: int, dim: int) -> int:

@@ -1,0 +1,95 @@
+"""Pieces of prompts where a captured graph finds them: a few of any lengths, in memory of a fixed size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from draftwood.model.batch import ForwardBatch
+from draftwood.protocols import Span
+
+SEQUENCES = 16  # that pieces in one frame may be of
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """A buffer cut into what it says of R rows, and of S sequences: those of pieces, and one for rows without any."""
+
+    tokens: Tensor  # [R]
+    positions: Tensor  # [R]
+    slots: Tensor  # [R]
+    visible: Tensor  # [R]
+    offsets: Tensor  # [S + 1]
+    ends: Tensor  # [S]
+    table: Tensor  # [S, P]
+
+    @classmethod
+    def of(cls, packed: Tensor, rows: int, pages: int) -> _Parts:
+        """Views of it."""
+        sequences = SEQUENCES + 1
+        sizes = [rows] * 4 + [sequences + 1, sequences, sequences * pages]
+        tokens, positions, slots, visible, offsets, ends, table = packed.split(sizes)
+        return cls(tokens, positions, slots, visible, offsets, ends, table.view(sequences, pages))
+
+    @staticmethod
+    def size(rows: int, pages: int) -> int:
+        """Numbers that a buffer needs."""
+        return 4 * rows + 1 + (SEQUENCES + 1) * (2 + pages)
+
+
+class TextFrame:
+    """Room for `rows` rows of sequences with at most so many `pages`; those of no piece go to a page nobody owns."""
+
+    def __init__(self, rows: int, pages: int, page_size: int, scratch_page: int, device: torch.device) -> None:
+        self.rows, self.pages, self.page_size = rows, pages, page_size
+        self._empty = torch.zeros(_Parts.size(rows, pages), dtype=torch.int64)
+        parts = _Parts.of(self._empty, rows, pages)
+        parts.slots[:], parts.table[:] = scratch_page * page_size, scratch_page
+        parts.visible[:] = parts.ends[:] = 1
+        parts.offsets[-1] = rows
+        self._packed = self._empty.to(device, copy=True)
+        self._no_ancestors = torch.zeros(rows, 1, dtype=torch.int64, device=device)
+        self._nowhere = torch.empty(0, dtype=torch.int64, device=device)
+
+    def clear(self) -> None:
+        """Have nobody's rows there: the last ones' pages may be others' by now."""
+        self._packed.copy_(self._empty)
+
+    def fill(self, spans: Sequence[Span], pages_of: Callable[[int], Sequence[int]]) -> None:
+        """Bring these pieces there; nobody waits for it."""
+        packed = self._empty.clone()
+        parts = _Parts.of(packed, self.rows, self.pages)
+        ends = list(accumulate(span.end - span.start for span in spans))
+        parts.offsets[1 : len(spans) + 1] = torch.tensor(ends)
+        parts.offsets[len(spans) + 1 : -1] = ends[-1]
+        for i, span in enumerate(spans):
+            pages, index = torch.tensor(pages_of(span.seq_id)[: self.pages]), torch.arange(span.start, span.end)
+            rows = slice(ends[i] - len(index), ends[i])
+            parts.tokens[rows] = torch.tensor(span.tokens[span.start : span.end])
+            parts.positions[rows], parts.visible[rows] = index, index + 1
+            parts.slots[rows] = pages[index // self.page_size] * self.page_size + index % self.page_size
+            parts.table[i, : len(pages)], parts.ends[i] = pages, span.end
+        self._packed.copy_(packed.pin_memory() if self._packed.is_cuda else packed, non_blocking=True)
+
+    @property
+    def batch(self) -> ForwardBatch:
+        """What lies there, whenever it is run; no logits are wanted."""
+        parts = _Parts.of(self._packed, self.rows, self.pages)
+        return ForwardBatch(
+            tokens=parts.tokens,
+            positions=parts.positions,
+            slots=parts.slots,
+            visible=parts.visible,
+            ancestors=self._no_ancestors,
+            row_offsets=parts.offsets,
+            tree_base=parts.ends,
+            num_keys=parts.ends,
+            block_table=parts.table,
+            logit_rows=self._nowhere,
+            max_rows=self.rows,
+            linear=True,
+        )
