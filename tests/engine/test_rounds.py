@@ -129,7 +129,9 @@ def test_only_what_fits_is_read_in_rounds() -> None:
     assert running.with_room_for([long], size, kind, 4096) is None
 
 
-def test_a_larger_round_will_do_unless_its_empty_rows_take_longer_than_reading_apart() -> None:
+def test_a_larger_round_will_do_unless_its_empty_rows_take_longer_than_reading_apart(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     harness = RoundHarness(DRAFTERS["none"](), "match")
     running, kind = harness.engine.pipeline.rounds, Kind(None, greedy=True, truncates=False)
     size, tables = Size(4, 0, running.seats.num_pages), harness.engine.target.cache.tables
@@ -142,6 +144,9 @@ def test_a_larger_round_will_do_unless_its_empty_rows_take_longer_than_reading_a
     often = int((PATIENCE - APART) / (64 / rounds.FREE_ROWS))
     found = [running.with_room_for([span], size, kind, 4096) for _ in range(often + 1)]
     assert found == [replace(size, text=128)] * often + [replace(size, text=64)]
+    monkeypatch.setattr(rounds, "MOST_RIDES", 2)
+    assert running.with_room_for([span], size, kind, 4096) == replace(size, text=128)
+    assert running.with_room_for([span], replace(size, batch=8), kind, 4096) is None
 
 
 @pytest.mark.parametrize("rides", [False, True])

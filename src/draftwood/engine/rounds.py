@@ -37,6 +37,7 @@ LONG_TABLES = 0.1  # what is lost with longer tables than needed
 APART = 1.0  # plain rounds' time that is lost by reading pieces of prompts apart: weights are read once more
 READINGS = (16, 32, 64, 128, 256, 512)  # rows of pieces of prompts that are read by one graph
 RIDES = (64, 128, 256, 512)  # the same within a round
+MOST_RIDES = 48  # such rounds: there are many sizes, and each takes memory that nobody else gets back
 LENGTHS = (1024, 4096, 16384)  # tokens: kernels are cut up for what sequences could have, not for what they have
 
 
@@ -194,11 +195,13 @@ class Rounds:
         if not rides or len(spans) > SEQUENCES or not self._holds(size.pages, self._most_pages(spans)):
             return None
         wanted = rides[0]
+        if (wanted, kind) in self._known:
+            return wanted
         lost = {ride: (ride.text - wanted.text) / FREE_ROWS for ride in rides if (ride, kind) in self._known}
         instead = min((ride for ride in lost if lost[ride] < APART), key=lambda ride: ride.text, default=None)
-        if instead == wanted or self._missed(wanted, kind, APART if instead is None else lost[instead]):
-            return wanted
-        return instead
+        may_prepare = sum(known.text > 0 for known, _ in self._known) < MOST_RIDES
+        missed = self._missed(wanted, kind, APART if instead is None else lost[instead])
+        return wanted if missed and may_prepare else instead
 
     def _missed(self, wanted: Size, kind: Kind, lost: float) -> bool:
         """So much was lost once more because such a round is not ready: whether it is time to prepare it."""
