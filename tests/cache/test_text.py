@@ -25,8 +25,8 @@ def test_a_frame_holds_what_the_host_would_stage(pieces: list[tuple[int, int]]) 
         cache.tables.open(span.seq_id, [1])
         assert cache.tables.reserve(span.seq_id, ROWS)
     frame = TextFrame(ROWS, PAGES, cache.page_size, cache.scratch_page, CPU)
-    frame.fill([Span(0, text, 0, ROWS)], cache.tables.pages)  # nothing of this may be left
-    frame.fill(spans, cache.tables.pages)
+    frame.fill(cache.stage_text([Span(0, text, 0, ROWS)]))  # nothing of this may be left
+    frame.fill(cache.stage_text(spans))
     wanted, found = cache.stage(spans, None, torch.empty(0, dtype=torch.int64)), frame.batch
     count, number = len(wanted.tokens), len(spans)
     for name in ("tokens", "positions", "slots", "visible"):

@@ -93,11 +93,11 @@ class KVCache:
         """A page nobody owns."""
         return self.tables.pool.num_pages
 
-    def block_table(self, spans: Sequence[Span]) -> Tensor:
-        """The pages of each span's sequence. [S, P], -1 padded."""
+    def block_table(self, spans: Sequence[Span], device: torch.device | None = None) -> Tensor:
+        """The pages of each span's sequence, there or on another device. [S, P], -1 padded."""
         pages = [self.tables.pages(span.seq_id) for span in spans]
         widest = max(len(own) for own in pages)
-        return torch.tensor([own + [-1] * (widest - len(own)) for own in pages], device=self.device)
+        return torch.tensor([own + [-1] * (widest - len(own)) for own in pages], device=device or self.device)
 
     def slots(self, block_table: Tensor, span: Tensor, index: Tensor) -> Tensor:
         """Slots of key number `index` of spans `span`; [S, P], [K], [K] -> [K]."""
@@ -110,30 +110,39 @@ class KVCache:
         Without `logit_rows` (indices into pending tokens followed by nodes), logits are wanted at each span's
         last pending token, then at every node.
         """
-        pending = _pending_rows(spans, self.device)
-        table = self.block_table(spans)
-        base = torch.tensor([span.end for span in spans], device=self.device)
-        ends = [0, *itertools.accumulate(span.end - span.start for span in spans)]
+        text, owner = self._pending(spans, self.device)
         if logit_rows is None:
-            last = torch.tensor(ends[1:], device=self.device) - 1
-            extra = torch.arange(ends[-1], ends[-1] + (nodes.tokens.shape[0] if nodes else 0), device=self.device)
-            logit_rows = torch.cat([last, extra])
-        tokens, index, owner = pending
+            count = len(text.tokens)
+            extra = torch.arange(count, count + (nodes.tokens.shape[0] if nodes else 0), device=self.device)
+            logit_rows = torch.cat([text.row_offsets[1:] - 1, extra])
+        batch = replace(text, logit_rows=logit_rows)
+        return batch if nodes is None else self._with_nodes(batch, owner, nodes)
+
+    def stage_text(self, spans: Sequence[Span], device: torch.device | None = None) -> ForwardBatch:
+        """Rows for every pending token of `spans`, of which no logits are wanted; there, or on another device."""
+        return self._pending(spans, device or self.device)[0]
+
+    def _pending(self, spans: Sequence[Span], device: torch.device) -> tuple[ForwardBatch, Tensor]:
+        """Rows for every pending token, without logits, and the span of each."""
+        tokens, index, owner = _pending_rows(spans, device)
+        table = self.block_table(spans, device)
+        base = torch.tensor([span.end for span in spans], device=device)
+        ends = [0, *itertools.accumulate(span.end - span.start for span in spans)]
         batch = ForwardBatch(
             tokens=tokens,
             positions=index,
             slots=self.slots(table, owner, index),
             visible=index + 1,
-            ancestors=torch.zeros(len(tokens), 1, dtype=torch.int64, device=self.device),
-            row_offsets=torch.tensor(ends, device=self.device),
+            ancestors=torch.zeros(len(tokens), 1, dtype=torch.int64, device=device),
+            row_offsets=torch.tensor(ends, device=device),
             tree_base=base,
             num_keys=base,
             block_table=table,
-            logit_rows=logit_rows,
+            logit_rows=torch.empty(0, dtype=torch.int64, device=device),
             max_rows=max((span.end - span.start for span in spans), default=0),
             linear=True,
         )
-        return batch if nodes is None else self._with_nodes(batch, owner, nodes)
+        return batch, owner
 
     def stage_next(self, seq_ids: Sequence[int], index: Tensor, tokens: Tensor) -> ForwardBatch:
         """One further row of text for each of some sequences, with key number `index` [S]: a node of a chain."""

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from draftwood.model.batch import ForwardBatch
-from draftwood.protocols import Span
 
 SEQUENCES = 16  # that pieces in one frame may be of
 
@@ -45,7 +42,7 @@ class TextFrame:
     """Room for `rows` rows of sequences with at most so many `pages`; those of no piece go to a page nobody owns."""
 
     def __init__(self, rows: int, pages: int, page_size: int, scratch_page: int, device: torch.device) -> None:
-        self.rows, self.pages, self.page_size = rows, pages, page_size
+        self.rows, self.pages = rows, pages
         self._empty = torch.zeros(_Parts.size(rows, pages), dtype=torch.int64)
         parts = _Parts.of(self._empty, rows, pages)
         parts.slots[:], parts.table[:] = scratch_page * page_size, scratch_page
@@ -59,20 +56,17 @@ class TextFrame:
         """Have nobody's rows there: the last ones' pages may be others' by now."""
         self._packed.copy_(self._empty)
 
-    def fill(self, spans: Sequence[Span], pages_of: Callable[[int], Sequence[int]]) -> None:
-        """Bring these pieces there; nobody waits for it."""
+    def fill(self, text: ForwardBatch) -> None:
+        """Bring rows there that were staged on the host; nobody waits for it."""
         packed = self._empty.clone()
         parts = _Parts.of(packed, self.rows, self.pages)
-        ends = list(accumulate(span.end - span.start for span in spans))
-        parts.offsets[1 : len(spans) + 1] = torch.tensor(ends)
-        parts.offsets[len(spans) + 1 : -1] = ends[-1]
-        for i, span in enumerate(spans):
-            pages, index = torch.tensor(pages_of(span.seq_id)[: self.pages]), torch.arange(span.start, span.end)
-            rows = slice(ends[i] - len(index), ends[i])
-            parts.tokens[rows] = torch.tensor(span.tokens[span.start : span.end])
-            parts.positions[rows], parts.visible[rows] = index, index + 1
-            parts.slots[rows] = pages[index // self.page_size] * self.page_size + index % self.page_size
-            parts.table[i, : len(pages)], parts.ends[i] = pages, span.end
+        count, number, width = len(text.tokens), *text.block_table.shape
+        for name in ("tokens", "positions", "slots", "visible"):
+            getattr(parts, name)[:count] = getattr(text, name)
+        parts.offsets[: number + 1], parts.offsets[number + 1 : -1] = text.row_offsets, count
+        parts.ends[:number] = text.num_keys
+        own = text.block_table >= 0
+        parts.table[:number, :width][own] = text.block_table[own]
         self._packed.copy_(packed.pin_memory() if self._packed.is_cuda else packed, non_blocking=True)
 
     @property

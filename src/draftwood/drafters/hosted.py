@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import copy
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -15,8 +16,6 @@ from draftwood.model.batch import ForwardBatch
 from draftwood.protocols import BatchView, Budget, Drafter, Randomness, Verifier
 from draftwood.rng import KeyedRng
 from draftwood.tree import BITS, TokenTree, follow
-
-KNOWN = ("sizes", "owner", "local", "max_depth", "widest", "depth", "ancestors", "tries")
 
 
 @dataclass(frozen=True)
@@ -74,11 +73,9 @@ class _Frame:
         return _Parts.of(packed, self.size * self.rows, self.tree.ancestors.shape[1])
 
     def filled(self, roots: Tensor) -> TokenTree:
-        """The trees that lie here now, behind `roots` [B]; whatever else is found out about them is so anew."""
+        """The trees that lie here now, behind `roots` [B]; a copy, so that what is found out about them is not kept."""
         self.tree.tokens.view(self.size, self.rows)[:, 0] = roots
-        tree = replace(self.tree)
-        tree.__dict__.update({name: self.tree.__dict__[name] for name in KNOWN})
-        return tree
+        return copy.copy(self.tree)
 
 
 class ResidentHosted(NeedsNothing):

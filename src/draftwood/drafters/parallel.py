@@ -70,8 +70,7 @@ class _Growth(Growth):
             span = self._pending(b)
             for start in range(span.start, span.end - room, self.max_rows):
                 piece = replace(span, start=start, end=min(start + self.max_rows, span.end - 1))
-                nowhere = torch.empty(0, dtype=torch.int64, device=self.runner.device)
-                self.runner.forward(self.runner.cache.stage([piece], None, nowhere))
+                self.runner.forward(self.runner.cache.stage_text([piece]))
                 self.runner.cache.tables.advance(piece.seq_id, piece.end, piece.tokens)
 
     def extend(self, builder: TreeBuilder, columns: Tensor) -> Tensor:

@@ -127,8 +127,7 @@ class Engine:
     def _catch_up(self, plan: Plan) -> list[Event]:
         """A step in which nobody samples: only chunks of prompts, or nothing at all."""
         if plan.items:
-            nowhere = torch.empty(0, dtype=torch.int64, device=self.target.device)
-            batch = self.target.cache.stage(plan.spans, None, nowhere)
+            batch = self.target.cache.stage_text(plan.spans)
             with self.timers.measure("target"):
                 out = self.target.forward(batch, self.drafter.needs)
             self._let_read(plan, batch, out)

@@ -261,15 +261,14 @@ class LLM:
         reason, and the others run on.
         """
         params = params or SamplingParams()
-        alone = isinstance(prompts, str)
         asked: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else prompts
         each = [params] * len(asked) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(asked):
             raise InvalidRequest(
                 f"{len(asked)} prompts came with {len(each)} sets of parameters: give one, or one each."
             )
-        if alone:
-            return self._wait([self._prepare(asked[0], each[0])])[0]
+        if isinstance(prompts, str):
+            return self._wait([self._prepare(prompts, each[0])])[0]
         return self._wait([self._prepare_or_explain(*both) for both in zip(asked, each, strict=True)])
 
     def chat(self, messages: Sequence[dict[str, str]], params: SamplingParams | None = None) -> Result:

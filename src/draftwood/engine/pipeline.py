@@ -11,8 +11,6 @@ import itertools
 import time
 from dataclasses import dataclass
 
-import torch
-
 from draftwood.cache.seats import Kind
 from draftwood.engine.plan import Plan
 from draftwood.engine.rounds import Launched, Rounds, Size
@@ -110,7 +108,7 @@ class Pipeline:
         if not self.rounds.prepare(size, kind):
             return None
         self._keep_drafter_reading(ready, size.nodes)
-        launched = self.rounds.launch(ready, size, kind, prompts.spans)
+        launched = self.rounds.launch(ready, size, kind, prompts.spans if size.text else ())
         lives = tuple(item.seq.preemptions for item in ready.items)
         alone = not (fresh or size.text or self._behind_text)
         self._behind_text = False
@@ -149,13 +147,9 @@ class Pipeline:
         while pieces:
             total = list(itertools.accumulate(piece.end - piece.start for piece in pieces))
             count = max(1, bisect.bisect_right(total, rows))
-            self.rounds.drafter.read(self.rounds.target.cache.stage(pieces[:count], None, self._nowhere))
+            self.rounds.drafter.read(self.rounds.target.cache.stage_text(pieces[:count]))
             self._behind_text = True
             pieces = pieces[count:]
-
-    @property
-    def _nowhere(self) -> torch.Tensor:
-        return torch.empty(0, dtype=torch.int64, device=self.rounds.target.device)
 
     def _read_apart(self, prompts: Plan) -> None:
         if prompts.items:

@@ -31,6 +31,7 @@ from draftwood.sampling import target_distribution
 from draftwood.tree import HostVerdict, TokenTree, Verdict
 from draftwood.verifiers.path import keep_chosen
 
+HOST = torch.device("cpu")
 PATIENCE = 32  # rounds' time that may be lost by making do with others: preparing one takes as long, or longer
 FREE_ROWS = 256  # take as long as reading all weights, and each as many more as long again
 LONG_TABLES = 0.1  # what is lost with longer tables than needed
@@ -209,10 +210,7 @@ class Rounds:
         return self._lost[wanted, kind] > PATIENCE
 
     def _most_pages(self, spans: Sequence[Span]) -> int:
-        return max(len(self._own_pages(span.seq_id)) for span in spans)
-
-    def _own_pages(self, seq_id: int) -> Sequence[int]:
-        return self.target.cache.tables.pages(seq_id)
+        return max(len(self.target.cache.tables.pages(span.seq_id)) for span in spans)
 
     def _pages_for(self, pages: int) -> int:
         whole = self.seats.num_pages
@@ -227,10 +225,10 @@ class Rounds:
         """Start a round of a `size` that holds the plan's sequences, and pieces of prompts; nobody waits for it."""
         seq_ids = [item.seq.id for item in plan.items]
         todo = self._round(size, kind)
-        if size.text:
-            self._frame(size.text, size.pages).fill(spans, self._own_pages)
+        if spans:
+            self._frame(size.text, size.pages).fill(self.target.cache.stage_text(spans, HOST))
         if size.nodes and self.drafter.waits:
-            self.drafter.prepare(plan.view(torch.device("cpu")), size.batch, size.nodes)
+            self.drafter.prepare(plan.view(HOST), size.batch, size.nodes)
         todo.rows.copy_(self.seats.rows(seq_ids, size.batch))
         todo.run()
         told = None if todo.facts is None else _on_its_way(todo.facts)
@@ -245,12 +243,11 @@ class Rounds:
         """Run pieces of prompts through target and drafter: a few short ones by a graph, others call by call."""
         rows = sum(span.end - span.start for span in spans)
         if not self.captures or len(spans) > SEQUENCES or rows > READINGS[-1]:
-            nowhere = torch.empty(0, dtype=torch.int64, device=self.seats.device)
-            return self._run_text(self.target.cache.stage(spans, None, nowhere))
+            return self._run_text(self.target.cache.stage_text(spans))
         size = next(size for size in READINGS if size >= rows), self._pages_for(self._most_pages(spans))
         if size not in self._readings:
             self._readings[size] = self._prepare_reading(*size)
-        self._frame(*size).fill(spans, self._own_pages)
+        self._frame(*size).fill(self.target.cache.stage_text(spans, HOST))
         self._readings[size]()
 
     def _frame(self, rows: int, pages: int) -> TextFrame:
@@ -311,7 +308,6 @@ class Rounds:
         outcome = torch.zeros(size.batch, 3 + depth, dtype=torch.int64, device=self.seats.device)
         shape = size.rows - size.text, NUM_FACTS
         told = torch.zeros(shape, dtype=torch.float64, device=self.seats.device) if kind.traced else None
-
         if size.text:
             self._frame(size.text, size.pages).clear()
 
