@@ -9,6 +9,8 @@ from __future__ import annotations
 class DraftwoodError(Exception):
     """Any mistake of the caller's that we can name; the message is one paragraph and says what to do."""
 
+    code: str | None = None  # a stable name for programs, where a client may want to react to this error
+
 
 class CheckpointError(DraftwoodError):
     """A model is missing, truncated, or of a kind we cannot run."""
@@ -22,8 +24,22 @@ class InvalidRequest(DraftwoodError, ValueError):
     """A request that cannot run: empty prompt, contradictory sampling parameters, too long for the model."""
 
 
+class ContextLengthExceeded(InvalidRequest):
+    """A prompt that does not fit into the model's context window or the cache."""
+
+    code = "context_length_exceeded"
+
+
+class QueueFull(InvalidRequest):
+    """Too many answers are waiting already."""
+
+    code = "queue_full"
+
+
 class GrammarError(DraftwoodError):
-    """A grammar nobody can follow: malformed, beyond its limits, or without a word to go on with."""
+    """A grammar that cannot be followed: malformed, beyond its limits, or without a token to go on with."""
+
+    code = "grammar_error"
 
 
 class IncompatibleParts(DraftwoodError, ValueError):

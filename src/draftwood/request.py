@@ -52,6 +52,7 @@ class SamplingParams:
     prediction: str = ""  # what the answer will probably resemble: guessed along with the drafter's own ideas
     grammar: str | None = None  # what the answer may be, see `model.grammar`
     trace: bool = False  # tell of every step what was guessed and how likely it was, in `Event.step`
+    cache_salt: str = ""  # prompts share cached prefixes only with prompts of the same salt
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _as_tuple(self.stop))
@@ -130,6 +131,7 @@ class SamplingParams:
                 "max_depth must be None or an integer >= 1",
             ),
             (isinstance(self.trace, bool), "trace must be True or False"),
+            (isinstance(self.cache_salt, str), "cache_salt must be a text"),
         )
 
     @property
@@ -273,6 +275,7 @@ class Event:
     pieces: tuple[tuple[str, bool], ...] = ()  # `text` in parts, each with whether a drafter had guessed it
     logprobs: tuple[TokenLogprob, ...] = ()
     error: str | None = None
+    error_code: str | None = None  # `DraftwoodError.code` of what ended it
     step: StepTrace | None = None  # of the step that gave it tokens, if the request asks
 
     @property

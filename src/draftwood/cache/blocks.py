@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-ROOT_KEY = 0
+Address = tuple[int | str, tuple[int, ...]]  # key of the page before (at the start: the salt), and the tokens
 
 
 class PagePool:
@@ -23,10 +23,10 @@ class PagePool:
         self._uses = [0] * num_pages
         self._free = set(range(num_pages))
         self._resting: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._content: dict[tuple[int, tuple[int, ...]], int] = {}  # (key of the page before, tokens) -> page
-        self._address: dict[int, tuple[int, tuple[int, ...]]] = {}  # page -> its entry in _content
+        self._content: dict[Address, int] = {}
+        self._address: dict[int, Address] = {}  # page -> its entry in _content
         self._key: dict[int, int] = {}  # page -> a name for "this page after exactly these pages"
-        self._next_key = ROOT_KEY + 1
+        self._next_key = 1
 
     @property
     def num_available(self) -> int:
@@ -78,9 +78,12 @@ class PagePool:
         del self._content[self._address.pop(page)]
         del self._key[page]
 
-    def find(self, previous: int | None, tokens: tuple[int, ...]) -> int | None:
-        """The page that holds `tokens` right after page `previous` (None: at the start), if it is known."""
-        key = ROOT_KEY if previous is None else self._key.get(previous)
+    def find(self, previous: int | None, tokens: tuple[int, ...], salt: str = "") -> int | None:
+        """The page that holds `tokens` right after page `previous`, if it is known.
+
+        None: at the start of a text, among those with the same salt.
+        """
+        key = salt if previous is None else self._key.get(previous)
         return None if key is None else self._content.get((key, tokens))
 
     def share(self, page: int) -> None:
@@ -88,9 +91,9 @@ class PagePool:
         self._resting.pop(page, None)
         self._uses[page] += 1
 
-    def remember(self, page: int, previous: int | None, tokens: tuple[int, ...]) -> None:
-        """Let others find a full page by its content. The first page with a content keeps the name."""
-        key = ROOT_KEY if previous is None else self._key.get(previous)
+    def remember(self, page: int, previous: int | None, tokens: tuple[int, ...], salt: str = "") -> None:
+        """Let others with the same salt find a full page by its content. The first page with a content is the one found."""
+        key = salt if previous is None else self._key.get(previous)
         if key is None or page in self._key or (key, tokens) in self._content:
             return
         self._content[(key, tokens)] = page
@@ -129,6 +132,7 @@ class Table:
     pages: list[int] = field(default_factory=list)
     num_cached: int = 0
     num_remembered: int = 0  # leading pages that others can find
+    salt: str = ""  # only texts with the same one share its pages
 
 
 class PageTables:
@@ -164,16 +168,16 @@ class PageTables:
         """Its pages in order."""
         return self._tables[seq_id].pages
 
-    def open(self, seq_id: int, tokens: Sequence[int]) -> int:
-        """Start a sequence with the longest known prefix of `tokens`; returns how many of them that is.
+    def open(self, seq_id: int, tokens: Sequence[int], salt: str = "") -> int:
+        """Start a sequence with the longest prefix of `tokens` known under `salt`; returns how many of them that is.
 
         The last token always stays to be run: its logits are what the first step needs.
         """
         assert seq_id not in self._tables, f"sequence {seq_id} is open already"
-        table = self._tables[seq_id] = Table()
+        table = self._tables[seq_id] = Table(salt=salt)
         previous: int | None = None
         for start in range(0, len(tokens) - self.page_size, self.page_size):
-            page = self.pool.find(previous, tuple(tokens[start : start + self.page_size]))
+            page = self.pool.find(previous, tuple(tokens[start : start + self.page_size]), salt)
             if page is None:
                 break
             self.pool.share(page)
@@ -207,7 +211,7 @@ class PageTables:
         full = min(num_cached, len(tokens)) // self.page_size
         for i in range(table.num_remembered, full):
             content = tuple(tokens[i * self.page_size : (i + 1) * self.page_size])
-            self.pool.remember(table.pages[i], table.pages[i - 1] if i else None, content)
+            self.pool.remember(table.pages[i], table.pages[i - 1] if i else None, content, table.salt)
         table.num_remembered = max(full, table.num_remembered)
 
     def rewind(self, seq_id: int, num_cached: int) -> None:

@@ -178,14 +178,14 @@ class ModelDrafter:
             return []
         staying = set(view.seq_ids)
         wanting = [b for b, room in enumerate(view.max_nodes.tolist()) if room > 0 and int(view.max_depth[b]) > 0]
-        return [b for b in wanting if self._find_room(view.seq_ids[b], view.tokens[b], staying)]
+        return [b for b in wanting if self._find_room(view, b, staying)]
 
-    def _find_room(self, seq_id: int, tokens: Sequence[int], staying: set[int]) -> bool:
-        tables = self.runner.cache.tables
+    def _find_room(self, view: BatchView, b: int, staying: set[int]) -> bool:
+        tables, seq_id, tokens = self.runner.cache.tables, view.seq_ids[b], view.tokens[b]
         if len(tokens) + self.room > self.runner.model.config.max_positions:
             return False
         if seq_id not in self._known:
-            tables.open(seq_id, tokens)
+            tables.open(seq_id, tokens, view.params[b].cache_salt)
         self._known.pop(seq_id, None)
         self._known[seq_id] = None
         while not tables.reserve(seq_id, len(tokens) + self.room):

@@ -12,7 +12,7 @@ from draftwood.drafters.by_request import OfferedDrafters
 from draftwood.engine.engine import check_exact
 from draftwood.engine.sequence import Sequence as Answer
 from draftwood.engine.text import TextStream
-from draftwood.errors import IncompatibleParts, InvalidRequest
+from draftwood.errors import ContextLengthExceeded, IncompatibleParts, InvalidRequest
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.grammar import Grammars
 from draftwood.model.tokenizer import Detokenizer
@@ -77,34 +77,48 @@ class Intake:
         self._config = checkpoint.config
         self._guessers = guessers
         self._capacity = capacity
+        self._max_characters = self.tokenizer.max_bytes(max_length)
         self._grammars = Grammars(self.tokenizer, checkpoint.config.vocab_size)
         self._request_ids = itertools.count()
         self._sequence_ids = itertools.count()
 
-    def answers(self, prompt: Prompt, params: SamplingParams) -> tuple[str | None, list[Answer]]:
-        """The prompt as a text, where it is one, and its answers in the making."""
+    def answers(self, prompt: Prompt, params: SamplingParams, tenant: str = "") -> tuple[str | None, list[Answer]]:
+        """The prompt as a text, where it is one, and its answers in the making, on behalf of `tenant`."""
         text, tokens = self.encode(prompt)
         self._check_tokens(tokens, params)
         params = self._guessers.fitted(params)
         request_id = next(self._request_ids)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        first = self._answer(request_id, tokens, params, seed)
+        first = self._answer(request_id, tokens, params, seed, tenant)
         others = range(1, params.n)
         return text, [first, *(self._sibling(first, i, fold_seed(seed, Purpose.SAMPLE, i)) for i in others)]
 
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """The tokens of a text, of a conversation, or themselves."""
         if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt)
+            return prompt, self.encode_text(prompt)
         messages = [item for item in prompt if isinstance(item, Mapping)]
         if messages and len(messages) == len(prompt):
             text = self.tokenizer.render_chat(messages)
-            return text, self.tokenizer.encode(text, special=False)
+            return text, self.encode_text(text, special=False)
         if all(isinstance(item, int) for item in prompt):
             return None, [item for item in prompt if isinstance(item, int)]
         raise InvalidRequest("A prompt is a text, a list of token ids, or a list of chat messages.")
 
-    def _answer(self, request_id: int, tokens: list[int], params: SamplingParams, seed: int) -> Answer:
+    def encode_text(self, text: str, *, special: bool = True) -> list[int]:
+        """The tokens of a text that may fit; one that cannot is refused before any work is done for it."""
+        self.check_size(len(text))
+        return self.tokenizer.encode(text, special=special)
+
+    def check_size(self, characters: int) -> None:
+        """Refuse a text that has more characters than as many tokens as fit can have bytes."""
+        if self._max_characters is not None and characters > self._max_characters:
+            raise ContextLengthExceeded(
+                f"The text has {characters} characters, so it cannot fit into {self.max_length - 1} tokens: the model's "
+                f"context window is {self._config.max_positions} and the cache holds {self._capacity}. Shorten it."
+            )
+
+    def _answer(self, request_id: int, tokens: list[int], params: SamplingParams, seed: int, tenant: str) -> Answer:
         law = self._guessers.laws.law_of(params.law)
         # A grammar says when it is complete by nothing but the end of text.
         end_of_text = frozenset() if params.ignore_eos and params.grammar is None else self.tokenizer.eos_ids
@@ -122,8 +136,9 @@ class Intake:
             arrived=time.perf_counter(),
             law=law.name,
             lossless=law.lossless,
-            prediction=tuple(self.tokenizer.encode(params.prediction, special=False)) if params.prediction else (),
+            prediction=tuple(self.encode_text(params.prediction, special=False)) if params.prediction else (),
             constraint=self._constraint(params),
+            tenant=tenant,
         )
 
     def _sibling(self, first: Answer, index: int, seed: int) -> Answer:
@@ -146,7 +161,7 @@ class Intake:
         if not tokens:
             raise InvalidRequest("The prompt is empty: give the model at least one token to continue from.")
         if len(tokens) >= self.max_length:
-            raise InvalidRequest(
+            raise ContextLengthExceeded(
                 f"The prompt has {len(tokens)} tokens and the limit is {self.max_length - 1}: the model's context "
                 f"window is {self._config.max_positions} and the cache holds {self._capacity}. Shorten the prompt or "
                 "raise cache_tokens."

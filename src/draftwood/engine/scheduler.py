@@ -8,14 +8,14 @@ never push anybody out.
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from draftwood.cache.blocks import PageTables
 from draftwood.engine.plan import Plan, PlanItem
 from draftwood.engine.sequence import Sequence
-from draftwood.errors import InvalidRequest
+from draftwood.errors import DraftwoodError, QueueFull
 from draftwood.protocols import Budget, Load
 from draftwood.request import Event, FinishReason, StepTrace, TokenLogprob
 from draftwood.tree import HostVerdict
@@ -69,7 +69,7 @@ class Scheduler:
     def add(self, sequences: list[Sequence]) -> None:
         """Queue all answers of one request, or none of them."""
         if len(self.waiting) + len(sequences) > self.config.max_waiting:
-            raise InvalidRequest(
+            raise QueueFull(
                 f"The queue is full: {len(self.waiting)} answers are waiting and the limit is "
                 f"{self.config.max_waiting}. Try again later or raise max_waiting."
             )
@@ -164,9 +164,13 @@ class Scheduler:
             reason = seq.receive(outcome.tokens[b], accepted, outcome.drafted[b], now, outcome.drift[b])
             event = seq.event(len(seq.tokens) - before, accepted, reason, now, logprobs)
         except Exception as failure:  # one answer's text must not take its neighbours down
-            error = f"{type(failure).__name__}: {failure}"
+            named = isinstance(failure, DraftwoodError)
+            error = str(failure) if named else f"{type(failure).__name__}: {failure}"
+            code = failure.code if isinstance(failure, DraftwoodError) else None
             self._end(seq)
-            return Event(seq.request_id, seq.index, (), (), "", FinishReason.ERROR, seq.stats(now), error=error)
+            return Event(
+                seq.request_id, seq.index, (), (), "", FinishReason.ERROR, seq.stats(now), error=error, error_code=code
+            )
         # What ended the answer cut accepted tokens off, and there may be no pages behind it.
         self.tables.advance(seq.id, min(item.end + accepted, len(seq.tokens)), seq.tokens)
         if event.finished:
@@ -187,11 +191,12 @@ class Scheduler:
     def _admit(self) -> None:
         held: list[Sequence] = []
         while self.waiting and len(self.running) < self.config.max_running:
+            self._bring_next_forward()
             seq = self.waiting[0]
             if self._sibling_will_share(seq):
                 held.append(self.waiting.popleft())
                 continue
-            cached = self.tables.open(seq.id, seq.tokens)
+            cached = self.tables.open(seq.id, seq.tokens, seq.params.cache_salt)
             missing = -(-(len(seq.tokens) - cached) // self.tables.page_size)
             if self.running and missing > self.tables.pool.num_available:
                 self.tables.close(seq.id)
@@ -201,6 +206,20 @@ class Scheduler:
                 seq.admitted = seq.admitted or self.clock()
             self.running.append(self.waiting.popleft())
         self.waiting.extendleft(reversed(held))
+
+    def _bring_next_forward(self) -> None:
+        """Fair queuing: the first in the queue is the oldest of the tenant with the fewest running answers.
+
+        A preempted answer goes before all others, whatever its tenant: it has been served before.
+        """
+        first = self.waiting[0]
+        if first.preemptions or all(seq.tenant == first.tenant for seq in self.waiting):
+            return
+        running = Counter(seq.tenant for seq in self.running)
+        chosen = min(self.waiting, key=lambda seq: running[seq.tenant])  # the first of equals: they are in order
+        if chosen is not first:
+            self.waiting.remove(chosen)
+            self.waiting.appendleft(chosen)
 
     def _sibling_will_share(self, seq: Sequence) -> bool:
         """Another answer of the same request is reading the same prompt right now: wait for its pages."""

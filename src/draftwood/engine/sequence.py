@@ -34,6 +34,7 @@ class Sequence:
     lossless: bool = True
     prediction: tuple[int, ...] = ()
     constraint: Constraint | None = None
+    tenant: str = ""  # on whose behalf it runs: free places go to the tenant that has the fewest
     prompt_length: int = field(init=False)
     cached_prompt_tokens: int = 0
     preemptions: int = 0
@@ -115,6 +116,7 @@ class Sequence:
         now: float,
         logprobs: Tokens[TokenLogprob] = (),
         error: str | None = None,
+        error_code: str | None = None,
     ) -> Event:
         """The news of its last `num_new` tokens, the first `num_accepted` of which were guessed."""
         if reason is not None:
@@ -131,4 +133,5 @@ class Sequence:
             stats=self.stats(now),
             logprobs=tuple(logprobs[:num_new]),
             error=error,
+            error_code=error_code,
         )

@@ -221,7 +221,7 @@ class Worker:
         except DraftwoodError as refusal:
             now = self._engine.scheduler.clock()
             for seq in sequences:
-                self._tell(seq.event(0, 0, FinishReason.ERROR, now, error=str(refusal)))
+                self._tell(seq.event(0, 0, FinishReason.ERROR, now, error=str(refusal), error_code=refusal.code))
 
     def _end(self, request_id: int, reason: FinishReason, error: str | None = None) -> None:
         for event in self._engine.scheduler.abort(request_id, reason, error):

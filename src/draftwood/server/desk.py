@@ -11,14 +11,19 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from draftwood.engine.llm import LLM
 from draftwood.engine.sequence import Sequence as Answer
+from draftwood.errors import QueueFull
 from draftwood.request import Event, FinishReason
 from draftwood.server.config import ServerConfig
 from draftwood.server.errors import ApiError
+from draftwood.server.keys import Caller
 
+LONG = 64 << 10  # bytes of a request from which on its prompt counts as long
+SHARE = 2
 News = tuple[int, Event]  # which prompt of the request, and what happened
 Watcher = Callable[["Ticket", News], None]
 
@@ -48,6 +53,16 @@ class Mailbox:
             ticket.receive(prompt, event)
 
 
+@dataclass(frozen=True)
+class Arrival:
+    """A request at the moment it comes in."""
+
+    request_id: str
+    caller: Caller
+    deadline: float  # seconds
+    body_bytes: int
+
+
 @dataclass(eq=False)
 class Ticket:
     """One HTTP request's answers, from the moment they are taken in to the last event."""
@@ -57,6 +72,7 @@ class Ticket:
     patient: bool  # nobody listens before the end
     watcher: Watcher
     cancel: Callable[[int], None]
+    caller: Caller
     since: float = field(default_factory=time.monotonic)
     open_answers: int = field(init=False)
     failure: ApiError | None = None
@@ -76,6 +92,7 @@ class Ticket:
     def receive(self, prompt: int, event: Event) -> None:
         """News from the engine."""
         self.open_answers -= event.finished
+        self.caller.open_answers -= event.finished
         self.watcher(self, (prompt, event))
         if self.closed:
             return
@@ -122,22 +139,26 @@ def _failure_of(event: Event) -> ApiError:
     if event.finish_reason == FinishReason.CANCELLED:
         return ApiError(503, "The request was cancelled on the server.", "cancelled")
     message = event.error or "The engine could not answer."
-    if message.startswith("GrammarError: "):
-        return ApiError(400, message.removeprefix("GrammarError: "), "grammar_error")
-    if message.startswith("The queue is full"):
-        return queue_full(message, 1)
+    if event.error_code == QueueFull.code:
+        return come_later(message, 1)
+    if event.error_code is not None:
+        return ApiError(400, message, event.error_code)
     return ApiError(500, message, "engine_error")
 
 
-def queue_full(message: str, seconds: int) -> ApiError:
-    """Come back later."""
-    return ApiError(429, message, "queue_full", headers={"Retry-After": str(seconds)})
+def come_later(message: str, seconds: float, code: str | None = QueueFull.code) -> ApiError:
+    """429: the same request may be taken in after a while."""
+    return ApiError(429, message, code, headers={"Retry-After": str(max(1, min(60, math.ceil(seconds))))})
 
 
 class Desk:
     """Takes requests in while there is room, and knows all that are under way."""
 
-    def __init__(self, llm: LLM, config: ServerConfig, watcher: Watcher) -> None:
+    def __init__(self, llm: LLM, config: ServerConfig, watcher: Watcher, *, sole_caller: bool) -> None:
+        self._sole_caller = sole_caller
+        # Long prompts wait for one another, and no short one waits for them.
+        self._prompts = ThreadPoolExecutor(4, "draftwood-prompts")
+        self._long_prompts = ThreadPoolExecutor(1, "draftwood-long-prompts")
         self.llm = llm
         self.config = config
         self.tickets: set[Ticket] = set()
@@ -158,31 +179,53 @@ class Desk:
         """Answers under way."""
         return self._arriving + sum(ticket.open_answers for ticket in self.tickets)
 
-    def make_room(self, answers: int) -> None:
+    def make_room(self, answers: int, caller: Caller) -> None:
         """Refuse what there is no room for, before any work is done for it."""
         if self.closed_for is not None:
             raise self.closed_for
-        if answers > self.limit:
-            raise ApiError(400, f"The request asks for {answers} answers and the limit is {self.limit}.", "too_many")
+        most = min(self.limit, caller.max_concurrent)
+        if answers > most:
+            raise ApiError(400, f"The request asks for {answers} answers and the limit is {most:g}.", "too_many")
         if self.open_answers + answers > self.limit:
-            raise queue_full(
+            raise come_later(
                 f"The queue is full: {self.open_answers} answers are under way and the limit is {self.limit}.",
-                max(1, min(60, math.ceil(self._mean_seconds))),
+                self._mean_seconds,
             )
+        if caller.open_answers + answers > min(caller.max_concurrent, self._share()):
+            raise come_later(
+                f"This API key has {caller.open_answers} answers under way already.", self._mean_seconds, "key_limit"
+            )
+        wait = caller.seconds_to_wait()
+        if wait:
+            raise come_later("This API key has made too many requests.", wait, "rate_limit_exceeded")
+
+    def _share(self) -> float:
+        """Answers that one of several callers may have under way: twice as many as there is room left.
+
+        One who floods the server leaves a third of it to the others, two leave a fifth, and nobody has to be known
+        beforehand.
+        """
+        return math.inf if self._sole_caller else SHARE * (self.limit - self.open_answers)
 
     async def take(
-        self, request_id: str, prepare: Callable[[], list[list[Answer]]], count: int, deadline: float, *, patient: bool
+        self, arrival: Arrival, prepare: Callable[[], list[list[Answer]]], count: int, *, patient: bool
     ) -> Ticket:
         """Take `count` answers in. `prepare` makes them, on another thread: reading a long prompt takes time."""
-        self.make_room(count)
+        self.make_room(count, arrival.caller)
         self._arriving += count
+        arrival.caller.open_answers += count
         try:
-            prompts = await asyncio.to_thread(prepare)
+            pool = self._long_prompts if arrival.body_bytes > LONG else self._prompts
+            prompts = await asyncio.get_running_loop().run_in_executor(pool, prepare)
             if self.closed_for is not None:
                 raise self.closed_for
+        except BaseException:
+            arrival.caller.open_answers -= count
+            raise
         finally:
             self._arriving -= count
-        return self._submit(Ticket(request_id, prompts, patient, self._heard, self.llm.cancel), deadline)
+        ticket = Ticket(arrival.request_id, prompts, patient, self._heard, self.llm.cancel, arrival.caller)
+        return self._submit(ticket, arrival.deadline)
 
     def _submit(self, ticket: Ticket, deadline: float) -> Ticket:
         loop = asyncio.get_running_loop()

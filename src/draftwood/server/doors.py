@@ -4,44 +4,51 @@ from __future__ import annotations
 
 import base64
 import binascii
-import hmac
 import ipaddress
 import json
 import logging
 import re
 import secrets
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from fastapi import Request
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from draftwood.server.errors import ApiError
+from draftwood.server.keys import Caller, KeyRing
 
 access = logging.getLogger("draftwood.access")
 OPEN_PATHS = frozenset({"/health"})
 PAGE = re.compile(r"/|/page/.*", re.DOTALL)
 QUIET = re.compile(r"/health|/ready|/metrics|/live|/page/.*", re.DOTALL)  # asked for again and again
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-FORWARDED = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
+FORWARDED = ("forwarded", "x-real-ip", "via")  # and whatever begins with x-forwarded-
 
 
 class ApiKeys:
-    """A key for everything but /health. All keys are compared, each in constant time.
+    """A key for everything but /health; whom it belongs to is in the request's state from then on.
 
     Programs send `Bearer KEY`. A browser that opens the page asks its user, and from then on sends the key by itself as
     the password of `Basic`, whatever the name.
     """
 
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
         self._app = app
-        self._keys = [key.encode() for key in keys]
+        self._keys = keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let in, or refuse."""
-        if scope["type"] != "http" or not self._keys or scope["path"] in OPEN_PATHS or self._known(scope):
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        caller = self._keys.caller_of(_given_key(Headers(scope=scope).get("authorization", "")))
+        if caller is not None:
+            scope.setdefault("state", {})["caller"] = caller
+        if caller is not None or scope["path"] in OPEN_PATHS:
             return await self._app(scope, receive, send)
         refusal = ApiError(
             401,
@@ -51,14 +58,9 @@ class ApiKeys:
         )
         await refusal.response()(scope, receive, send)
 
-    def _known(self, scope: Scope) -> bool:
-        given = _given_key(Headers(scope=scope).get("authorization", ""))
-        same = [hmac.compare_digest(given, key) for key in self._keys]
-        return any(same)
-
 
 def _given_key(authorization: str) -> bytes:
-    """The key in a header; none is empty, and nobody's key is."""
+    """The key in a header; empty, as no key is, where there is none."""
     kind, _, given = authorization.partition(" ")
     if kind.lower() == "bearer":
         return given.strip().encode()
@@ -68,36 +70,6 @@ def _given_key(authorization: str) -> bytes:
         return base64.b64decode(given.strip(), validate=True).partition(b":")[2]
     except (binascii.Error, ValueError):
         return b""
-
-
-class BodyLimit:
-    """No more bytes than the server is willing to read, whatever the header says."""
-
-    def __init__(self, app: ASGIApp, limit: int) -> None:
-        self._app = app
-        self._limit = limit
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Count."""
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        announced = Headers(scope=scope).get("content-length", "0")
-        if announced.isdigit() and int(announced) > self._limit:
-            return await self._too_large().response()(scope, receive, send)
-        seen = 0
-
-        async def counted() -> Message:
-            nonlocal seen
-            message = await receive()
-            seen += len(message.get("body", b""))
-            if seen > self._limit:
-                raise self._too_large()
-            return message
-
-        await self._app(scope, counted, send)
-
-    def _too_large(self) -> ApiError:
-        return ApiError(413, f"The request is larger than {self._limit} bytes.", "too_large")
 
 
 class AccessLog:
@@ -131,7 +103,9 @@ class AccessLog:
             if status >= 400:
                 self._refused(status)
             told = {"id": request_id, "method": scope["method"], "path": scope["path"], "status": status}
-            _write(told | {"seconds": round(seconds, 4)} | state.get("figures", dict)())
+            caller: Caller | None = state.get("caller")
+            named = {} if caller is None or not caller.name else {"key": caller.name}
+            _write(told | named | {"seconds": round(seconds, 4)} | state.get("figures", dict)())
 
 
 def _write(line: dict[str, Any]) -> None:
@@ -139,24 +113,71 @@ def _write(line: dict[str, Any]) -> None:
     access.log(logging.DEBUG if quiet else logging.INFO, "%s", json.dumps(line, ensure_ascii=True))
 
 
+class AllowedHosts:
+    """Only names that are known to be this server's: a page of another site may have its own name lead here.
+
+    That trick needs a name, so addresses are allowed, and so are localhost and this machine's own name. Whoever asks for
+    /health learns nothing.
+    """
+
+    def __init__(self, app: ASGIApp, names: Sequence[str]) -> None:
+        self._app = app
+        self._all = "*" in names
+        self._names = {name.lower().rstrip(".") for name in (*names, "localhost", socket.gethostname())}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let in, or refuse."""
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._known(Headers(scope=scope).get("host", "")):
+            return await self._app(scope, receive, send)
+        message = "The server does not go by the name in the header Host; start it with --allowed-host NAME if it should."
+        await ApiError(403, message, "host_not_allowed").response()(scope, receive, send)
+
+    def _known(self, host: str) -> bool:
+        name = _host_name(host)
+        return self._all or name in self._names or _address(name) is not None
+
+
 def only_from_here(request: Request) -> None:
     """Management is for people on this machine: no other address, no proxy in between, no page of another site."""
     host = request.client.host if request.client else ""
-    forwarded = any(name in request.headers for name in FORWARDED)
+    proxied = any(name in FORWARDED or name.startswith("x-forwarded-") for name in request.headers)
     origin = request.headers.get("origin")
     elsewhere = origin is not None and not _is_here(re.sub(r"^\w+://", "", origin))
-    if not _is_loopback(host) or forwarded or elsewhere or not _is_here(request.headers.get("host", "")):
+    if not _is_loopback(host) or proxied or elsewhere or not _is_here(request.headers.get("host", "")):
         raise ApiError(403, "Management is only possible from the machine itself, not through a proxy.", "not_local")
+
+
+class OnPort:
+    """A dependency: the route exists at one port only."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+
+    def __call__(self, request: Request) -> None:
+        """404 anywhere else."""
+        if (request.scope.get("server") or ("", None))[1] != self._port:
+            raise HTTPException(404)
 
 
 def _is_here(host: str) -> bool:
     """Whether a Host or Origin names this machine; another name for the same address may be a trap."""
+    name = _host_name(host)
+    return name == "localhost" or _is_loopback(name)
+
+
+def _host_name(host: str) -> str:
+    """A host without its port and brackets."""
     name = host.rsplit(":", 1)[0] if not host.endswith("]") else host
-    return name == "localhost" or _is_loopback(name.strip("[]"))
+    return name.strip("[]").lower().rstrip(".")
 
 
-def _is_loopback(address: str) -> bool:
+def _is_loopback(name: str) -> bool:
+    address = _address(name)
+    return address is not None and address.is_loopback
+
+
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
     try:
-        return ipaddress.ip_address(address).is_loopback
+        return ipaddress.ip_address(name)
     except ValueError:
-        return False
+        return None

@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException as AnyHttpException
 from draftwood.errors import DraftwoodError
 
 log = logging.getLogger("draftwood.server")
+LONGEST_QUOTE = 400  # characters of the caller's in a message
 
 
 class ApiError(HTTPException):
@@ -65,6 +66,11 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return ApiError(400, message, code, param)
 
 
+def refusal(error: DraftwoodError, param: str | None = None) -> ApiError:
+    """A request that the engine would not take, with the engine's reason and its name for it."""
+    return invalid(str(error), param, error.code)
+
+
 def install_handlers(app: FastAPI) -> None:
     """Every way to fail gets the same shape."""
     app.add_exception_handler(ApiError, _api_error)
@@ -79,23 +85,23 @@ def _api_error(request: Request, error: Any) -> JSONResponse:
     return error.response()
 
 
-def _refusal(request: Request, error: Exception) -> JSONResponse:
-    return invalid(str(error)).response()
+def _refusal(request: Request, error: Any) -> JSONResponse:
+    return refusal(error).response()
 
 
 def _malformed(request: Request, error: Any) -> JSONResponse:
     """Pydantic's findings as one sentence: the first that matters, and where."""
     problems = error.errors()
     first = problems[0] if problems else {"loc": (), "msg": "the request cannot be read"}
-    place = ".".join(str(part) for part in first["loc"][1:]) or None
+    place = _shortened(".".join(str(part) for part in first["loc"][1:])) or None
     where = "" if place is None else f"{place}: "
     more = "" if len(problems) < 2 else f" ({len(problems) - 1} more)"
-    return invalid(f"{where}{first['msg']}{more}", _printable(place)).response()
+    return invalid(f"{where}{_shortened(first['msg'])}{more}", place).response()
 
 
-def _printable(text: str | None) -> str | None:
-    """A key of the caller's may hold what no encoding can express."""
-    return None if text is None else text.encode("utf-8", "replace").decode()
+def _shortened(text: str) -> str:
+    """What a caller sent may be long, and may stand in the message."""
+    return text if len(text) <= LONGEST_QUOTE else f"{text[:LONGEST_QUOTE]}…"
 
 
 def _http_error(request: Request, error: Any) -> JSONResponse:

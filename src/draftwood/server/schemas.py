@@ -1,19 +1,41 @@
-"""What clients may send. Unknown fields are accepted, as OpenAI's servers accept them; known ones are checked."""
+"""What clients may send. Unknown fields are accepted, as OpenAI's servers accept them; known ones are checked.
+
+Validation stops at the first wrong item of a list, and lists and tables have limits: a request that is wrong in a
+million places must not cost more than one that is wrong in one.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
 
+T = TypeVar("T")
 INT64 = 1 << 63
+MAX_ITEMS = 16_384  # of a list of messages, of parts or of texts
+MAX_KEYS = 1024  # of a table
+Items = Annotated[list[T], Field(max_length=MAX_ITEMS), FailFast()]
+Few = Annotated[list[T], Field(max_length=64), FailFast()]
+
+
+def _few_keys(value: Any) -> Any:
+    """Refuse a large table before each of its keys is looked at."""
+    if isinstance(value, dict) and len(value) > MAX_KEYS:
+        raise ValueError(f"at most {MAX_KEYS} keys are allowed")
+    return value
+
+
+FewKeys = BeforeValidator(_few_keys)
 Seed = Annotated[int, Field(ge=-INT64, lt=INT64)]
 Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, lt=1 << 31)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
+TokenIds = Annotated[list[TokenId], FailFast()]
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Alternatives = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=1024), FailFast()]
+Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 
 
 class Open(BaseModel):
@@ -49,6 +71,16 @@ class Speculation(BaseModel):
     )
 
 
+class StructuredOutputs(Open):
+    """vLLM's way to say what an answer has to be; one of these."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: Annotated[str, Field(max_length=MAX_ITEMS)] | None = None
+    choice: Alternatives | None = None
+    grammar: Annotated[str, Field(max_length=1 << 18)] | None = None
+
+
 class Sampling(Open):
     """What all answers have in common."""
 
@@ -61,20 +93,27 @@ class Sampling(Open):
     repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]], Field()] | None = (
-        Field(None, max_length=1024)
-    )
-    bad_words: Annotated[list[StopText], Field(max_length=64)] | None = None
-    stop: StopText | Annotated[list[StopText], Field(max_length=64)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
+    logit_bias: Annotated[dict[str, Bias], Field(max_length=MAX_KEYS), FewKeys] | None = None
+    bad_words: Few[StopText] | None = None
+    stop: StopText | Few[StopText] | None = None
+    stop_token_ids: Few[TokenId] | None = None
+    min_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     ignore_eos: bool | None = None
     seed: Seed | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     user: str | None = None
-    speculation: Speculation | None = None
-    deadline: Seconds | None = Field(None, description="Seconds after which nobody waits for the answer any more.")
+    speculation: Annotated[Speculation, FewKeys] | None = None
+    deadline: Seconds | None = Field(None, description="Seconds after which the answer is given up.")
+    cache_salt: Annotated[str, Field(max_length=256)] | None = Field(
+        None, description="Only requests with the same salt share cached prefixes of their prompts."
+    )
+    guided_json: dict[str, Any] | str | None = Field(None, description="vLLM's name for a JSON schema.")
+    guided_regex: Annotated[str, Field(max_length=MAX_ITEMS)] | None = None
+    guided_choice: Alternatives | None = None
+    guided_grammar: Annotated[str, Field(max_length=1 << 18)] | None = None
+    structured_outputs: StructuredOutputs | None = Field(None, description="vLLM's newer name for the same.")
 
 
 class ContentPart(Open):
@@ -103,9 +142,9 @@ class Message(Open):
     """Something somebody said."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
+    content: str | Items[ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Items[ToolCall] | None = None
     tool_call_id: str | None = None
 
 
@@ -156,18 +195,18 @@ class Prediction(Open):
     """What the answer will probably resemble."""
 
     type: Literal["content"]
-    content: str | list[ContentPart]
+    content: str | Items[ContentPart]
 
 
 class ChatRequest(Sampling):
     """A conversation to go on with."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_ITEMS), FailFast()]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128), FailFast()] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     prediction: Prediction | None = None
@@ -176,7 +215,7 @@ class ChatRequest(Sampling):
 class CompletionRequest(Sampling):
     """A text to go on with."""
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: str | Items[str] | TokenIds | Items[TokenIds]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = None
     suffix: str | None = None
@@ -188,11 +227,11 @@ class TokenizeRequest(Open):
     """A text, or a conversation as the model would read it."""
 
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_ITEMS), FailFast()] | None = None
     add_special_tokens: bool = True
 
 
 class DetokenizeRequest(Open):
     """Tokens to be read."""
 
-    tokens: list[TokenId]
+    tokens: TokenIds
