@@ -64,11 +64,11 @@ def serve(flags: argparse.Namespace) -> None:
     """The other process."""
     from draftwood.server.app import make_app
     from draftwood.server.config import ServerConfig
-    from draftwood.server.run import DrainingServer
+    from draftwood.server.run import DrainingServer, listening
 
-    with engine(flags, flags.serve) as llm:
+    with listening([("127.0.0.1", flags.port)]) as sockets, engine(flags, flags.serve) as llm:
         config = ServerConfig(NAME, max_queue=4096, deadline=3600)
-        DrainingServer(make_app(llm, config, flags.drafter), "127.0.0.1", flags.port).run()
+        DrainingServer(make_app(llm, config, flags.drafter)).run(sockets)
 
 
 @contextmanager
@@ -103,7 +103,7 @@ async def ask(port: int, body: dict[str, object], patience: int | None = None) -
     `patience`: chunks after which it hangs up.
     """
     content = json.dumps(body | {"stream": True, "stream_options": {"include_usage": True}}).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nConnection: close\r\nContent-Length: {len(content)}\r\n\r\n"  # noqa: E501
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\nContent-Length: {len(content)}\r\n\r\n"  # noqa: E501
     began = time.perf_counter()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(head.encode() + content)

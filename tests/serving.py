@@ -57,8 +57,8 @@ class Serving:
 
 def http_request(path: str, body: bytes) -> bytes:
     """A POST as bytes, for those who hang up in the middle of it."""
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-    return head.encode() + body
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n"
+    return f"{head}Content-Type: application/json\r\n\r\n".encode() + body
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def serving(llm: LLM, drafter: str = "ngram", offers: tuple[str, ...] = (), **se
     config = ServerConfig(NAME, **{"drain_seconds": 2} | settings)  # type: ignore[arg-type]
     app = make_app(llm, config, drafter, offers)
     door = socket.create_server(("127.0.0.1", 0))
-    server = DrainingServer(app, "127.0.0.1", door.getsockname()[1])
+    server = DrainingServer(app)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[door])))
     thread.start()
     while not server.started:

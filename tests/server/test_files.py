@@ -72,7 +72,7 @@ def test_nothing_else_is_there(served: Serving, path: str) -> None:
     """Spoken by hand: a client would tidy the path up."""
     address = ("127.0.0.1", int(served.url.rsplit(":", 1)[1]))
     with socket.create_connection(address) as line:
-        line.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode())
+        line.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n".encode())
         answer = b"".join(iter(lambda: line.recv(4096), b""))
     assert answer.startswith(b"HTTP/1.1 404")
     assert b'"code":"unknown_url"' in answer

@@ -244,8 +244,8 @@ class _AlreadyOver:
     def __init__(self, *_: object) -> None:
         pass
 
-    def run(self) -> None:
-        pass
+    def run(self, sockets: list[socket.socket]) -> None:
+        assert [door.getsockname()[0] for door in sockets] == ["127.0.0.1"]
 
 
 def test_a_drafter_that_learns_while_it_serves_is_kept(
@@ -255,11 +255,11 @@ def test_a_drafter_that_learns_while_it_serves_is_kept(
     words = TargetWords(open_checkpoint(folder), CPU, torch.float32)
     drafter = export(random_net("eagle3", words), tmp_path / "drafter", str(folder), {})
     kept = tmp_path / "kept"
-    run_serve(EngineFlags(model=str(folder), drafter=str(drafter), device="cpu"), ServeFlags(adapt=kept))
+    run_serve(EngineFlags(model=str(folder), drafter=str(drafter), device="cpu"), ServeFlags(adapt=kept, port=0))
     with LLM(folder, drafter=str(kept)) as llm:
         assert llm.generate("abc", SamplingParams(max_tokens=4)).stats.num_tokens == 4
     with pytest.raises(InvalidRequest, match="cannot learn"):
-        run_serve(EngineFlags(model=str(folder), drafter="ngram"), ServeFlags(adapt=kept))
+        run_serve(EngineFlags(model=str(folder), drafter="ngram"), ServeFlags(adapt=kept, port=0))
 
 
 def _answers(port: int) -> bool:

@@ -113,7 +113,7 @@ def test_a_listener_who_never_reads_costs_nothing(served: Serving) -> None:
     live = served.service.live
     address = ("127.0.0.1", int(served.url.rsplit(":", 1)[1]))
     with socket.create_connection(address) as line:
-        line.sendall(b"GET /live?every=0.1 HTTP/1.1\r\nHost: x\r\n\r\n")
+        line.sendall(b"GET /live?every=0.1 HTTP/1.1\r\nHost: localhost\r\n\r\n")
         wait_for(lambda: live.num_listeners == 1)
         with served.http() as http:
             assert len(list(events(http.get("/live?every=0.1&count=3")))) == 3

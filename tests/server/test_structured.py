@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from draftwood.errors import GrammarError
 from draftwood.model.grammar import LONGEST, Grammars, json_grammar
 from draftwood.model.tokenizer import Tokenizer
-from draftwood.server.asking import chat_prompt
+from draftwood.server.asking import chat_text
 from draftwood.server.schemas import ChatRequest
 from draftwood.server.tools import Call, CallReader, ToolBox, write_call
 from serving import NAME, Serving
@@ -175,7 +175,7 @@ def test_a_template_that_knows_tools_is_told_about_them(tmp_path: Path) -> None:
         {"role": "tool", "content": "sunny", "tool_call_id": "1"},
     ]
     request = ChatRequest.model_validate({"messages": talk, "tools": [WEATHER]})
-    tokens = chat_prompt(tokenizer, request.messages, ToolBox.of(request))
+    tokens = tokenizer.encode(chat_text(tokenizer, request.messages, ToolBox.of(request)), special=False)
     assert tokenizer.decode(tokens) == "[weather ]user:hiassistant:(weather Rome)tool:sunny"
 
 

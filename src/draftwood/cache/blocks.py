@@ -92,7 +92,7 @@ class PagePool:
         self._uses[page] += 1
 
     def remember(self, page: int, previous: int | None, tokens: tuple[int, ...], salt: str = "") -> None:
-        """Let others with the same salt find a full page by its content. The first page with a content is the one found."""
+        """Let others with the same salt find a full page by its content. Of pages with the same, the first is found."""
         key = salt if previous is None else self._key.get(previous)
         if key is None or page in self._key or (key, tokens) in self._content:
             return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from socket import socket
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,6 +18,7 @@ from draftwood.model import store
 
 if TYPE_CHECKING:
     from draftwood.server.config import ServerConfig
+    from draftwood.server.keys import ApiKey
 
 
 def _option(text: str, panel: str, *names: str, **more: Any) -> Any:
@@ -50,6 +52,30 @@ class ServeFlags:
     deadline: Annotated[float, _option("Seconds a request may take.", "Server")] = 600.0
     drain: Annotated[float, _option("Seconds that SIGTERM waits for answers under way.", "Server")] = 30.0
     vllm_metrics: Annotated[bool, _option("Export metrics under vLLM's names too.", "Server")] = False
+    api_key_file: Annotated[
+        Path | None,
+        _option("TOML file of named API keys with their limits; see docs/serving.md.", "Server"),
+    ] = None
+    allowed_host: Annotated[
+        list[str] | None,
+        _option("A name clients may call the server by, beside localhost and addresses; * for all.", "Server"),
+    ] = None
+    trusted_proxy: Annotated[
+        list[str] | None, _option("Address or network of a proxy whose X-Forwarded-* headers are believed.", "Server")
+    ] = None
+    cors_origin: Annotated[
+        list[str] | None, _option("Origin whose pages may call the server from a browser; * for all.", "Server")
+    ] = None
+    manage_port: Annotated[
+        int | None, _option("Port of 127.0.0.1 for /manage, which is then nowhere else.", "Server")
+    ] = None
+    max_connections: Annotated[int, _option("Connections at a time.", "Limits")] = 1000
+    max_body: Annotated[int, _option("Bytes of a request's body.", "Limits")] = 8 << 20
+    max_header: Annotated[int, _option("Bytes of a request's headers.", "Limits")] = 64 << 10
+    header_timeout: Annotated[float, _option("Seconds a client has to send its headers.", "Limits")] = 10.0
+    body_timeout: Annotated[float, _option("Seconds it has to send the body.", "Limits")] = 60.0
+    write_timeout: Annotated[float, _option("Seconds it may leave an answer unread.", "Limits")] = 60.0
+    keep_alive: Annotated[int, _option("Seconds an idle connection stays open.", "Limits")] = 5
 
     def config(self, model: str) -> ServerConfig:
         """Checked."""
@@ -57,32 +83,65 @@ class ServeFlags:
 
         return ServerConfig(
             model_name=self.name or model,
-            api_keys=tuple(self.api_key or ()),
+            api_keys=(*(self.api_key or ()), *self._keys_from_file()),
             max_queue=self.max_queue,
             deadline=self.deadline,
             drain_seconds=self.drain,
             vllm_names=self.vllm_metrics,
+            allowed_hosts=(self.host, *(self.allowed_host or ())),
+            trusted_proxies=tuple(self.trusted_proxy or ()),
+            cors_origins=tuple(self.cors_origin or ()),
+            manage_port=self.manage_port,
+            max_connections=self.max_connections,
+            max_body=self.max_body,
+            max_header=self.max_header,
+            header_timeout=self.header_timeout,
+            body_timeout=self.body_timeout,
+            write_timeout=self.write_timeout,
+            keep_alive=self.keep_alive,
         )
+
+    def _keys_from_file(self) -> tuple[ApiKey, ...]:
+        from draftwood.server.keys import read_key_file
+
+        return () if self.api_key_file is None else read_key_file(self.api_key_file)
+
+
+def _shown(host: str) -> str:
+    """An address a browser can open."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"[{host}]" if ":" in host else host
 
 
 def run_serve(engine: EngineFlags, flags: ServeFlags) -> None:
     """Serve until a signal."""
+    try:
+        from draftwood.server.run import listening
+    except ImportError as error:
+        raise InvalidRequest(f"Serving needs {error.name}: pip install 'draftwood[serve]'.") from error
+    addresses = [(flags.host, flags.port)]
+    if flags.manage_port is not None:
+        addresses.append(("127.0.0.1", flags.manage_port))
+    config = flags.config(engine.model)
+    with listening(addresses) as sockets:  # before anything is loaded: the port may be in use
+        _serve(engine, flags, config, sockets)
+
+
+def _serve(engine: EngineFlags, flags: ServeFlags, config: ServerConfig, sockets: list[socket]) -> None:
     with reading_ahead(store.local_files(engine.model)):
-        try:
-            from draftwood.server.app import make_app
-            from draftwood.server.run import DrainingServer, set_up_logging
-        except ImportError as error:
-            raise InvalidRequest(f"Serving needs {error.name}: pip install 'draftwood[serve]'.") from error
-        config = flags.config(engine.model)
+        from draftwood.server.app import make_app
+        from draftwood.server.run import DrainingServer, set_up_logging
+
         if flags.adapt is not None:
             check_adaptable(engine)
         set_up_logging()
         llm = open_llm(engine, offers=tuple(flags.offer or ()), max_running=flags.max_running)
     adapter = start_adapting(llm) if flags.adapt is not None else None
     app = make_app(llm, config, engine.drafter, flags.offer or ())
-    say(f"{config.model_name} with {engine.drafter} at http://{flags.host}:{flags.port}/v1")
-    server = DrainingServer(app, flags.host, flags.port)
-    server.run()
+    address = f"http://{_shown(flags.host)}:{sockets[0].getsockname()[1]}"
+    say(f"{config.model_name} with {engine.drafter} at {address}/v1, a page to try it at {address}/")
+    server = DrainingServer(app)
+    server.run(sockets)
     if server.engine_died or not server.started:
         raise typer.Exit(1)  # nobody waits for a thread that may never come back
     if adapter is not None and flags.adapt is not None:

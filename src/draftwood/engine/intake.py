@@ -77,7 +77,6 @@ class Intake:
         self._config = checkpoint.config
         self._guessers = guessers
         self._capacity = capacity
-        self._max_characters = self.tokenizer.max_bytes(max_length)
         self._grammars = Grammars(self.tokenizer, checkpoint.config.vocab_size)
         self._request_ids = itertools.count()
         self._sequence_ids = itertools.count()
@@ -106,17 +105,18 @@ class Intake:
         raise InvalidRequest("A prompt is a text, a list of token ids, or a list of chat messages.")
 
     def encode_text(self, text: str, *, special: bool = True) -> list[int]:
-        """The tokens of a text that may fit; one that cannot is refused before any work is done for it."""
-        self.check_size(len(text))
+        """The tokens of a text; one that is certain not to fit is refused before it is encoded."""
+        fewest = self.tokenizer.fewest_tokens(text)
+        if fewest >= self.max_length:
+            raise ContextLengthExceeded(
+                f"The text has {len(text)} characters, which are more than {fewest - 1} tokens, and the limit is "
+                f"{self.max_length - 1}: {self._limits}. Shorten the text."
+            )
         return self.tokenizer.encode(text, special=special)
 
-    def check_size(self, characters: int) -> None:
-        """Refuse a text that has more characters than as many tokens as fit can have bytes."""
-        if self._max_characters is not None and characters > self._max_characters:
-            raise ContextLengthExceeded(
-                f"The text has {characters} characters, so it cannot fit into {self.max_length - 1} tokens: the model's "
-                f"context window is {self._config.max_positions} and the cache holds {self._capacity}. Shorten it."
-            )
+    @property
+    def _limits(self) -> str:
+        return f"the model's context window is {self._config.max_positions} and the cache holds {self._capacity}"
 
     def _answer(self, request_id: int, tokens: list[int], params: SamplingParams, seed: int, tenant: str) -> Answer:
         law = self._guessers.laws.law_of(params.law)
@@ -162,9 +162,8 @@ class Intake:
             raise InvalidRequest("The prompt is empty: give the model at least one token to continue from.")
         if len(tokens) >= self.max_length:
             raise ContextLengthExceeded(
-                f"The prompt has {len(tokens)} tokens and the limit is {self.max_length - 1}: the model's context "
-                f"window is {self._config.max_positions} and the cache holds {self._capacity}. Shorten the prompt or "
-                "raise cache_tokens."
+                f"The prompt has {len(tokens)} tokens and the limit is {self.max_length - 1}: {self._limits}. Shorten "
+                "the prompt or raise cache_tokens."
             )
         for name, ids in (
             ("the prompt", tokens),

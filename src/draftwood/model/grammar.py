@@ -6,6 +6,7 @@ A grammar is a text: one of `json_grammar`'s, or the library's own notation.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,20 @@ def json_grammar(schema: Mapping[str, Any]) -> str:
         return LLMatcher.grammar_from_json_schema(dict(schema), defaults=JSON_STYLE)  # type: ignore[arg-type]
     except (ValueError, TypeError, RecursionError) as error:
         raise GrammarError(f"The JSON schema cannot be used: {error}.") from error
+
+
+def regex_grammar(pattern: str) -> str:
+    """The grammar of texts that a regular expression matches as a whole."""
+    from llguidance import LLMatcher
+
+    return LLMatcher.grammar_from_regex(pattern)
+
+
+def choice_grammar(texts: Sequence[str]) -> str:
+    """The grammar of a few given texts."""
+    from llguidance import LLMatcher
+
+    return LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(text) for text in texts))
 
 
 class Grammars:

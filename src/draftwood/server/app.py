@@ -12,12 +12,15 @@ from fastapi import Body, Depends, FastAPI, Query, Request
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.middleware.cors import CORSMiddleware
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 import draftwood
 from draftwood.engine.llm import LLM
+from draftwood.server.bodies import BodyLimit, JsonRoute
 from draftwood.server.config import ServerConfig
 from draftwood.server.desk import Ticket
-from draftwood.server.doors import AccessLog, ApiKeys, BodyLimit, only_from_here
+from draftwood.server.doors import AccessLog, AllowedHosts, ApiKeys, OnPort, only_from_here
 from draftwood.server.errors import ApiError, install_handlers
 from draftwood.server.files import page_file
 from draftwood.server.live import LONGEST, SHORTEST
@@ -31,6 +34,7 @@ from draftwood.server.replies import (
     TextCompletion,
     Tokens,
     UnderWay,
+    Version,
 )
 from draftwood.server.responses import EventStream
 from draftwood.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -42,9 +46,11 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
     for status, text in {
         400: "The request cannot run.",
         401: "A key is missing.",
+        403: "The request came to a name or from a place that is not allowed.",
         404: "There is no such thing.",
         413: "The request is too large.",
-        429: "The queue is full.",
+        429: "The queue is full, or the API key's limits are reached.",
+        431: "The headers are too large.",
         500: "The engine failed on the request.",
         503: "The server is going down, or its engine is dead.",
         408: "The deadline has passed.",
@@ -73,6 +79,7 @@ def make_app(llm: LLM, config: ServerConfig, drafter: str = "none", offers: Sequ
         docs_url=None,
         redoc_url=None,
     )
+    app.router.route_class = JsonRoute
     app.state.service = service
     install_handlers(app)
     _answering(app, service)
@@ -80,11 +87,28 @@ def make_app(llm: LLM, config: ServerConfig, drafter: str = "none", offers: Sequ
     _watching(app, service)
     _showing(app)
     _managing(app, service)
-    app.add_middleware(ApiKeys, keys=config.api_keys)
-    app.add_middleware(BodyLimit, limit=config.max_body)
-    app.add_middleware(AccessLog, refused=service.metrics.refused)
+    _guard(app, service)
     app.openapi = lambda: _openapi(app)
     return app
+
+
+def _guard(app: FastAPI, service: Service) -> None:
+    """What a request passes through before it reaches a route; the last one added is the first."""
+    config = service.config
+    app.add_middleware(ApiKeys, keys=service.keys)
+    app.add_middleware(BodyLimit, limit=config.max_body, total=config.max_bodies)
+    if config.cors_origins:  # before keys: a browser asks for leave without one
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
+    app.add_middleware(AllowedHosts, names=config.allowed_hosts)
+    app.add_middleware(AccessLog, refused=service.metrics.refused)
+    if config.trusted_proxies:
+        app.add_middleware(ProxyHeadersMiddleware, trusted_hosts=list(config.trusted_proxies))
 
 
 EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
@@ -130,6 +154,11 @@ def _reading(app: FastAPI, service: Service) -> None:
 
 
 def _watching(app: FastAPI, service: Service) -> None:
+    @app.get("/version", tags=["state"])
+    async def version() -> Version:
+        """The server's version."""
+        return Version(version=draftwood.__version__)
+
     @app.get("/health", tags=["state"], responses={200: {"model": State}, 503: {"model": State}})
     async def health() -> JSONResponse:
         """200 while the engine lives."""
@@ -173,7 +202,8 @@ def _showing(app: FastAPI) -> None:
 
 
 def _managing(app: FastAPI, service: Service) -> None:
-    here = [Depends(only_from_here)]
+    port = service.config.manage_port
+    here = [Depends(only_from_here), *([] if port is None else [Depends(OnPort(port))])]
     refused: dict[int | str, dict[str, Any]] = {403: {"model": ErrorReply}}
 
     @app.get("/manage/requests", dependencies=here, responses=refused, tags=["management"])

@@ -7,24 +7,48 @@ from collections.abc import Sequence
 from typing import Any
 
 from draftwood.errors import DraftwoodError
-from draftwood.model.grammar import json_grammar
+from draftwood.model.grammar import choice_grammar, json_grammar, regex_grammar
 from draftwood.model.tokenizer import Tokenizer
 from draftwood.request import SamplingParams
-from draftwood.server.errors import invalid
+from draftwood.server.errors import invalid, refusal
 from draftwood.server.schemas import (
     ChatRequest,
     CompletionRequest,
     ContentPart,
     Message,
+    Open,
     Prediction,
     ResponseFormat,
     Sampling,
     Speculation,
+    StructuredOutputs,
 )
 from draftwood.server.tools import ToolBox, write_call
 
 DEFAULT_COMPLETION = 16  # tokens, as OpenAI's
 TINY = 1e-9  # a top_p of 0 keeps the likeliest token
+# Fields of OpenAI's and vLLM's that would change an answer and are not offered: values that change nothing, and a hint.
+NOT_OFFERED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "functions": (([],), "describe functions in tools"),
+    "function_call": (("auto", "none"), "use tool_choice"),
+    "use_beam_search": ((False,), "answers are sampled"),
+    "length_penalty": ((1, 1.0), "it belongs to beam search"),
+    "early_stopping": ((False,), "it belongs to beam search"),
+    "allowed_token_ids": (([],), "use logit_bias or guided_choice"),
+    "include_stop_str_in_output": ((False,), "stop strings are never part of an answer"),
+    "truncate_prompt_tokens": ((), "shorten the prompt before sending it"),
+    "logits_processors": (([],), "nothing that a client sends is executed"),
+    "chat_template": ((), "the model's own template is used"),
+    "chat_template_kwargs": (({},), "the model's own template is used as it is"),
+    "documents": (([],), "write them into a message"),
+    "continue_final_message": ((False,), "use /v1/completions to continue a text"),
+    "add_generation_prompt": ((True,), "use /v1/completions to continue a text"),
+    "skip_special_tokens": ((True,), "special tokens are never part of a text"),
+    "guided_whitespace_pattern": ((), "JSON is written with one space behind ',' and ':'"),
+    "modalities": ((["text"],), "answers are text"),
+    "audio": ((), "answers are text"),
+    "web_search_options": ((), "this server reaches no other"),
+}
 
 
 def chat_params(request: ChatRequest, toolbox: ToolBox | None, longest: int) -> SamplingParams:
@@ -35,7 +59,7 @@ def chat_params(request: ChatRequest, toolbox: ToolBox | None, longest: int) -> 
         request,
         max_tokens=request.max_completion_tokens or request.max_tokens or longest,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
-        grammar=_grammar(request.response_format, toolbox),
+        grammar=_grammar(request, toolbox),
         prediction=_predicted(request.prediction),
     )
 
@@ -50,7 +74,7 @@ def completion_params(request: CompletionRequest) -> SamplingParams:
         request,
         max_tokens=request.max_tokens or DEFAULT_COMPLETION,
         logprobs=request.logprobs,
-        grammar=None,
+        grammar=_guided(request),
         prediction=_predicted(request.prediction),
     )
 
@@ -58,6 +82,7 @@ def completion_params(request: CompletionRequest) -> SamplingParams:
 def _params(
     request: Sampling, max_tokens: int, logprobs: int | None, grammar: str | None, prediction: str
 ) -> SamplingParams:
+    check_fields(request)
     wishes = request.speculation or Speculation()  # pyright: ignore[reportCallIssue]
     given: dict[str, Any] = {
         "top_k": None if request.top_k is None else max(request.top_k, 0),
@@ -85,8 +110,17 @@ def _params(
         max_nodes=wishes.max_nodes if wishes.enabled else 0,
         max_depth=wishes.depth,
         trace=wishes.report == "trace",
+        cache_salt=request.cache_salt or "",
         **{name: value for name, value in given.items() if value is not None},
     )
+
+
+def check_fields(request: Open) -> None:
+    """Refuse fields that would change the answer's meaning, by name: an answer to another question helps no one."""
+    for name, value in (request.model_extra or {}).items():
+        neutral, instead = NOT_OFFERED.get(name, ((value,), ""))
+        if value is not None and value not in neutral:
+            raise invalid(f"{name} is not offered: {instead}.", name, "unsupported_parameter")
 
 
 def _bias(given: dict[str, float] | None) -> dict[int, float]:
@@ -100,20 +134,53 @@ def _predicted(prediction: Prediction | None) -> str:
     return "" if prediction is None else plain_text(prediction.content, "prediction")
 
 
-def _grammar(wanted: ResponseFormat | None, toolbox: ToolBox | None) -> str | None:
+def _grammar(request: ChatRequest, toolbox: ToolBox | None) -> str | None:
+    """What shapes an answer: at most one of a format, a guide and tools."""
+    given = {"response_format": _formatted(request.response_format), "guided_*": _guided(request)}
+    given["tools"] = None if toolbox is None else toolbox.grammar
+    named = [name for name, grammar in given.items() if grammar is not None]
+    if len(named) > 1:
+        raise invalid(f"{named[0]} and {named[1]} cannot both shape an answer; leave one out.", named[0])
+    return given[named[0]] if named else None
+
+
+def _formatted(wanted: ResponseFormat | None) -> str | None:
     if wanted is None or wanted.type == "text":
-        return None if toolbox is None else toolbox.grammar
-    if toolbox is not None:
-        raise invalid("response_format and tools cannot both shape an answer; leave one out.", "response_format")
+        return None
     if wanted.type == "json_object":
         return json_grammar({"type": "object"})
     schema = None if wanted.json_schema is None else wanted.json_schema.schema_
     if schema is None:
         raise invalid("response_format json_schema needs json_schema.schema.", "response_format")
+    return _by_schema(schema, "response_format")
+
+
+def _by_schema(schema: dict[str, Any] | str, field: str) -> str:
     try:
-        return json_grammar(schema)
+        parsed = json.loads(schema) if isinstance(schema, str) else schema
+        if not isinstance(parsed, dict):
+            raise invalid(f"{field} must be a JSON schema, an object.", field)
+        return json_grammar(parsed)
+    except ValueError as error:
+        raise invalid(f"{field} is not JSON: {error}.", field) from error
     except DraftwoodError as error:
-        raise invalid(str(error), "response_format") from error
+        raise refusal(error, field) from error
+
+
+def _guided(request: Sampling) -> str | None:
+    """vLLM's guides, under the older and the newer names."""
+    newer = request.structured_outputs or StructuredOutputs()  # pyright: ignore[reportCallIssue]
+    wishes = {
+        "guided_json": [_by_schema(s, "guided_json") for s in (request.guided_json, newer.json_) if s is not None],
+        "guided_regex": [regex_grammar(r) for r in (request.guided_regex, newer.regex) if r is not None],
+        "guided_choice": [choice_grammar(c) for c in (request.guided_choice, newer.choice) if c is not None],
+        "guided_grammar": [g for g in (request.guided_grammar, newer.grammar) if g is not None],
+        "json_object": [json_grammar({"type": "object"})] if newer.json_object else [],
+    }
+    given = [(name, grammar) for name, grammars in wishes.items() for grammar in grammars]
+    if len(given) > 1:
+        raise invalid(f"{given[0][0]} and {given[1][0]} cannot both shape an answer; leave one out.", given[1][0])
+    return given[0][1] if given else None
 
 
 def plain_text(content: str | Sequence[ContentPart] | None, field: str) -> str:
@@ -126,14 +193,14 @@ def plain_text(content: str | Sequence[ContentPart] | None, field: str) -> str:
     return "".join(part.text or "" for part in content)
 
 
-def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Message], toolbox: ToolBox | None) -> list[int]:
+def chat_text(tokenizer: Tokenizer, messages: Sequence[Message], toolbox: ToolBox | None) -> str:
     """A conversation as the model reads it."""
     knows = tokenizer.knows_tools
     said = [_as_template(message) if knows else _as_words(message) for message in messages]
     if toolbox is not None and not knows:
         said = _with_instructions(said, toolbox.instructions)
     tools = None if toolbox is None or not knows else toolbox.descriptions
-    return tokenizer.encode(tokenizer.render_chat(said, tools=tools), special=False)
+    return tokenizer.render_chat(said, tools=tools)
 
 
 def _role(message: Message) -> str:

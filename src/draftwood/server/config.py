@@ -42,7 +42,9 @@ class ServerConfig:
     write_timeout: float = 60.0  # seconds it may leave an answer unread
     keep_alive: int = 5  # seconds an idle connection stays open
     vllm_names: bool = False  # also export metrics under vLLM's names
-    allowed_hosts: tuple[str, ...] = ()  # names clients may call the server by, beside localhost and addresses; "*": all
+    allowed_hosts: tuple[
+        str, ...
+    ] = ()  # names clients may call the server by, beside localhost and addresses; "*": all
     trusted_proxies: tuple[str, ...] = ()  # addresses or networks whose X-Forwarded-* headers are believed
     cors_origins: tuple[str, ...] = ()  # origins whose pages may call the server from a browser; "*": all
     manage_port: int | None = None  # /manage answers there, on loopback, and nowhere else

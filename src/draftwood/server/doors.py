@@ -104,8 +104,8 @@ class AccessLog:
                 self._refused(status)
             told = {"id": request_id, "method": scope["method"], "path": scope["path"], "status": status}
             caller: Caller | None = state.get("caller")
-            named = {} if caller is None or not caller.name else {"key": caller.name}
-            _write(told | named | {"seconds": round(seconds, 4)} | state.get("figures", dict)())
+            owner = {} if caller is None or not caller.name else {"key": caller.name}
+            _write(told | owner | {"seconds": round(seconds, 4)} | state.get("figures", dict)())
 
 
 def _write(line: dict[str, Any]) -> None:
@@ -114,10 +114,10 @@ def _write(line: dict[str, Any]) -> None:
 
 
 class AllowedHosts:
-    """Only names that are known to be this server's: a page of another site may have its own name lead here.
+    """Requests for names that are this server's: a page of another site may have its own name lead here.
 
-    That trick needs a name, so addresses are allowed, and so are localhost and this machine's own name. Whoever asks for
-    /health learns nothing.
+    That trick (DNS rebinding) needs a name, so addresses are allowed, and so are localhost and this machine's own name.
+    /health tells nothing and is open to all.
     """
 
     def __init__(self, app: ASGIApp, names: Sequence[str]) -> None:
@@ -129,7 +129,9 @@ class AllowedHosts:
         """Let in, or refuse."""
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._known(Headers(scope=scope).get("host", "")):
             return await self._app(scope, receive, send)
-        message = "The server does not go by the name in the header Host; start it with --allowed-host NAME if it should."
+        message = (
+            "The server does not go by the name in the header Host; start it with --allowed-host NAME if it should."
+        )
         await ApiError(403, message, "host_not_allowed").response()(scope, receive, send)
 
     def _known(self, host: str) -> bool:

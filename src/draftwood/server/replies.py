@@ -126,6 +126,12 @@ class Text(BaseModel):
     prompt: str
 
 
+class Version(BaseModel):
+    """What is running."""
+
+    version: str
+
+
 class State(BaseModel):
     """How the server is."""
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import socket
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 
+from draftwood.errors import InvalidRequest
 from draftwood.server.app import DRAINING
+from draftwood.server.connections import ConnectionLimits, bounded
 from draftwood.server.errors import ApiError, log
 from draftwood.server.service import Service
 
@@ -18,19 +23,20 @@ from draftwood.server.service import Service
 class DrainingServer(uvicorn.Server):
     """SIGTERM and Ctrl-C close the door and wait for answers under way; the second time, nobody waits."""
 
-    def __init__(self, app: FastAPI, host: str, port: int) -> None:
+    def __init__(self, app: FastAPI) -> None:
+        self._service: Service = app.state.service
         config = uvicorn.Config(
             app,
-            host=host,
-            port=port,
+            http=bounded(ConnectionLimits.of(self._service.config)),
+            ws="none",
             log_config=None,
             access_log=False,
-            proxy_headers=False,  # whoever writes such a header could come from anywhere, management included
+            proxy_headers=False,  # the application believes them from proxies that it was told to trust
             server_header=False,
+            timeout_keep_alive=self._service.config.keep_alive,
             timeout_graceful_shutdown=5,
         )
         super().__init__(config)
-        self._service: Service = app.state.service
         self._draining: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -69,6 +75,22 @@ class DrainingServer(uvicorn.Server):
             desk.fail_all(ApiError(503, "The server went down before the answer was finished.", DRAINING))
             await asyncio.sleep(0.1)  # so that the last events get out
         self.should_exit = True
+
+
+@contextmanager
+def listening(addresses: Iterable[tuple[str, int]]) -> Iterator[list[socket.socket]]:
+    """Sockets at addresses that are free."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(_listen(host, port)) for host, port in addresses]
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family, backlog=2048)
+    except OSError as error:
+        hint = "another program may be using the port: choose another one with --port."
+        raise InvalidRequest(f"The server cannot listen at {host}:{port} ({error.strerror}); {hint}") from error
 
 
 def set_up_logging() -> None:

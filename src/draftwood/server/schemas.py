@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 T = TypeVar("T")
 INT64 = 1 << 63
 MAX_ITEMS = 16_384  # of a list of messages, of parts or of texts
 MAX_KEYS = 1024  # of a table
-Items = Annotated[list[T], Field(max_length=MAX_ITEMS), FailFast()]
-Few = Annotated[list[T], Field(max_length=64), FailFast()]
+Items = Annotated[list[T], Field(max_length=MAX_ITEMS, fail_fast=True)]
+Few = Annotated[list[T], Field(max_length=64, fail_fast=True)]
 
 
 def _few_keys(value: Any) -> Any:
@@ -31,10 +31,12 @@ Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1, lt=1 << 31)]
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
-TokenIds = Annotated[list[TokenId], FailFast()]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Alternatives = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=1024), FailFast()]
+Alternatives = Annotated[
+    list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=1024, fail_fast=True)
+]
 Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 
 
@@ -201,12 +203,12 @@ class Prediction(Open):
 class ChatRequest(Sampling):
     """A conversation to go on with."""
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_ITEMS), FailFast()]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)]
     max_completion_tokens: Count | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], Field(max_length=128), FailFast()] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     prediction: Prediction | None = None
@@ -227,7 +229,7 @@ class TokenizeRequest(Open):
     """A text, or a conversation as the model would read it."""
 
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_ITEMS), FailFast()] | None = None
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True)] | None = None
     add_special_tokens: bool = True
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -13,17 +15,18 @@ from draftwood.engine.intake import Prompt
 from draftwood.engine.llm import LLM
 from draftwood.engine.sequence import Sequence as Answer
 from draftwood.request import SamplingParams
-from draftwood.server.asking import chat_params, chat_prompt, completion_params
+from draftwood.server.asking import chat_params, chat_text, completion_params
 from draftwood.server.choices import Choice
 from draftwood.server.config import ServerConfig
-from draftwood.server.desk import Desk, Ticket
+from draftwood.server.desk import Arrival, Desk, Ticket
 from draftwood.server.errors import ApiError, invalid
 from draftwood.server.health import Monitor
+from draftwood.server.keys import Caller, KeyRing
 from draftwood.server.live import Live
 from draftwood.server.metrics import Metrics
 from draftwood.server.replies import LawCard, ModelCard
 from draftwood.server.responses import EventStream, Reply, answer_at_once
-from draftwood.server.schemas import ChatRequest, CompletionRequest, Sampling, TokenizeRequest
+from draftwood.server.schemas import ChatRequest, CompletionRequest, Message, Sampling, TokenizeRequest
 from draftwood.server.tools import ToolBox
 from draftwood.server.tracing import Tracer
 from draftwood.server.writers import ChatWriter, CompletionWriter, Writer
@@ -37,8 +40,9 @@ class Service:
         self.llm = llm
         self.config = config
         self.drafters = list(dict.fromkeys((drafter, "none", *offers)))
+        self.keys = KeyRing(config.keys)
         self.metrics = Metrics(llm, config.model_name, vllm_names=config.vllm_names)
-        self.desk = Desk(llm, config, self.metrics.heard)
+        self.desk = Desk(llm, config, self.metrics.heard, sole_caller=len(self.keys.callers) == 1)
         self.monitor = Monitor(llm, self.desk, config.stall_seconds)
         self.live = Live(llm, self.metrics, self.desk, self.monitor)
         self.started = int(time.time())
@@ -69,22 +73,24 @@ class Service:
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Go on with a conversation."""
         self.check_model(body.model)
+        arrival = self._arrival(body, request)
         toolbox = ToolBox.of(body)
-        params = chat_params(body, toolbox, self.llm.max_length)
+        params = _salted(chat_params(body, toolbox, self.llm.max_length), arrival.caller)
         writer = ChatWriter(
             self.config.model_name, self.llm.tokenizer, tells_usage=_tells_usage(body), logprobs=bool(body.logprobs)
         )
 
         def prepare() -> list[list[Answer]]:
-            return self._answers([chat_prompt(self.llm.tokenizer, body.messages, toolbox)], params)
+            return self._answers([self._chat_tokens(body.messages, toolbox)], params, arrival.caller)
 
-        ticket = await self._take(body, request, prepare, params.n)
+        ticket = await self.desk.take(arrival, prepare, params.n, patient=not body.stream)
         return await self._respond(body, request, ticket, params, writer, reads_calls=toolbox is not None)
 
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
         """Go on with texts."""
         self.check_model(body.model)
-        params = completion_params(body)
+        arrival = self._arrival(body, request)
+        params = _salted(completion_params(body), arrival.caller)
         prompts = _prompts(body)
         writer = CompletionWriter(
             self.config.model_name,
@@ -94,20 +100,25 @@ class Service:
             logprobs=body.logprobs is not None,
         )
         count = len(prompts) * params.n
-        ticket = await self._take(body, request, lambda: self._answers(prompts, params), count)
+        answers = partial(self._answers, prompts, params, arrival.caller)
+        ticket = await self.desk.take(arrival, answers, count, patient=not body.stream)
         return await self._respond(body, request, ticket, params, writer, reads_calls=False)
 
-    def _answers(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[list[Answer]]:
-        return [self.llm.intake.answers(prompt, params)[1] for prompt in prompts]
+    def _answers(self, prompts: Sequence[Prompt], params: SamplingParams, caller: Caller) -> list[list[Answer]]:
+        return [self.llm.intake.answers(prompt, params, caller.name)[1] for prompt in prompts]
 
     def _as_text(self, prompt: Prompt) -> str:
         return (
             prompt if isinstance(prompt, str) else self.llm.tokenizer.decode([t for t in prompt if isinstance(t, int)])
         )
 
-    async def _take(self, body: Sampling, request: Request, prepare: Any, count: int) -> Ticket:
+    def _chat_tokens(self, messages: Sequence[Message], toolbox: ToolBox | None) -> list[int]:
+        return self.llm.intake.encode_text(chat_text(self.llm.tokenizer, messages, toolbox), special=False)
+
+    def _arrival(self, body: Sampling, request: Request) -> Arrival:
         deadline = self.config.deadline if body.deadline is None else body.deadline
-        return await self.desk.take(request.state.request_id, prepare, count, deadline, patient=not body.stream)
+        state = request.state
+        return Arrival(state.request_id, state.caller, deadline, state.body_bytes)
 
     async def _respond(
         self,
@@ -148,8 +159,8 @@ class Service:
         if (body.prompt is None) == (body.messages is None):
             raise invalid("Give either a prompt or messages.", "prompt")
         if body.messages is not None:
-            return chat_prompt(self.llm.tokenizer, body.messages, None)
-        return self.llm.tokenizer.encode(body.prompt or "", special=body.add_special_tokens)
+            return self._chat_tokens(body.messages, None)
+        return self.llm.intake.encode_text(body.prompt or "", special=body.add_special_tokens)
 
     def text(self, tokens: Sequence[int]) -> str:
         """Tokens as text."""
@@ -158,6 +169,11 @@ class Service:
         if outside is not None:
             raise invalid(f"Token {outside} is not in the vocabulary (0 to {limit - 1}).", "tokens")
         return self.llm.tokenizer.decode(tokens, skip_special=False)
+
+
+def _salted(params: SamplingParams, caller: Caller) -> SamplingParams:
+    """The same with the caller's salt: prefixes are shared neither across callers nor across salts."""
+    return replace(params, cache_salt=f"{caller.salt}\n{params.cache_salt}") if caller.salt else params
 
 
 def _tells_usage(body: Sampling) -> bool:
