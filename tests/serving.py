@@ -66,9 +66,10 @@ def serving(llm: LLM, drafter: str = "ngram", offers: tuple[str, ...] = (), **se
     """Serve until the block ends."""
     config = ServerConfig(NAME, **{"drain_seconds": 2} | settings)  # type: ignore[arg-type]
     app = make_app(llm, config, drafter, offers)
+    manage = [] if config.manage_port is None else [socket.create_server(("127.0.0.1", config.manage_port))]
     door = socket.create_server(("127.0.0.1", 0))
     server = DrainingServer(app)
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[door])))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[door, *manage])))
     thread.start()
     while not server.started:
         assert thread.is_alive()

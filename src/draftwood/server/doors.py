@@ -102,7 +102,9 @@ class AccessLog:
             seconds = time.perf_counter() - began
             if status >= 400:
                 self._refused(status)
-            told = {"id": request_id, "method": scope["method"], "path": scope["path"], "status": status}
+            client = (scope.get("client") or ("",))[0]
+            told = {"id": request_id, "client": client, "method": scope["method"], "path": scope["path"]}
+            told["status"] = status
             caller: Caller | None = state.get("caller")
             owner = {} if caller is None or not caller.name else {"key": caller.name}
             _write(told | owner | {"seconds": round(seconds, 4)} | state.get("figures", dict)())
