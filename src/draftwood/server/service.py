@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -173,7 +174,7 @@ class Service:
 
 def _salted(params: SamplingParams, caller: Caller) -> SamplingParams:
     """The same with the caller's salt: prefixes are shared neither across callers nor across salts."""
-    return replace(params, cache_salt=f"{caller.salt}\n{params.cache_salt}") if caller.salt else params
+    return replace(params, cache_salt=json.dumps([caller.salt, params.cache_salt])) if caller.salt else params
 
 
 def _tells_usage(body: Sampling) -> bool:
