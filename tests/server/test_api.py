@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import re
 
 import openai
 import pytest
 
+import draftwood
 from draftwood import LLM, SamplingParams
 from serving import NAME, Serving
 
@@ -246,3 +248,93 @@ def test_what_is_not_offered_is_not_found(client: openai.OpenAI, served: Serving
     assert (missing.status_code, wrong.status_code, malformed.status_code) == (404, 405, 400)
     for response in (missing, wrong, malformed):
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "value"),
+    [
+        ("/v1/chat/completions", "functions", [{"name": "f"}]),
+        ("/v1/chat/completions", "function_call", {"name": "f"}),
+        ("/v1/chat/completions", "modalities", ["text", "audio"]),
+        ("/v1/chat/completions", "chat_template", "{{ messages }}"),
+        ("/v1/completions", "use_beam_search", True),
+        ("/v1/completions", "allowed_token_ids", [1, 2]),
+        ("/v1/completions", "truncate_prompt_tokens", 5),
+        ("/v1/completions", "suffix", "the end"),
+        ("/v1/completions", "best_of", 3),
+    ],
+)
+def test_fields_that_would_change_an_answer_are_refused_by_name(
+    served: Serving, path: str, field: str, value: object
+) -> None:
+    question = {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
+    refused = served.post(path, question | {"max_tokens": 1, field: value})
+    assert refused.status_code == 400, refused.text
+    assert refused.json()["error"]["param"] == field
+    assert field in refused.json()["error"]["message"]
+    assert served.post(path, question | {"max_tokens": 1, field: None}).status_code == 200
+
+
+def test_fields_that_ask_for_nothing_are_accepted(served: Serving) -> None:
+    nothing = {"functions": [], "modalities": ["text"], "length_penalty": 1.0, "metadata": {"a": "b"}, "store": False}
+    question = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+    assert served.post("/v1/chat/completions", question | nothing).status_code == 200
+
+
+GUIDES: dict[str, tuple[dict[str, object], str]] = {
+    "guided_choice": ({"guided_choice": ["yes", 'no "really"']}, r'yes|no "really"'),
+    "guided_regex": ({"guided_regex": "[ab]{3}c"}, "[ab]{3}c"),
+    "guided_json": ({"guided_json": {"type": "boolean"}}, "true|false"),
+    "guided_json as text": ({"guided_json": '{"enum": [1, 2]}'}, "1|2"),
+    "guided_grammar": ({"guided_grammar": 'start: "x" | "yy"'}, "x|yy"),
+    "structured_outputs": ({"structured_outputs": {"choice": ["up", "down"]}}, "up|down"),
+    "structured_outputs json": ({"structured_outputs": {"json": {"const": 7}}}, "7"),
+}
+
+
+@pytest.mark.parametrize("name", GUIDES)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_guides_of_vllm_are_grammars(served: Serving, path: str, name: str) -> None:
+    guide, pattern = GUIDES[name]
+    question = {"prompt": "a"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "a"}]}
+    answer = served.post(path, question | guide | {"max_tokens": 40, "temperature": 1, "seed": 3}).json()
+    choice = answer["choices"][0]
+    assert re.fullmatch(pattern, choice["text"] if "text" in choice else choice["message"]["content"])
+    assert choice["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("guide", "field"),
+    [
+        ({"guided_choice": []}, "guided_choice"),
+        ({"guided_json": "nonsense"}, "guided_json"),
+        ({"guided_json": "[1]"}, "guided_json"),
+        ({"guided_json": {"type": "nothing"}}, None),
+        ({"guided_regex": "("}, None),
+        ({"guided_grammar": "start: missing"}, None),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "guided_choice"),
+        ({"guided_regex": "a", "structured_outputs": {"regex": "b"}}, "guided_regex"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "response_format"),
+    ],
+)
+def test_guides_that_cannot_be_followed(served: Serving, guide: dict[str, object], field: str | None) -> None:
+    question = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3}
+    refused = served.post("/v1/chat/completions", question | guide)
+    assert refused.status_code == 400, refused.text
+    assert field is None or refused.json()["error"]["param"].startswith(field)
+
+
+def test_a_prompt_that_is_too_long_is_named_so(served: Serving) -> None:
+    limit = served.llm.max_length
+    for body in ({"prompt": [5] * limit}, {"prompt": "abc " * limit * 9}):
+        refused = served.post("/v1/completions", body)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "context_length_exceeded")
+    refused = served.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "abc " * limit}]})
+    assert refused.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_the_version_is_told(served: Serving) -> None:
+    with served.http() as http:
+        assert http.get("/version").json() == {"version": draftwood.__version__}
+        missing = http.post("/v1/embeddings", json={"input": "a"})
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "unknown_url")
