@@ -98,6 +98,7 @@ async def storm(served: Serving, requests: int, wanted: list[str], usage: Usage)
             for start in range(first, first + requests // 4, 50):
                 wave = range(start, min(start + 50, first + requests // 4))
                 results.update(await asyncio.gather(*(one(http, i, wanted, rng) for i in wave)))
+        assert _soon(lambda: not served.server.server_state.connections), "connections have leaked"
         usage.look()
     return results
 
@@ -125,7 +126,6 @@ def test_nothing_is_lost_and_no_page_leaks(folder: Path, thorough: bool) -> None
         assert served.idle(20), "pages have leaked"
         llm.engine.scheduler.tables.check()
         assert llm.pulse.failures == 0
-        assert _soon(lambda: not served.server.server_state.connections), "connections have leaked"
         with served.http() as http:
             refusals = http.get("/metrics").text
         assert 'request_refused_total{model_name="tiny",status="5' not in refusals
