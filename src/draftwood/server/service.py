@@ -130,7 +130,7 @@ class Service:
             for i, answer in enumerate(answer for answers in ticket.prompts for answer in answers)
         ]
         report = "none" if body.speculation is None else body.speculation.report
-        reply = Reply(ticket, choices, params.n, writer, _tells_usage(body), report)
+        reply = Reply(ticket, choices, params.n, writer, report)
         request.state.figures = lambda: _figures(reply)
         if body.stream:
             return EventStream(reply.parts(), reply.ticket.close)
