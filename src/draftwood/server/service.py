@@ -68,12 +68,16 @@ class Service:
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Go on with a conversation."""
-        self.check_model(body.model)
-        toolbox = ToolBox.of(body)
-        params = chat_params(body, toolbox, self.llm.max_length)
         writer = ChatWriter(
             self.config.model_name, self.llm.tokenizer, tells_usage=_tells_usage(body), logprobs=bool(body.logprobs)
         )
+        return await self.converse(body, request, writer)
+
+    async def converse(self, body: ChatRequest, request: Request, writer: Writer) -> Response:
+        """Go on with a conversation; `writer` decides which API's objects the answer is written in."""
+        self.check_model(body.model)
+        toolbox = ToolBox.of(body)
+        params = chat_params(body, toolbox, self.llm.max_length)
 
         def prepare() -> list[list[Answer]]:
             return self._answers([chat_prompt(self.llm.tokenizer, body.messages, toolbox)], params)
