@@ -30,9 +30,10 @@ def add_routes(app: FastAPI, service: Service) -> None:
     @app.post("/v1/responses", responses=ANSWER, tags=["answers"])
     async def responses(body: Annotated[ResponsesRequest, Body()], request: Request) -> Response:
         """Answer a conversation, as OpenAI's Responses API does."""
+        chat = as_chat(body)
         writer = ResponseWriter(body, service.config.model_name, service.llm.tokenizer)
         try:
-            return await service.converse(as_chat(body), request, writer)
+            return await service.converse(chat, request, writer)
         except ApiError as error:
             error.param = CHAT_NAMES.get(error.param or "", error.param)
             raise
