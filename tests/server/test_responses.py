@@ -206,6 +206,7 @@ def test_items_become_the_messages_of_a_chat() -> None:
     ]
     asked = {
         "input": talk,
+        "not_a_field": 1,
         "instructions": "Be kind.",
         "max_output_tokens": 3,
         "deadline": 7,
@@ -233,6 +234,8 @@ REFUSALS = [
     ({"truncation": "auto"}, "truncation", "never shortened"),
     ({"messages": []}, "messages", "here it is input"),
     ({"response_format": {"type": "json_object"}}, "response_format", "text.format"),
+    ({"max_completion_tokens": 9}, "max_completion_tokens", "max_output_tokens"),
+    ({"logprobs": True}, "logprobs", "include"),
     ({"n": 2}, "n", "one answer"),
     ({"top_logprobs": 2}, "top_logprobs", "include"),
     ({"tools": [{"type": "web_search"}]}, "tools", "'web_search'"),
@@ -307,7 +310,7 @@ def test_long_lists_of_nonsense_are_refused_at_the_first(served: Serving) -> Non
         assert response.status_code == 400
         assert len(response.content) < 300
         assert time.monotonic() - began < 5
-    assert served.post("/v1/responses", {"input": [{"role": "user", "content": "x"}] * 5000}).status_code == 400
+    assert served.post("/v1/responses", {"input": [{"role": "user", "content": "x"}] * 20_000}).status_code == 400
 
 
 def test_figures_of_speculation_and_traces(served: Serving) -> None:

@@ -31,6 +31,7 @@ REFUSED = {
     "background": "responses are not run in the background; wait for the answer, or stream it.",
     "messages": "this field belongs to /v1/chat/completions; here it is input.",
     "response_format": "this field belongs to /v1/chat/completions; here it is text.format.",
+    "logprobs": f"this field belongs to /v1/chat/completions; here it is '{LOGPROBS}' in include.",
     "max_completion_tokens": "this field belongs to /v1/chat/completions; here it is max_output_tokens.",
 }
 CHAT_NAMES = {
@@ -43,7 +44,8 @@ CHAT_NAMES = {
 def as_chat(body: ResponsesRequest) -> ChatRequest:
     """The same request to `/v1/chat/completions`."""
     _check(body)
-    shared = {name: value for name, value in body if name in Sampling.model_fields}
+    extra = {name: value for name, value in (body.model_extra or {}).items() if name not in ChatRequest.model_fields}
+    shared = extra | {name: value for name, value in body if name in Sampling.model_fields}
     asked = shared | {
         "messages": _messages(body),
         "max_completion_tokens": body.max_output_tokens,

@@ -10,6 +10,7 @@ from draftwood.server.schemas import ContentPart, Count, Open, Prediction, Sampl
 
 LOGPROBS = "message.output_text.logprobs"  # the only thing of `include` that can be given here
 
+MAX_ITEMS = 16_384  # of a list of items or of parts
 Name = Annotated[str, Field(max_length=256)]
 
 
@@ -19,7 +20,8 @@ def _text_or_items(value: Any) -> str:
 
 # Which of the two is meant is decided before either is checked, so that an error speaks of that one only.
 Content = Annotated[
-    Annotated[str, Tag("text")] | Annotated[list[ContentPart], Field(max_length=1024, fail_fast=True), Tag("items")],
+    Annotated[str, Tag("text")]
+    | Annotated[list[ContentPart], Field(max_length=MAX_ITEMS, fail_fast=True), Tag("items")],
     Discriminator(_text_or_items),
 ]
 
@@ -72,7 +74,7 @@ InputItem = Annotated[
 ]
 Input = Annotated[
     Annotated[str, Tag("text")]
-    | Annotated[list[InputItem], Field(min_length=1, max_length=4096, fail_fast=True), Tag("items")],
+    | Annotated[list[InputItem], Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True), Tag("items")],
     Discriminator(_text_or_items),
 ]
 
