@@ -8,11 +8,17 @@ from typing import Any
 
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from draftwood import LLM, SamplingParams
+from draftwood.request import Event, FinishReason, SpeculationStats
+from draftwood.server.choices import Choice, usage
 from draftwood.server.responses_api.asking import as_chat
 from draftwood.server.responses_api.schemas import ResponsesRequest
+from draftwood.server.responses_api.writer import ResponseWriter
+from draftwood.server.tools import write_call
 from serving import NAME, Serving, serving
 
 TEXT = "the cat sat on the mat, the cat sat on"
@@ -118,6 +124,40 @@ def rebuilt(events: list[dict[str, Any]], index: int) -> dict[str, Any]:
     assert "".join(event["delta"] for event in deltas) == last["text"] == finished["part"]["text"]
     assert [entry for event in deltas for entry in event["logprobs"]] == last["logprobs"]
     return item | {"content": [begun["part"] | {"text": last["text"], "logprobs": last["logprobs"]}]}
+
+
+WRITTEN = [
+    "words ",
+    "<tool_call>",
+    "</tool",
+    "\n",
+    write_call("f", '{"x": "}"}'),
+    '<tool_call>{"name": "g", "arguments": {"y": [',
+]
+
+
+@given(st.lists(st.sampled_from(WRITTEN), max_size=5), st.sampled_from(FinishReason), st.data())
+def test_any_text_gives_the_same_items_however_it_is_cut(
+    llm: LLM, texts: list[str], reason: FinishReason, data: st.DataObject
+) -> None:
+    text = "".join(texts)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    writer = ResponseWriter(ResponsesRequest(input="x"), NAME, llm.tokenizer)
+    choice = Choice(0, llm.tokenizer, reads_calls=True)
+    events = writer.openings([choice])
+    for i, piece in enumerate(pieces):
+        end = reason if i == len(pieces) - 1 else None
+        delta = choice.add(Event(0, 0, (1,), (False,), piece, end, SpeculationStats()))
+        events += [] if delta.empty else writer.chunks(choice, delta)
+    taken = usage([choice], 1, 3)
+    events += writer.endings([choice], taken, None)
+    whole = ResponseWriter(ResponsesRequest(input="x"), NAME, llm.tokenizer).whole([choice], taken, None)
+    final = events[-1]["response"]
+    assert [rebuilt(events, i) for i in range(len(final["output"]))] == final["output"]
+    assert without_names(final) == without_names(whole)
+    calls = [item for item in final["output"] if item["type"] == "function_call"]
+    assert [item["status"] == "completed" for item in calls] == [item["name"] == "f" for item in calls]
 
 
 def test_the_shapes_hold_what_they_are_meant_to_hold(served: Serving) -> None:
@@ -304,7 +344,9 @@ def test_nothing_is_stored(client: openai.OpenAI) -> None:
 
 
 def test_long_lists_of_nonsense_are_refused_at_the_first(served: Serving) -> None:
-    for body in ({"input": [{}] * 20_000}, {"input": [{"role": "user", "content": [{}] * 20_000}]}):
+    table = {f"{'x' * 70}{i}": 1 for i in range(20_000)}
+    bodies = ({"input": [{}] * 20_000}, {"input": [{"role": "user", "content": [{}] * 20_000}]})
+    for body in (*bodies, {"input": "x", "metadata": table}, {"input": "x", "tools": [{}] * 20_000}):
         began = time.monotonic()
         response = served.post("/v1/responses", body)
         assert response.status_code == 400

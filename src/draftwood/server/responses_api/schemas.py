@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from draftwood.server.schemas import ContentPart, Count, Open, Prediction, Sampling
 
 LOGPROBS = "message.output_text.logprobs"  # the only thing of `include` that can be given here
 
 MAX_ITEMS = 16_384  # of a list of items or of parts
+MAX_METADATA = 16  # keys, as OpenAI's
 Name = Annotated[str, Field(max_length=256)]
 
 
@@ -111,6 +112,20 @@ class ToolChoice(Open):
     name: Name | None = None
 
 
+def _few_keys(value: Any) -> Any:
+    """Refuse a large table before each of its keys is looked at."""
+    if isinstance(value, dict) and len(value) > MAX_METADATA:
+        raise ValueError(f"at most {MAX_METADATA} keys are allowed")
+    return value
+
+
+Metadata = Annotated[
+    dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
+    Field(max_length=MAX_METADATA),
+    BeforeValidator(_few_keys),
+]
+
+
 class ResponsesRequest(Sampling):
     """A conversation to answer, as the Responses API writes it."""
 
@@ -126,12 +141,7 @@ class ResponsesRequest(Sampling):
         None,
         description=f"`{LOGPROBS}` is given; what else can be named here never occurs in an answer of this server.",
     )
-    metadata: (
-        Annotated[
-            dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
-        ]
-        | None
-    ) = None
+    metadata: Metadata | None = None
     prediction: Prediction | None = None
     store: bool | None = Field(None, description="Accepted, but nothing is stored: the answer says `store: false`.")
     background: bool | None = Field(None, description="Only false.")

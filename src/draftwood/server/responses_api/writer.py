@@ -115,7 +115,7 @@ class Output:
     def finish(self, status: Status) -> list[Event]:
         """No more parts: a call that is still open was cut off, and an answer without items is an empty message."""
         events = [] if self.done or self._item is not None else self._open(MessageItem())
-        return events + self.close("incomplete" if isinstance(self._item, CallItem) else status)
+        return events + self._leave(status)
 
     def close(self, status: Status) -> list[Event]:
         """The end of the item that is being written."""
@@ -129,8 +129,12 @@ class Output:
         self._item = None
         return events
 
+    def _leave(self, status: Status) -> list[Event]:
+        """Close what is open; a call that is open did not end."""
+        return self.close("incomplete" if isinstance(self._item, CallItem) else status)
+
     def _open(self, item: MessageItem | CallItem) -> list[Event]:
-        events = self.close("completed")
+        events = self._leave("completed")
         self._item = item
         added = ("output_item.added", {"output_index": len(self.done), "item": item.json("in_progress")})
         return [*events, added, *(self._of(item, event) for event in item.opening())]
