@@ -14,8 +14,9 @@ from draftwood.errors import GrammarError
 from draftwood.model.grammar import LONGEST, Grammars, json_grammar
 from draftwood.model.tokenizer import Tokenizer
 from draftwood.server.asking import chat_text
+from draftwood.server.calls import Call, CallReader, Words, calls_of
 from draftwood.server.schemas import ChatRequest
-from draftwood.server.tools import Call, CallReader, ToolBox, write_call
+from draftwood.server.tools import ToolBox, write_call
 from serving import NAME, Serving
 from tiny import tiny_folder
 
@@ -119,12 +120,10 @@ def test_required_tools_are_called_with_what_they_want(client: openai.OpenAI, st
     )
     if stream:
         chunks = [chunk.choices[0] for chunk in chat(client, stream=True, **settings)]
-        (told,) = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
-        assert (told.index, told.function.name, told.function.arguments) == (
-            0,
-            call.function.name,
-            call.function.arguments,
-        )
+        first, *more = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
+        arguments = first.function.arguments + "".join(told.function.arguments for told in more)
+        assert {told.index for told in (first, *more)} == {0}
+        assert (first.function.name, arguments) == (call.function.name, call.function.arguments)
         assert chunks[-1].finish_reason == "tool_calls"
 
 
@@ -197,8 +196,8 @@ def test_calls_are_read_the_same_however_the_text_is_cut(parts: list[str], data:
 
     def read(pieces: list[str]) -> tuple[str, list[Call]]:
         reader = CallReader()
-        said = [reader.feed(piece) for piece in pieces] + [reader.finish()]
-        return "".join(words for words, _ in said), [call for _, calls in said for call in calls]
+        parts = [part for piece in pieces for part in reader.feed(piece)] + reader.finish()
+        return "".join(part.text for part in parts if isinstance(part, Words)), calls_of(parts)
 
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]

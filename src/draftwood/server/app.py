@@ -37,6 +37,7 @@ from draftwood.server.replies import (
     Version,
 )
 from draftwood.server.responses import EventStream
+from draftwood.server.responses_api.routes import add_routes as add_responses_api
 from draftwood.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from draftwood.server.service import Service
 
@@ -83,6 +84,7 @@ def make_app(llm: LLM, config: ServerConfig, drafter: str = "none", offers: Sequ
     app.state.service = service
     install_handlers(app)
     _answering(app, service)
+    add_responses_api(app, service)
     _reading(app, service)
     _watching(app, service)
     _showing(app)

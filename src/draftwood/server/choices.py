@@ -12,8 +12,8 @@ from typing import Any
 from draftwood.drafters.predicted import Alignment
 from draftwood.model.tokenizer import Tokenizer
 from draftwood.request import Event, FinishReason, SpeculationStats, TokenLogprob
+from draftwood.server.calls import Call, CallReader, CallStart, Part, Words, calls_of
 from draftwood.server.margin import Margin, Spoken
-from draftwood.server.tools import Call, CallReader
 from draftwood.server.tracing import Tracer
 
 
@@ -21,16 +21,20 @@ from draftwood.server.tracing import Tracer
 class Delta:
     """What an event adds to an answer."""
 
-    text: str
-    calls: list[Call]
+    parts: list[Part]
     tokens: list[Spoken[TokenLogprob]]
     steps: list[dict[str, Any]]  # where the answer is traced
     finish: str | None
 
     @property
+    def text(self) -> str:
+        """Words outside of calls."""
+        return "".join(part.text for part in self.parts if isinstance(part, Words))
+
+    @property
     def empty(self) -> bool:
         """Whether there is nothing to tell."""
-        return not (self.text or self.calls or self.tokens or self.steps or self.finish)
+        return not (self.parts or self.tokens or self.steps or self.finish)
 
 
 @dataclass
@@ -81,8 +85,8 @@ class Choice:
         tracer: Tracer | None = None,
     ) -> None:
         self.index = index
-        self.text: list[str] = []
-        self.calls: list[Call] = []
+        self.parts: list[Part] = []
+        self.num_calls = 0
         self.tokens: list[Spoken[TokenLogprob]] = []
         self.finish: str | None = None
         self.stats = SpeculationStats()
@@ -91,7 +95,17 @@ class Choice:
         self._tokenizer = tokenizer
         self._margin: Margin[TokenLogprob] = Margin(tokenizer)
         self._tracer = tracer
-        self._calls = CallReader() if reads_calls else None
+        self._reader = CallReader() if reads_calls else None
+
+    @property
+    def text(self) -> list[str]:
+        """Words outside of calls, in pieces."""
+        return [part.text for part in self.parts if isinstance(part, Words)]
+
+    @property
+    def calls(self) -> list[Call]:
+        """The calls, as far as they are written."""
+        return calls_of(self.parts)
 
     def add(self, event: Event) -> Delta:
         """Take the news in, and say what they add."""
@@ -103,25 +117,24 @@ class Choice:
         readable = [entry for entry in event.logprobs if self._tokenizer.piece(entry.token)]
         tokens = self._margin.add(readable, event)
         steps = [] if self._tracer is None else self._tracer.add(event)
-        text, calls = self._read(event)
+        parts = self._read(event)
         if event.finished:
             self.finish = self._finish(event.finish_reason)
-        self.text.append(text)
-        self.calls += calls
+        self.parts += parts
+        self.num_calls += sum(isinstance(part, CallStart) for part in parts)
         self.tokens += tokens
-        return Delta(text, calls, tokens, steps, self.finish)
+        return Delta(parts, tokens, steps, self.finish)
 
-    def _read(self, event: Event) -> tuple[str, list[Call]]:
-        if self._calls is None:
-            return event.text, []
-        words, calls = self._calls.feed(event.text)
-        if event.finished:
-            more, further = self._calls.finish()
-            return words + more, calls + further
-        return words, calls
+    def _read(self, event: Event) -> list[Part]:
+        if self._reader is None:
+            return [Words(event.text)] if event.text else []
+        parts = self._reader.feed(event.text)
+        return parts + self._reader.finish() if event.finished else parts
 
     def _finish(self, reason: FinishReason | None) -> str:
-        if reason == FinishReason.STOP and self._calls is not None and self._calls.num_calls:
+        """An answer that ends inside a call, by a stop string or at its limit, is not finished by its calls."""
+        reader = self._reader
+        if reason == FinishReason.STOP and reader is not None and reader.num_calls and not reader.cut_off:
             return "tool_calls"
         return str(reason)
 

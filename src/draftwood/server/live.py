@@ -19,7 +19,7 @@ from draftwood.server.desk import Desk
 from draftwood.server.errors import log
 from draftwood.server.health import Monitor
 from draftwood.server.metrics import Metrics, Totals
-from draftwood.server.responses import sse
+from draftwood.server.writers import sse
 
 TICK = 0.1  # seconds between two samples
 SHORTEST, LONGEST = TICK, 10.0  # seconds between two events

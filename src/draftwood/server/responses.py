@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from typing import Any
@@ -13,13 +13,12 @@ from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from draftwood.server.choices import Choice, Delta, usage
+from draftwood.server.choices import Choice, usage
 from draftwood.server.desk import Ticket
 from draftwood.server.errors import ApiError, error_body, log
 from draftwood.server.writers import Writer
 
 CLIENT_GONE = 499  # what nginx writes into its log
-DONE = b"data: [DONE]\n\n"
 
 
 @dataclass
@@ -30,7 +29,6 @@ class Reply:
     choices: list[Choice]
     n: int
     writer: Writer
-    tells_usage: bool
     report: str  # none, summary, detailed or trace
 
     def choice_of(self, prompt: int, index: int) -> Choice:
@@ -64,31 +62,27 @@ class Reply:
 
     async def parts(self) -> AsyncGenerator[bytes, None]:
         """Chunk by chunk; a failure is the last of them."""
+        writer = self.writer
         try:
-            openings = [self.writer.opening(choice) for choice in self.choices]
-            yield b"".join(sse(opening) for opening in openings if opening is not None)
+            yield self._framed(writer.openings(self.choices))
             while news := await self.ticket.news():
                 deltas = [(choice := self.choice_of(i, event.index), choice.add(event)) for i, event in news]
-                chunks = [self._chunk(choice, delta) for choice, delta in deltas if not delta.empty]
+                chunks = [
+                    chunk for choice, delta in deltas if not delta.empty for chunk in writer.chunks(choice, delta)
+                ]
                 if chunks:
-                    yield b"".join(map(sse, chunks))
-            if self.tells_usage or self.metrics is not None:
-                yield sse(self.writer.closing(self.usage, self.metrics))
+                    yield self._framed(chunks)
+            yield self._framed(writer.endings(self.choices, self.usage, self.metrics))
         except ApiError as failure:
-            yield sse(failure.body)
+            yield self._framed(writer.failings(failure.body))
         except Exception:
             log.exception("a stream has failed")
-            yield sse(error_body(500, "The server failed on this request; its log says why.", "internal_error"))
-        yield DONE
+            error = error_body(500, "The server failed on this request; its log says why.", "internal_error")
+            yield self._framed(writer.failings(error))
+        yield writer.end
 
-    def _chunk(self, choice: Choice, delta: Delta) -> dict[str, Any]:
-        chunk = self.writer.chunk(choice, delta)
-        return chunk | {"trace": delta.steps} if delta.steps else chunk
-
-
-def sse(data: dict[str, Any]) -> bytes:
-    """One server-sent event."""
-    return b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    def _framed(self, events: Iterable[dict[str, Any]]) -> bytes:
+        return b"".join(map(self.writer.frame, events))
 
 
 async def answer_at_once(request: Request, reply: Reply) -> Response:

@@ -73,13 +73,17 @@ class Service:
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Go on with a conversation."""
+        writer = ChatWriter(
+            self.config.model_name, self.llm.tokenizer, tells_usage=_tells_usage(body), logprobs=bool(body.logprobs)
+        )
+        return await self.converse(body, request, writer)
+
+    async def converse(self, body: ChatRequest, request: Request, writer: Writer) -> Response:
+        """Go on with a conversation; `writer` decides which API's objects the answer is written in."""
         self.check_model(body.model)
         arrival = self._arrival(body, request)
         toolbox = ToolBox.of(body)
         params = _salted(chat_params(body, toolbox, self.llm.max_length), arrival.caller)
-        writer = ChatWriter(
-            self.config.model_name, self.llm.tokenizer, tells_usage=_tells_usage(body), logprobs=bool(body.logprobs)
-        )
 
         def prepare() -> list[list[Answer]]:
             return self._answers([self._chat_tokens(body.messages, toolbox)], params, arrival.caller)
@@ -142,7 +146,7 @@ class Service:
             for i, answer in enumerate(answer for answers in ticket.prompts for answer in answers)
         ]
         report = "none" if body.speculation is None else body.speculation.report
-        reply = Reply(ticket, choices, params.n, writer, _tells_usage(body), report)
+        reply = Reply(ticket, choices, params.n, writer, report)
         request.state.figures = lambda: _figures(reply)
         if body.stream:
             return EventStream(reply.parts(), reply.ticket.close)

@@ -1,29 +1,18 @@
-"""Tools: what the model is told about them, the grammar its calls follow, and the calls in its text.
-
-Calls are written as the Hermes and Qwen families write them, one JSON object between two tags.
-"""
+"""Tools: what the model is told about them, and the grammar its calls follow; `calls.py` reads them."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from draftwood.model.grammar import JSON_STYLE
+from draftwood.server.calls import CLOSING, OPENING
 from draftwood.server.errors import invalid
 from draftwood.server.schemas import ChatRequest, NamedTool, Tool
 
-OPENING, CLOSING = "<tool_call>", "</tool_call>"
 SHARED = ("$defs", "definitions")  # what a schema refers to from its root
-
-
-@dataclass(frozen=True)
-class Call:
-    """A call the model made."""
-
-    name: str
-    arguments: str  # JSON
 
 
 @dataclass(frozen=True)
@@ -101,75 +90,3 @@ def _call_schema(tool: Tool) -> dict[str, Any]:
 def write_call(name: str, arguments: str) -> str:
     """A call as the model would have written it."""
     return f'{OPENING}\n{{"name": {json.dumps(name)}, "arguments": {arguments}}}\n{CLOSING}'
-
-
-@dataclass
-class CallReader:
-    """Takes an answer's text apart into words and calls; the same however the text is cut into pieces."""
-
-    num_calls: int = 0
-    _held: str = ""
-    _inside: bool = False
-    _spoke: bool = False  # something else than blanks
-    _words: list[str] = field(default_factory=list)
-    _calls: list[Call] = field(default_factory=list)
-
-    def feed(self, text: str) -> tuple[str, list[Call]]:
-        """The words and the calls that are certain now."""
-        self._held += text
-        while self._advance():
-            pass
-        return self._taken()
-
-    def finish(self) -> tuple[str, list[Call]]:
-        """No more text: what is held is words, unless they are blanks around calls."""
-        rest = OPENING * self._inside + self._held
-        self._held = ""
-        if rest.strip() or not self.num_calls:
-            self._words.append(rest)
-        return self._taken()
-
-    def _taken(self) -> tuple[str, list[Call]]:
-        words, calls = "".join(self._words), self._calls
-        self._words, self._calls = [], []
-        return words, calls
-
-    def _advance(self) -> bool:
-        """Deal with what is held up to the next tag; False if there is none yet."""
-        before, tag, after = self._held.partition(CLOSING if self._inside else OPENING)
-        if self._inside:
-            if tag:
-                self._close(before)
-                self._inside, self._held = False, after
-            return bool(tag)
-        if tag:
-            self._say(before)
-            self._inside, self._held = True, after
-            return True
-        sure = len(before) - _possible_tag(before)
-        if before[:sure].strip() or self._spoke:
-            self._say(before[:sure])
-            self._held = before[sure:]
-        return False
-
-    def _say(self, words: str) -> None:
-        if words.strip():
-            self._words.append(words.lstrip() if self.num_calls and not self._spoke else words)
-            self._spoke = True
-        elif self._spoke:
-            self._words.append(words)
-
-    def _close(self, body: str) -> None:
-        try:
-            call = json.loads(body)
-            self._calls.append(Call(call["name"], json.dumps(call["arguments"], ensure_ascii=False)))
-        except (ValueError, KeyError, TypeError):  # no grammar lets this pass; words they stay
-            self._words.append(f"{OPENING}{body}{CLOSING}")
-            return
-        self.num_calls += 1
-        self._spoke = False
-
-
-def _possible_tag(text: str) -> int:
-    """Length of the longest end of `text` that a tag could begin with."""
-    return next((n for n in range(min(len(OPENING) - 1, len(text)), 0, -1) if OPENING.startswith(text[-n:])), 0)

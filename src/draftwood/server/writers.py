@@ -2,35 +2,46 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from draftwood.model.tokenizer import Tokenizer
 from draftwood.request import TokenLogprob
+from draftwood.server.calls import Arguments, Call, CallStart
 from draftwood.server.choices import Choice, Delta
 from draftwood.server.margin import Spoken
-from draftwood.server.tools import Call
 
 Json = dict[str, Any]
 
 
 class Writer(Protocol):
-    """Writes one response."""
+    """Writes one response: as a whole, or as the events of a stream."""
 
     id: str
+    end: bytes  # what a stream ends with, whether it failed or not
 
-    def opening(self, choice: Choice) -> Json | None:
-        """The first chunk of an answer, if there is one before its first words."""
+    def openings(self, choices: Sequence[Choice]) -> list[Json]:
+        """The events before the first words."""
         ...
 
-    def chunk(self, choice: Choice, delta: Delta) -> Json:
-        """News of an answer."""
+    def chunks(self, choice: Choice, delta: Delta) -> list[Json]:
+        """The events that say what was added to an answer."""
         ...
 
-    def closing(self, usage: Json, metrics: Json | None) -> Json:
-        """The chunk behind all answers that says what they took."""
+    def endings(self, choices: Sequence[Choice], usage: Json, metrics: Json | None) -> list[Json]:
+        """The events behind all answers."""
+        ...
+
+    def failings(self, error: Json) -> list[Json]:
+        """The events that end a stream that has failed; `error` is OpenAI's error object."""
+        ...
+
+    def frame(self, event: Json) -> bytes:
+        """One server-sent event."""
         ...
 
     def whole(self, choices: Sequence[Choice], usage: Json, metrics: Json | None) -> Json:
@@ -44,6 +55,7 @@ class _Envelope:
     prefix: str
     kind: str
     chunk_kind: str
+    end = b"data: [DONE]\n\n"
 
     def __init__(self, model: str, tokenizer: Tokenizer, *, tells_usage: bool, logprobs: bool) -> None:
         self.id = f"{self.prefix}-{secrets.token_hex(12)}"
@@ -60,9 +72,36 @@ class _Envelope:
         chunk = self._wrapped(self.chunk_kind, list(choices))
         return chunk | {"usage": None} if self._tells_usage else chunk
 
-    def closing(self, usage: Json, metrics: Json | None) -> Json:
-        """No answer, but what the answers took."""
-        return self._wrapped(self.chunk_kind, []) | {"usage": usage} | _if_there(metrics)
+    def frame(self, event: Json) -> bytes:
+        """An event without a name."""
+        return sse(event)
+
+    def opening(self, choice: Choice) -> Json | None:
+        """The first chunk of an answer, if there is one before its first words."""
+        raise NotImplementedError
+
+    def openings(self, choices: Sequence[Choice]) -> list[Json]:
+        """One chunk an answer."""
+        return [opening for choice in choices if (opening := self.opening(choice)) is not None]
+
+    def chunk(self, choice: Choice, delta: Delta) -> Json:
+        """News of an answer in one chunk."""
+        raise NotImplementedError
+
+    def chunks(self, choice: Choice, delta: Delta) -> list[Json]:
+        """One chunk, with the trace of the steps if there is one."""
+        chunk = self.chunk(choice, delta)
+        return [chunk | {"trace": delta.steps} if delta.steps else chunk]
+
+    def endings(self, choices: Sequence[Choice], usage: Json, metrics: Json | None) -> list[Json]:
+        """What the answers took, if that was asked for."""
+        if not self._tells_usage and metrics is None:
+            return []
+        return [self._wrapped(self.chunk_kind, []) | {"usage": usage} | _if_there(metrics)]
+
+    def failings(self, error: Json) -> list[Json]:
+        """The error itself."""
+        return [error]
 
     def whole(self, choices: Sequence[Choice], usage: Json, metrics: Json | None) -> Json:
         """Everything at once."""
@@ -92,12 +131,31 @@ class ChatWriter(_Envelope):
         return self._as_chunk(self._delta(choice, {"role": "assistant", "content": ""}, None, []))
 
     def chunk(self, choice: Choice, delta: Delta) -> Json:
-        """More words, or calls."""
+        """More words."""
         said: Json = {"content": delta.text} if delta.text or delta.tokens else {}
-        if delta.calls:
-            first = len(choice.calls) - len(delta.calls)
-            said["tool_calls"] = [{"index": first + i} | _call(call) for i, call in enumerate(delta.calls)]
         return self._as_chunk(self._delta(choice, said, delta.finish, delta.tokens))
+
+    def chunks(self, choice: Choice, delta: Delta) -> list[Json]:
+        """A chunk with the words, then one for every step of a call: its name, and its arguments as they arrive."""
+        calls = self._call_deltas(choice, delta)
+        if not calls:
+            return super().chunks(choice, delta)
+        beside = delta.text or delta.tokens or delta.steps
+        before = super().chunks(choice, replace(delta, finish=None)) if beside else []
+        finishes = [None] * (len(calls) - 1) + [delta.finish]
+        said = [self._delta(choice, {"tool_calls": [call]}, end, []) for call, end in zip(calls, finishes, strict=True)]
+        return before + [self._as_chunk(each) for each in said]
+
+    def _call_deltas(self, choice: Choice, delta: Delta) -> list[Json]:
+        index = choice.num_calls - sum(isinstance(part, CallStart) for part in delta.parts) - 1
+        told: list[Json] = []
+        for part in delta.parts:
+            if isinstance(part, CallStart):
+                index += 1
+                told.append({"index": index} | _call(Call(part.name, "")))
+            elif isinstance(part, Arguments):
+                told.append({"index": index, "function": {"arguments": part.text}})
+        return told
 
     def _delta(self, choice: Choice, said: Json, finish: str | None, tokens: Sequence[Spoken[TokenLogprob]]) -> Json:
         return {"index": choice.index, "delta": said, "logprobs": self._margin(tokens), "finish_reason": finish}
@@ -112,15 +170,8 @@ class ChatWriter(_Envelope):
         return {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": choice.finish}
 
     def _margin(self, tokens: Sequence[Spoken[TokenLogprob]]) -> Json | None:
-        return {"content": [self._entry(spoken) for spoken in tokens], "refusal": None} if tokens else None
-
-    def _entry(self, spoken: Spoken[TokenLogprob]) -> Json:
-        top = [self._named(token, logprob) for token, logprob in spoken.entry.top]
-        return self._named(spoken.entry.token, spoken.entry.logprob) | {"top_logprobs": top}
-
-    def _named(self, token: int, logprob: float) -> Json:
-        spelled = self._spelled(token)
-        return {"token": spelled.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(spelled)}
+        entries = [logprob_entry(self._tokenizer, spoken.entry) for spoken in tokens]
+        return {"content": entries, "refusal": None} if tokens else None
 
 
 def _call(call: Call) -> Json:
@@ -174,6 +225,22 @@ class CompletionWriter(_Envelope):
 
 def _text(choice: Choice, text: str, logprobs: Json | None, finish: str | None) -> Json:
     return {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+
+
+def logprob_entry(tokenizer: Tokenizer, entry: TokenLogprob) -> Json:
+    """A token's log-probability with those of the likeliest tokens in its place."""
+
+    def named(token: int, logprob: float) -> Json:
+        spelled = tokenizer.piece(token, skip_special=False)
+        return {"token": spelled.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(spelled)}
+
+    return named(entry.token, entry.logprob) | {"top_logprobs": [named(*likely) for likely in entry.top]}
+
+
+def sse(data: Json, name: str | None = None) -> bytes:
+    """One server-sent event."""
+    head = b"" if name is None else b"event: " + name.encode() + b"\n"
+    return head + b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 def finite(logprob: float) -> float:
