@@ -44,6 +44,14 @@ BOMBS: dict[str, tuple[str, Callable[[], bytes]]] = {
     "biases": ("/v1/completions", lambda: _table("logit_bias", b"{}")),
     "wishes": ("/v1/completions", lambda: _table("speculation", b"1")),
     "tools": ("/v1/chat/completions", lambda: b'{"messages":[{"role":"user"}],"tools":[' + b"{}," * MANY + b"{}]}"),
+    "items of a response": ("/v1/responses", lambda: b'{"input":[' + b"{}," * MANY + b"{}]}"),
+    "calls in a response": (
+        "/v1/responses",
+        lambda: json.dumps(
+            {"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}] * 16_384}
+        ).encode(),
+    ),
+    "metadata": ("/v1/responses", lambda: _table("metadata", b"1").replace(b'"prompt"', b'"input"')),
     "stop strings": ("/v1/completions", lambda: b'{"prompt":"a","stop":[' + b"1," * MANY + b"1]}"),
     "tokens that are texts": ("/detokenize", lambda: b'{"tokens":[' + b'"",' * MANY + b'""]}'),
     "echo": ("/v1/completions", lambda: json.dumps({"prompt": [5] * 300_000, "echo": True, "n": 128}).encode()),

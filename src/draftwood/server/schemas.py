@@ -18,14 +18,18 @@ Items = Annotated[list[T], Field(max_length=MAX_ITEMS, fail_fast=True)]
 Few = Annotated[list[T], Field(max_length=64, fail_fast=True)]
 
 
-def _few_keys(value: Any) -> Any:
-    """Refuse a large table before each of its keys is looked at."""
-    if isinstance(value, dict) and len(value) > MAX_KEYS:
-        raise ValueError(f"at most {MAX_KEYS} keys are allowed")
-    return value
+def few_keys(most: int) -> BeforeValidator:
+    """Refuse a larger table before each of its keys is looked at."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > most:
+            raise ValueError(f"at most {most} keys are allowed")
+        return value
+
+    return BeforeValidator(check)
 
 
-FewKeys = BeforeValidator(_few_keys)
+FewKeys = few_keys(MAX_KEYS)
 Seed = Annotated[int, Field(ge=-INT64, lt=INT64)]
 Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]

@@ -107,7 +107,8 @@ def _append(messages: list[Message], item: InputItem) -> None:
             call = ToolCall(id=item.call_id, function=FunctionCall(name=item.name, arguments=item.arguments))
             if not messages or messages[-1].role != "assistant":
                 messages.append(Message(role="assistant"))
-            messages[-1].tool_calls = [*(messages[-1].tool_calls or []), call]
+            calls = messages[-1].tool_calls = messages[-1].tool_calls or []
+            calls.append(call)
         case InputCallOutput():
             messages.append(Message(role="tool", content=_text(item.output), tool_call_id=item.call_id))
         case _ if item.type != "reasoning":  # another model's thoughts are not for this one

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag
 
-from draftwood.server.schemas import ContentPart, Count, Open, Prediction, Sampling
+from draftwood.server.schemas import MAX_ITEMS, ContentPart, Count, Open, Prediction, Sampling, few_keys
 
 LOGPROBS = "message.output_text.logprobs"  # the only thing of `include` that can be given here
 
-MAX_ITEMS = 16_384  # of a list of items or of parts
 MAX_METADATA = 16  # keys, as OpenAI's
 Name = Annotated[str, Field(max_length=256)]
 
@@ -112,17 +111,10 @@ class ToolChoice(Open):
     name: Name | None = None
 
 
-def _few_keys(value: Any) -> Any:
-    """Refuse a large table before each of its keys is looked at."""
-    if isinstance(value, dict) and len(value) > MAX_METADATA:
-        raise ValueError(f"at most {MAX_METADATA} keys are allowed")
-    return value
-
-
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]],
     Field(max_length=MAX_METADATA),
-    BeforeValidator(_few_keys),
+    few_keys(MAX_METADATA),
 ]
 
 
