@@ -23,7 +23,7 @@ WIDE: ViewportSize = {"width": 1280, "height": 800}
 PHONE: ViewportSize = {"width": 360, "height": 640}
 KINDS = {"accepted", "bonus", "correction", "plain"}
 ANSWER = ".turn.assistant .tokens"
-SHORT = {"max_tokens": "48", "temperature": "0", "seed": "1"}
+SHORT: dict[str, Any] = {"max_tokens": "48", "temperature": "0", "seed": "1", "formatted": False}  # as it came
 
 Opener = Callable[..., "Page"]
 
@@ -39,7 +39,7 @@ def opened(chromium: Browser, served: Serving) -> Iterator[Opener]:
     """Opens the page in a fresh profile; afterwards nobody else was asked for anything, and the console is empty."""
     contexts, requests, complaints = [], [], []
 
-    def open_page(settings: dict[str, str] = SHORT, **context: Any) -> Page:
+    def open_page(settings: dict[str, Any] = SHORT, **context: Any) -> Page:
         wanted: dict[str, Any] = {"viewport": WIDE, "storage_state": remembering(served, settings)} | context
         made = chromium.new_context(**wanted)
         contexts.append(made)
@@ -60,7 +60,7 @@ def opened(chromium: Browser, served: Serving) -> Iterator[Opener]:
     assert refused == []
 
 
-def remembering(served: Serving, settings: dict[str, str]) -> StorageState:
+def remembering(served: Serving, settings: dict[str, Any]) -> StorageState:
     """A profile whose owner made these settings the last time."""
     kept: Any = {"name": "draftwood.settings", "value": json.dumps(settings)}
     return {"cookies": [], "origins": [{"origin": served.url, "localStorage": [kept]}]}
