@@ -54,6 +54,14 @@ class StepReport:
 
 
 @dataclass(frozen=True)
+class TimedStep:
+    """A step that only decoded, and the seconds it took as a whole."""
+
+    report: StepReport
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Truncation:
     """What is cut off each sequence's distribution before drawing; see `SamplingParams`."""
 
@@ -257,4 +265,13 @@ class Controller(Protocol):
 
     def observe(self, report: StepReport) -> None:
         """What came of the last one."""
+        ...
+
+
+@runtime_checkable
+class PredictsSeconds(Protocol):
+    """A controller that knows what a step costs."""
+
+    def predicted_seconds(self, report: StepReport) -> float | None:
+        """What a step like this one should take, drafting included; None where nothing was measured to tell by."""
         ...

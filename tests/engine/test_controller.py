@@ -42,6 +42,19 @@ def test_decisions_are_explained_when_somebody_asks() -> None:
     assert str(tree.why) == f"up to 8 nodes: one more row pays from a chance of {tree.worth:.2f}"
 
 
+@pytest.mark.parametrize("kind", [MeasuredBudget, MeasuredTreeBudget])
+def test_a_step_is_predicted_from_its_rows_and_recent_drafting(kind: type[MeasuredBudget | MeasuredTreeBudget]) -> None:
+    controller = kind(FLAT, 8)
+    plain, guessing = report((0, 0)), report((3, 1))
+    assert controller.predicted_seconds(plain) == pytest.approx(FLAT.at(1, 0, 1))
+    assert controller.predicted_seconds(guessing) == pytest.approx(FLAT.at(4, 0, 1))
+    for _ in range(200):
+        controller.observe(report((3, 1), draft_seconds=0.6))
+    assert controller.predicted_seconds(plain) == pytest.approx(FLAT.at(1, 0, 1))
+    assert controller.predicted_seconds(guessing) == pytest.approx(FLAT.at(4, 0, 1) + 0.6, rel=0.01)
+    assert kind(LIKE_OTHER_GPUS, 8).predicted_seconds(guessing) is None, "costs of another machine are no prediction"
+
+
 def test_a_budget_cannot_be_negative() -> None:
     with pytest.raises(ValueError, match="negative"):
         FixedBudget(-1)

@@ -2,13 +2,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import openai
 import pytest
 
+from browser import browser
 from draftwood import LLM
 from serving import SMALL, Serving, serving
 from tiny import tiny_folder
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
 
 
 @pytest.fixture(scope="session")
@@ -32,3 +37,18 @@ def served(llm: LLM) -> Iterator[Serving]:
 def client(served: Serving) -> Iterator[openai.OpenAI]:
     with served.client() as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def chromium() -> Iterator[Browser]:
+    with browser() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def blank(chromium: Browser, served: Serving) -> Iterator[Page]:
+    """A page whose modules can be called."""
+    page = chromium.new_page()
+    page.goto(served.url)
+    yield page
+    page.close()

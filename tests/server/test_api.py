@@ -181,6 +181,7 @@ def test_models(client: openai.OpenAI) -> None:
     (card,) = client.models.list().data
     assert card.id == NAME == client.models.retrieve(NAME).id
     assert card.model_extra["drafters"] == ["ngram:shortest=1", "none", "ngram:nodes=8,branches=2"]
+    assert card.model_extra["branching"] == ["ngram:nodes=8,branches=2"]
     assert (card.model_extra["drafter"], card.model_extra["law"]) == ("ngram:shortest=1", "match")
     laws = {law.pop("name"): law for law in card.model_extra["laws"]}
     assert laws["match"] == {"lossless": True, "exact_for": "every tree"}

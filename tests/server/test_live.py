@@ -18,6 +18,8 @@ import httpx
 import pytest
 
 from draftwood import LLM
+from draftwood.costs import StepCosts
+from draftwood.engine.controller import MeasuredBudget, MeasuredTreeBudget
 from draftwood.server.metrics import RecentDepths
 from serving import SMALL, Serving, serving
 
@@ -25,6 +27,7 @@ MESSAGES = [{"role": "user", "content": "the cat sat on the mat, the cat sat on"
 FIELDS = {
     *("time", "uptime", "running", "waiting", "max_running", "kv_use", "status", "controller", "acceptance_by_depth"),
     *("tokens_per_second", "steps_per_second", "tokens_per_step", "drafted", "accepted", "emitted", "steps"),
+    "last_step",
 }
 
 
@@ -84,6 +87,33 @@ def test_figures_follow_the_work(served: Serving) -> None:
         "name": "FixedBudget",
         "why": "always 8 nodes",
     }
+    assert after["last_step"] == {
+        "sequences": 1,
+        "rows": after["last_step"]["rows"],
+        "measured_seconds": after["last_step"]["measured_seconds"],
+        "predicted_seconds": None,  # nothing was measured on this machine before
+    }
+    assert 1 <= after["last_step"]["rows"] <= 9
+    assert after["last_step"]["measured_seconds"] > 0
+
+
+@pytest.mark.parametrize("drafter", ["ngram:shortest=1", "ngram:nodes=8,branches=2"])
+def test_a_steps_predicted_time_stands_beside_the_measured_one(folder: Path, drafter: str) -> None:
+    costs = StepCosts((1, 64), (64,), ((10.0, 73.0),), 0.0)  # seconds: 9 and one for each row
+    kind = MeasuredTreeBudget if "branches" in drafter else MeasuredBudget
+    llm = LLM(folder, drafter=drafter, offers=[], config=SMALL, controller=kind(costs, 8))
+    with llm, serving(llm) as served:
+        served.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 4, "temperature": 0})
+        with served.http() as http:
+            step = next(events(http.get("/live?count=1")))["last_step"]
+    drafting = step["predicted_seconds"] - (9 + step["rows"])
+    assert 0 <= drafting < 5, "the table, and what drafting took"
+    assert 0 < step["measured_seconds"] < 5
+
+
+def test_there_is_no_last_step_before_the_first(folder: Path) -> None:
+    with LLM(folder, offers=[], config=SMALL) as llm, serving(llm) as served, served.http() as http:
+        assert next(events(http.get("/live?count=1")))["last_step"] is None
 
 
 @pytest.mark.parametrize("query", ["every=0.05", "every=11", "every=nan", "every=x", "count=0", "every=inf"])

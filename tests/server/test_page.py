@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from browser import browser
 from draftwood import LLM, SamplingParams
 from serving import Serving, serving
 
@@ -23,15 +22,9 @@ WIDE: ViewportSize = {"width": 1280, "height": 800}
 PHONE: ViewportSize = {"width": 360, "height": 640}
 KINDS = {"accepted", "bonus", "correction", "plain"}
 ANSWER = ".turn.assistant .tokens"
-SHORT = {"max_tokens": "48", "temperature": "0", "seed": "1"}
+SHORT: dict[str, Any] = {"max_tokens": "48", "temperature": "0", "seed": "1", "formatted": False}  # as it came
 
 Opener = Callable[..., "Page"]
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Browser]:
-    with browser() as running:
-        yield running
 
 
 @pytest.fixture
@@ -39,7 +32,7 @@ def opened(chromium: Browser, served: Serving) -> Iterator[Opener]:
     """Opens the page in a fresh profile; afterwards nobody else was asked for anything, and the console is empty."""
     contexts, requests, complaints = [], [], []
 
-    def open_page(settings: dict[str, str] = SHORT, **context: Any) -> Page:
+    def open_page(settings: dict[str, Any] = SHORT, **context: Any) -> Page:
         wanted: dict[str, Any] = {"viewport": WIDE, "storage_state": remembering(served, settings)} | context
         made = chromium.new_context(**wanted)
         contexts.append(made)
@@ -60,7 +53,7 @@ def opened(chromium: Browser, served: Serving) -> Iterator[Opener]:
     assert refused == []
 
 
-def remembering(served: Serving, settings: dict[str, str]) -> StorageState:
+def remembering(served: Serving, settings: dict[str, Any]) -> StorageState:
     """A profile whose owner made these settings the last time."""
     kept: Any = {"name": "draftwood.settings", "value": json.dumps(settings)}
     return {"cookies": [], "origins": [{"origin": served.url, "localStorage": [kept]}]}
@@ -198,12 +191,126 @@ def test_a_race_ends_with_a_winner_and_the_same_text(opened: Opener, llm: LLM, o
     assert texts == [said_by(llm, PROMPT, temperature=0.8, seed=7)] * 2
     assert re.search(r"times as fast|dead heat", page.inner_text("#verdict"))
     assert "identical: 48 tokens" in page.inner_text("#verdict")
+    assert re.search(
+        r"(Plain|Speculative) finished after .* m?s, (Plain|Speculative) finished", page.inner_text("#verdict")
+    )
+    whole = r"48 of 48 tokens \(100 %\) · [\d.]+ m?s · [\d.]+ tokens/s · finished first"
+    part = r"\d+ of 48 tokens \([\d.]+ %\) · when \w+ finished at [\d.]+ m?s; all after [\d.]+ m?s · [\d.]+ tokens/s"
+    labels = page.locator(".how-far").all_inner_texts()
+    first = next(i for i, label in enumerate(labels) if "finished first" in label)
+    assert re.fullmatch(whole, labels[first])
+    assert re.fullmatch(f"{part}|{whole}", labels[1 - first])
+    values = page.locator(".lane progress").evaluate_all("all => all.map(one => [one.value, one.max])")
+    assert [f"{value} of {most} tokens" for value, most in values] == [label.split(" (")[0] for label in labels]
     plain, speculative = page.locator(".lane dl").all_inner_texts()
     assert "1.00" in plain
     assert re.search(r"tokens/s\s+[\d.]+\s+tokens per step\s+[\d.]+", speculative)
     assert set(page.locator(".lane:first-child .token").evaluate_all("all => all.map(t => t.dataset.kind)")) == {
         "plain"
     }
+
+
+@pytest.mark.parametrize(
+    ("plain", "speculative", "result", "ratio"),
+    [
+        ((64, 4.0, 1.0), (64, 2.0, 2.5), "speculative", 2.0),
+        ((64, 2.0, 1.0), (64, 4.0, 2.5), "plain", 2.0),
+        ((64, 2.0, 1.0), (64, 2.01, 2.5), "even", 2 / 2.01),
+        ((64, 6.98, 1.0), (64, 1.0, 2.59), "unsteady", None),
+        ((64, 1.17, 1.0), (64, 1.0, 1.0), "unsteady", None),
+        ((64, 2.7, 1.0), (64, 1.0, 2.59), "speculative", 2.7),  # within what clocks differ by
+        ((15, 4.0, 1.0), (15, 2.0, 2.5), "short", None),
+        ((64, 0.09, 1.0), (64, 0.04, 2.5), "short", None),
+        ((0, 0.0, None), (0, 0.0, None), "short", None),
+        ((64, 4.0, 1.0), (32, 1.0, 2.5), "speculative", 2.0),  # by tokens a second: a lossy law ended elsewhere
+    ],
+)
+def test_races_are_judged_only_where_times_mean_something(
+    blank: Page, plain: tuple[Any, ...], speculative: tuple[Any, ...], result: str, ratio: float | None
+) -> None:
+    runs = [dict(zip(("tokens", "seconds", "perStep"), run, strict=True)) for run in (plain, speculative)]
+    judged = blank.evaluate(
+        "async (runs) => { const { compared } = await import('/page/compare.js'); return compared(...runs); }", runs
+    )
+    assert judged["result"] == result
+    assert judged["ratio"] == (None if ratio is None else pytest.approx(ratio))
+
+
+def test_a_race_too_short_says_so(opened: Opener) -> None:
+    page = opened(settings=SHORT | {"max_tokens": "4"})
+    page.click("[data-view=race]")
+    assert page.locator(".how-far").all_inner_texts() == ["Not started."] * 2
+    page.click("#race-start")
+    page.wait_for_selector("#verdict .same")
+    assert page.inner_text("#verdict strong").startswith("Too short to compare")
+    assert not re.search(r"\d times as fast", page.inner_text("#verdict"))
+
+
+def test_an_example_with_branches_stands_where_no_tree_is_yet(opened: Opener) -> None:
+    page = opened()
+    for _ in range(2):
+        page.wait_for_selector("#tree-picture .node.rejected")
+        assert page.inner_text("#tree-picture .example") == "Example"
+        assert page.inner_text("#step-place") == "example"
+        guesses, kept, tokens = map(int, re.findall(r"\d+", page.inner_text("#tree-words")))
+        nodes = "#tree-picture .node"
+        assert page.locator(f"{nodes}.rejected").count() == guesses - kept
+        assert page.locator(f"{nodes}.accepted").count() == kept == tokens - 1
+        rows = page.locator(f"{nodes} rect").evaluate_all("all => all.map(one => one.getAttribute('y'))")
+        assert len(set(rows)) > 2, "it branches"
+        page.locator(f"{nodes}.rejected").first.hover()
+        assert "rejected guess" in page.inner_text("#tip")
+        ask(page)
+        page.wait_for_selector("#tree-words:text-matches('^Step')")
+        assert page.locator(".example").count() == 0
+        page.click("#clear")
+
+
+def test_drafters_that_never_branch_say_so_and_who_does(opened: Opener, chromium: Browser, llm: LLM) -> None:
+    page = opened()
+    assert "ngram:shortest=1 guesses chains" in page.inner_text("#tree-hint")
+    page.click("#tree-hint >> text=ngram:nodes=8,branches=2")
+    assert page.input_value("#drafter") == "ngram:nodes=8,branches=2"
+    assert page.inner_text("#tree-hint") == ""
+    page.select_option("#drafter", "none")
+    assert page.inner_text("#tree-hint") == ""
+    with serving(llm, "ngram:shortest=1") as alone:
+        other = chromium.new_page()
+        other.goto(alone.url)
+        other.wait_for_selector("#tree-hint:text-matches('--offer')")
+        assert other.locator("#tree-hint button").count() == 0
+        other.close()
+
+
+def test_prompts_to_start_with(opened: Opener) -> None:
+    page = opened(settings=SHORT | {"max_tokens": "8"})
+    samples = page.locator(".samples button")
+    assert samples.count() >= 2
+    for i in range(samples.count()):
+        samples.nth(i).click()
+        page.wait_for_selector(".turn.assistant:last-child:not([aria-busy])")
+        assert page.inner_text(".turn.user .tokens")
+        assert samples.count() == 0
+        assert page.evaluate("document.activeElement.id") == "message"
+        page.click("#clear")
+
+
+def test_laws_are_grouped_by_what_they_promise(opened: Opener, served: Serving) -> None:
+    with served.http() as http:
+        card = http.get("/v1/models").json()["data"][0]
+    page = opened()
+    assert page.locator("#law > option").all_text_contents() == [f"auto ({card['law']})"]
+    shown = page.locator("#law optgroup").evaluate_all("all => all.map(one => [...one.children].map(o => o.value))")
+
+    def those(lossless: bool, every: bool) -> list[str]:
+        fits = [law for law in card["laws"] if law["lossless"] == lossless]
+        return [law["name"] for law in fits if not lossless or (law["exact_for"] == "every tree") == every]
+
+    assert shown == [those(True, True), those(True, False), those(False, True)]
+    assert all(shown)
+    lossy = page.locator("#law optgroup").last
+    assert "Not lossless" in (lossy.get_attribute("label") or "")
+    assert all("not lossless" in label for label in lossy.locator("option").all_text_contents())
 
 
 def test_stopping_midway_keeps_what_came_and_frees_the_server(opened: Opener, llm: LLM, served: Serving) -> None:
@@ -385,6 +492,30 @@ def test_live_figures_are_drawn(opened: Opener, llm: LLM) -> None:
     assert page.inner_text("#controller-choice")
     titles = page.locator(".chart figcaption span").all_inner_texts()
     assert titles[:6] == ["Tokens/s", "Tokens per step", "Acceptance by depth, %", "Batch", "Queue", "KV use"]
+
+
+def test_predicted_and_measured_cost_stand_side_by_side(opened: Opener) -> None:
+    page = opened()
+    ask(page)
+    page.wait_for_selector("#cost-measured:text-matches('^[0-9.]+ m?s$')")
+    assert page.inner_text("#cost-predicted") == "–"
+    assert "draftwood calibrate" in page.inner_text("#cost-words")
+    with page.expect_request("**/live?*") as seen:
+        page.reload()
+    counts = {"running": 1, "waiting": 0, "max_running": 16, "kv_use": 0, "tokens_per_second": 1, "tokens_per_step": 1}
+    live = counts | {"acceptance_by_depth": [], "status": "ready", "controller": None}
+    steps = [(0.0121, 0.011), (0.013, 0.012), (0.0121, 0.0242)]
+    told = [
+        live | {"last_step": {"sequences": 1, "rows": 5, "predicted_seconds": p, "measured_seconds": m}}
+        for p, m in steps
+    ]
+    body = "".join(f"data: {json.dumps(event)}\n\n" for event in told)
+    page.route(seen.value.url, lambda route: route.fulfill(content_type="text/event-stream", body=body))
+    page.reload()
+    page.wait_for_selector("#cost-predicted:text-is('12.1 ms')")
+    assert page.inner_text("#cost-measured") == "24.2 ms"
+    assert "5 rows, 1 answer" in page.inner_text("#cost-words")
+    assert "0.92 times the prediction (median of 3 steps)" in page.inner_text("#cost-words")
 
 
 def test_a_key_is_asked_for_and_a_server_that_goes_is_missed(chromium: Browser, llm: LLM) -> None:

@@ -123,12 +123,13 @@ class DraftingTime:
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
-        self._known: dict[int, float] = {}  # bits of the number of sequences -> seconds of each part
+        # Bits of the number of sequences -> seconds of each part. Replaced, never changed: other threads may read it.
+        self._known: dict[int, float] = {}
 
     def of(self, batch: int) -> float:
         """Seconds of one part, for so many sequences or the nearest number that has been seen."""
-        bits = batch.bit_length()
-        return self._known[min(self._known, key=lambda known: abs(known - bits))] if self._known else 0.0
+        bits, times = batch.bit_length(), self._known
+        return times[min(times, key=lambda known: abs(known - bits))] if times else 0.0
 
     def learn(self, report: StepReport, parts: int = 1) -> None:
         """Of a step that guessed, in so many parts of which each takes as long."""
@@ -138,7 +139,15 @@ class DraftingTime:
         known = self.of(report.num_sampling)
         change = seconds / parts - known
         # Down quickly, up slowly: a proposal that had to read a prompt first says little about the next.
-        self._known[report.num_sampling.bit_length()] = known + change * (0.3 if change < 0 else 0.05)
+        learned = known + change * (0.3 if change < 0 else 0.05)
+        self._known = self._known | {report.num_sampling.bit_length(): learned}
+
+    def with_target(self, report: StepReport, parts: int) -> float | None:
+        """Seconds of a whole step with so many parts of drafting; None where the target's were never measured."""
+        if self._costs.assumed:
+            return None
+        target = self._costs.at(report.num_rows, report.context, report.num_sampling)
+        return target + parts * self.of(report.num_sampling)
 
     def forget(self, kept: float) -> None:
         """Hope for better times."""
@@ -232,6 +241,11 @@ class MeasuredBudget:
                 self._hits[depth] += accepted >= depth
         self._proposing += 0.05 * (len(proposed) / report.num_sampling - self._proposing)
 
+    def predicted_seconds(self, report: StepReport) -> float | None:
+        """The target's rows by the cost table, and what drafting has taken lately; any thread may ask."""
+        parts = max((drafted for drafted, _ in report.outcomes), default=0)
+        return self._drafting.with_target(report, parts)
+
     def _hope(self) -> None:
         """Nobody was allowed to guess: what was against it counts for a little less than before."""
         self._forget(self.BOREDOM)
@@ -298,6 +312,10 @@ class MeasuredTreeBudget:
             self._gain += self.BOREDOM * max(0.0, self.HOPE - self._gain)
             self._drafting.forget(1 - self.BOREDOM)
         self._tokens_per_step += 0.05 * (report.emitted / report.num_sampling - self._tokens_per_step)
+
+    def predicted_seconds(self, report: StepReport) -> float | None:
+        """The target's rows by the cost table, and what drafting has taken lately; any thread may ask."""
+        return self._drafting.with_target(report, parts=1 if report.drafted else 0)
 
     def _worth(self, load: Load, batch: int) -> float:
         """The chance of acceptance below which one more row costs more time than its token saves."""

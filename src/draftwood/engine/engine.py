@@ -6,6 +6,7 @@ Knows no drafter, no tree shape and no law by name. Plain decoding is this code 
 from __future__ import annotations
 
 import itertools
+import time
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from draftwood.engine.trace import step_traces
 from draftwood.errors import IncompatibleParts
 from draftwood.model.batch import ForwardBatch, ForwardOutput
 from draftwood.model.runner import ModelRunner
-from draftwood.protocols import Budget, Controller, Drafter, Features, Randomness, StepReport, Verifier
+from draftwood.protocols import Budget, Controller, Drafter, Features, Randomness, StepReport, TimedStep, Verifier
 from draftwood.request import Event
 from draftwood.sampling import target_distribution, token_logprobs
 from draftwood.telemetry import Timers
@@ -57,6 +58,7 @@ class Engine:
         self.scheduler = scheduler
         self.rng = rng
         self.timers = Timers()
+        self.last_step: TimedStep | None = None  # for those who watch, from any thread
         attach(drafter, target)
         self.pipeline = None if rounds is None else Pipeline(rounds, scheduler)
         scheduler.on_end = drafter.release if self.pipeline is None else self.pipeline.release
@@ -68,6 +70,7 @@ class Engine:
             return self._step(self.controller.budget(self.scheduler.load))
         events = self.pipeline.step(self.controller)
         if events is not None:
+            self.last_step = self.pipeline.last_step or self.last_step
             return events
         # Somebody asks for what only the host can do. A drafter that reads has lent its memory to the rounds.
         lent = self.pipeline.rounds.drafter.reads
@@ -80,6 +83,7 @@ class Engine:
             self.pipeline.was_paused()
 
     def _step(self, budget: Budget) -> list[Event]:
+        began = time.perf_counter()
         plan = self.scheduler.schedule(budget)
         if not plan.sampling:
             return self._catch_up(plan)
@@ -100,7 +104,10 @@ class Engine:
         self.controller.observe(report)
         logprobs = token_logprobs(out.logits, tree, verdict, view)
         traces = step_traces(out.logits, tree, verdict, view, len(plan.items), report.num_rows)
-        return self.scheduler.commit(plan, outcome, logprobs, traces)
+        events = self.scheduler.commit(plan, outcome, logprobs, traces)
+        if report.num_rows == report.num_sampling + report.drafted:  # no prompt was read
+            self.last_step = TimedStep(report, time.perf_counter() - began)
+        return events
 
     def _score(self, plan: Plan, tree: TokenTree, span: Tensor) -> tuple[ForwardBatch, ForwardOutput]:
         """The target's logits at every tree node, in the tree's order."""
@@ -147,5 +154,6 @@ def _report(plan: Plan, outcome: HostVerdict, draft_seconds: float) -> StepRepor
         emitted=sum(len(tokens) for tokens in outcome.tokens),
         outcomes=tuple(zip(outcome.drafted, outcome.accepted, strict=True)),
         draft_seconds=draft_seconds,
+        context=sum(len(plan.items[i].seq.tokens) for i in plan.sampling) / len(plan.sampling),
         room=max(plan.items[i].max_nodes for i in plan.sampling),
     )

@@ -15,7 +15,7 @@ from draftwood.cache.seats import Kind
 from draftwood.engine.plan import Plan
 from draftwood.engine.rounds import Launched, Rounds, Size
 from draftwood.engine.scheduler import Scheduler
-from draftwood.protocols import Controller, Span, StepReport
+from draftwood.protocols import Controller, Span, StepReport, TimedStep
 from draftwood.request import Event
 from draftwood.tree import HostVerdict
 
@@ -44,6 +44,7 @@ class Pipeline:
         self._heard = 0.0
         self._disturbed = False
         self._behind_text = False  # something was read since the last round
+        self.last_step: TimedStep | None = None  # the last round that nothing disturbed
 
     def step(self, controller: Controller) -> list[Event] | None:
         """Start a round, then hear of the one before. None, and nothing done, where the host is needed."""
@@ -178,7 +179,10 @@ class Pipeline:
         ]
         plan = Plan(tuple(flight.plan.items[b] for b in heard)).brought_up_to_date()
         outcome = HostVerdict(*([column[b] for b in heard] for column in vars(outcome).values()))
-        controller.observe(_report(plan, flight.size, outcome, seconds))
+        report = _report(plan, flight.size, outcome, seconds)
+        controller.observe(report)
+        if seconds is not None and report.num_sampling:
+            self.last_step = TimedStep(report, seconds)
         told = zip(plan.items, heard, strict=True)
         traces = [flight.launched.trace(b) if item.seq.params.trace else None for item, b in told]
         return self.scheduler.commit(plan, outcome, traces=traces)

@@ -14,7 +14,9 @@ from collections.abc import AsyncGenerator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from draftwood.engine.engine import Engine
 from draftwood.engine.llm import LLM
+from draftwood.protocols import PredictsSeconds
 from draftwood.server.desk import Desk
 from draftwood.server.errors import log
 from draftwood.server.health import Monitor
@@ -151,6 +153,7 @@ class Live:
                 "name": type(self._llm.engine.controller).__name__,
                 "why": str(budget.why),
             },
+            "last_step": _last_step(self._llm.engine),
             "status": self._status(),
         }
 
@@ -158,6 +161,20 @@ class Live:
         if self._monitor.reason is not None:
             return "dead"
         return "ready" if self._desk.closed_for is None else "draining"
+
+
+def _last_step(engine: Engine) -> dict[str, float | None] | None:
+    """What the last decode step took, beside what the controller predicts for its rows; None before the first."""
+    step, controller = engine.last_step, engine.controller
+    if step is None:
+        return None
+    predicted = controller.predicted_seconds(step.report) if isinstance(controller, PredictsSeconds) else None
+    return {
+        "sequences": step.report.num_sampling,
+        "rows": step.report.num_rows,
+        "measured_seconds": round(step.seconds, 6),
+        "predicted_seconds": None if predicted is None else round(predicted, 6),
+    }
 
 
 def _rates(before: Sample, now: Sample) -> dict[str, float | None]:

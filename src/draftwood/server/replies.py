@@ -100,6 +100,7 @@ class ModelCard(Open):
     max_model_len: int
     drafter: str
     drafters: list[str]
+    branching: list[str]  # those of them that guess trees with branches, not only chains
     law: str
     laws: list[LawCard]
     max_nodes: int  # draft nodes a step, at most

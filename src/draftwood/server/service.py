@@ -12,6 +12,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response
 
+from draftwood.drafters.by_request import OfferedDrafters
 from draftwood.engine.intake import Prompt
 from draftwood.engine.llm import LLM
 from draftwood.engine.sequence import Sequence as Answer
@@ -51,6 +52,16 @@ class Service:
         self._laws = [LawCard(name=law.name, lossless=law.lossless, exact_for=str(law.scope)) for law in laws]
 
     @property
+    def _branching(self) -> list[str]:
+        """Drafters whose trees may have branches."""
+        default, *others = self.drafters
+        offered = self.llm.engine.drafter
+        laws = {default: offered.law}
+        if isinstance(offered, OfferedDrafters):
+            laws |= {name: offered.drafter_of(name).law for name in others if name in offered.others}
+        return [name for name, law in laws.items() if not law.chain]
+
+    @property
     def card(self) -> ModelCard:
         """The model, for /v1/models."""
         return ModelCard(
@@ -59,6 +70,7 @@ class Service:
             max_model_len=self.llm.max_length,
             drafter=self.drafters[0],
             drafters=self.drafters,
+            branching=self._branching,
             law=self.llm.laws.default.name,
             laws=self._laws,
             max_nodes=self.llm.engine.drafter.max_nodes,

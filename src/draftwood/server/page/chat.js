@@ -6,8 +6,10 @@
 /** @import { TreePanel } from "./tree.js" */
 
 import { answer, isAbort, told } from "./api.js";
-import { button, byId, el } from "./dom.js";
+import { button, byId, copyButton, el } from "./dom.js";
 import { counted, duration, number } from "./format.js";
+import { Formatted } from "./formatted.js";
+import { SAMPLES } from "./samples.js";
 import { load, save } from "./store.js";
 import { TokenText, figures } from "./tokens.js";
 
@@ -46,6 +48,7 @@ export class Chat {
     this.message.addEventListener("keydown", (event) => this.#key(event));
     byId("stop").addEventListener("click", () => this.stop());
     byId("clear").addEventListener("click", () => this.clear());
+    settings.addEventListener("view", () => this.articles.forEach((article) => article.show(settings.formatted)));
     addEventListener("pagehide", () => {
       this.stop();
       this.#keep();
@@ -171,7 +174,16 @@ export class Chat {
     this.list.querySelector(".empty")?.remove();
     if (this.turns.length) return;
     const words = "Nothing said yet. Answers show how each token came; point at one to see its chances, click it to see its tree.";
-    this.list.append(el("li", { class: "empty" }, words));
+    const samples = SAMPLES.map((sample) => el("li", {}, button(sample.label, () => this.#say(sample.prompt)), el("p", { class: "hint" }, sample.hint)));
+    const list = el("ul", { class: "samples", "aria-label": "Prompts to start with" }, ...samples);
+    this.list.append(el("li", { class: "empty" }, el("p", {}, words), list));
+  }
+
+  /** @param {string} prompt */
+  #say(prompt) {
+    this.message.value = prompt;
+    this.message.focus();
+    this.send();
   }
 
   #lastMayGoAgain() {
@@ -196,16 +208,26 @@ class Article {
   constructor(turn, chat) {
     this.turn = turn;
     this.chat = chat;
-    this.text = new TokenText(turn.steps, (steps, index) => chat.tree.pick(steps, index));
+    const { formatted } = chat.settings;
+    this.text = new TokenText(turn.steps, (steps, index) => chat.tree.pick(steps, index), formatted);
     this.foot = el("p", { class: "hint figures" });
     this.actions = el("div", { class: "actions" });
     this.againButton = button("Regenerate", () => chat.again());
     const mine = turn.role === "user";
-    const body = mine ? el("div", { class: "tokens" }, turn.content) : this.text.element;
-    this.element = el("li", { class: `turn ${turn.role}` }, el("h3", {}, mine ? "You" : "Answer"), body);
+    this.body = mine ? el("div", { class: "tokens" }) : this.text.element;
+    this.element = el("li", { class: `turn ${turn.role}` }, el("h3", {}, mine ? "You" : "Answer"), this.body);
+    if (mine) this.show(formatted);
     if (!mine) this.element.setAttribute("aria-busy", "true");
     this.element.append(el("footer", {}, this.foot, this.actions));
     if (!turn.steps.length) this.text.addText(turn.content); // kept without its steps
+  }
+
+  /** @param {boolean} formatted */
+  show(formatted) {
+    if (this.turn.role === "assistant") return this.text.show(formatted);
+    this.body.classList.toggle("formatted", formatted);
+    this.body.replaceChildren(formatted ? "" : this.turn.content);
+    if (formatted) new Formatted(this.body).update(this.turn.content);
   }
 
   /** @param {Step} step */
@@ -218,9 +240,10 @@ class Article {
   close() {
     this.element.removeAttribute("aria-busy");
     if (this.turn.role === "user") return;
+    this.text.finish();
     this.foot.textContent = summary(this.turn);
     if (this.turn.error) this.foot.before(el("p", { class: "error", role: "alert" }, this.turn.error));
-    if (this.turn.content) this.actions.append(button("Copy", () => this.#copy()));
+    if (this.turn.content) this.actions.append(copyButton("Copy", () => this.turn.content, this.text.element));
     this.againButton.textContent = this.turn.error ? "Try again" : "Regenerate";
   }
 
@@ -230,19 +253,6 @@ class Article {
     if (unanswered) this.againButton.textContent = "Answer";
     if (may) this.actions.append(this.againButton);
     else this.againButton.remove();
-  }
-
-  async #copy() {
-    const copied = this.actions.querySelector("button");
-    try {
-      await navigator.clipboard.writeText(this.turn.content);
-      if (copied) copied.textContent = "Copied";
-    } catch {
-      // No clipboard without TLS or permission: mark the text, so that one key is enough.
-      getSelection()?.selectAllChildren(this.text.element);
-      if (copied) copied.textContent = "Marked: press Ctrl+C";
-    }
-    setTimeout(() => copied && (copied.textContent = "Copy"), 2000);
   }
 }
 

@@ -55,6 +55,27 @@ export function button(label, act) {
 }
 
 /**
+ * A button that copies a text, and says whether it did.
+ * @param {string} label
+ * @param {() => string} text
+ * @param {Element} shown  Where the text stands on the page.
+ */
+export function copyButton(label, text, shown) {
+  const made = button(label, async () => {
+    try {
+      await navigator.clipboard.writeText(text());
+      made.textContent = "Copied";
+    } catch {
+      // No clipboard without TLS or permission: mark the text, so that one key is enough.
+      getSelection()?.selectAllChildren(shown);
+      made.textContent = "Marked: press Ctrl+C";
+    }
+    setTimeout(() => (made.textContent = label), 2000);
+  });
+  return made;
+}
+
+/**
  * Calls `act` at most once in `milliseconds`, and once more for whatever came in between.
  * @param {number} milliseconds
  * @param {() => void} act

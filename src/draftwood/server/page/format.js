@@ -26,9 +26,9 @@ export function drawn(q, guessed) {
   return guessed && (q === null || q === undefined) ? "chosen, not drawn" : chance(q);
 }
 
-/** @param {number} seconds */
-export function duration(seconds) {
-  return seconds < 1 ? `${Math.round(1000 * seconds)} ms` : `${seconds.toFixed(2)} s`;
+/** @param {number} seconds @param {number} [digits]  Of milliseconds. */
+export function duration(seconds, digits = 0) {
+  return seconds < 1 ? `${(1000 * seconds).toFixed(digits)} ms` : `${seconds.toFixed(2)} s`;
 }
 
 /** @param {number} count @param {string} one @param {string} [many] */

@@ -1,13 +1,15 @@
 // @ts-check
 /** What the server does right now: an event every half second, while somebody looks. */
 
-/** @import { Live } from "./types.js" */
+/** @import { LastStep, Live } from "./types.js" */
 
 import { BarChart, LineChart } from "./charts.js";
 import { byId } from "./dom.js";
-import { counted, number, percent } from "./format.js";
+import { counted, duration, number, percent } from "./format.js";
 
 const AGAIN = 5000; // milliseconds before a refused connection is tried again
+
+const REMEMBERED = 120; // steps: a minute of events
 
 const whole = (/** @type {number | null} */ value) => number(value, 0);
 
@@ -24,6 +26,7 @@ export class LivePanel {
     const charts = [this.speed, this.perStep, this.depths, this.batch, this.queue, this.memory];
     byId("charts").append(...charts.map((chart) => chart.element));
     byId("controller").append(this.budget.element);
+    this.costs = new Costs();
     /** @type {EventSource | null} */
     this.source = null;
     document.addEventListener("visibilitychange", () => (document.hidden ? this.close() : this.open()));
@@ -60,6 +63,34 @@ export class LivePanel {
     this.queue.push(live.waiting);
     this.memory.push(live.kv_use);
     decision(live.controller);
+    this.costs.show(live.last_step);
+  }
+}
+
+/** What the controller expected of steps, beside what they took. */
+class Costs {
+  constructor() {
+    this.measured = NaN; // of the last step
+    /** Measured by predicted, of steps in the last minute. @type {number[]} */
+    this.ratios = [];
+  }
+
+  /** @param {LastStep | null} step */
+  show(step) {
+    if (!step || step.measured_seconds === this.measured) return;
+    this.measured = step.measured_seconds;
+    const { predicted_seconds: predicted, measured_seconds: measured } = step;
+    if (predicted) this.ratios = [...this.ratios.slice(1 - REMEMBERED), measured / predicted];
+    byId("cost-predicted").textContent = predicted ? duration(predicted, 1) : "–";
+    byId("cost-measured").textContent = duration(measured, 1);
+    byId("cost-words").textContent = `${counted(step.rows, "row")}, ${counted(step.sequences, "answer")}. ${this.#judged(predicted)}`;
+  }
+
+  /** @param {number | null} predicted */
+  #judged(predicted) {
+    if (!predicted) return "No prediction without a cost table: run draftwood calibrate.";
+    const middle = this.ratios.toSorted((a, b) => a - b)[this.ratios.length >> 1];
+    return `Lately ${number(middle, 2)} times the prediction (median of ${counted(this.ratios.length, "step")}).`;
   }
 }
 

@@ -2,6 +2,7 @@
 /** Puts the page together. */
 
 import { model, told } from "./api.js";
+import { branchingHint } from "./branching.js";
 import { Chat } from "./chat.js";
 import { byId } from "./dom.js";
 import { LivePanel } from "./live.js";
@@ -17,6 +18,7 @@ const tree = new TreePanel();
 const chat = new Chat(settings, tree);
 const race = new Race(settings, tree);
 new LivePanel();
+branchingHint(settings);
 themeButton(byId("theme"));
 addEventListener("keydown", shortcut);
 introduce();

@@ -7,24 +7,13 @@
 
 import { answer, isAbort, told } from "./api.js";
 import { byId, el } from "./dom.js";
-import { counted, duration, number } from "./format.js";
+import { compared } from "./compare.js";
+import { counted, duration, number, percent } from "./format.js";
+import { EDIT } from "./samples.js";
 import { load, save } from "./store.js";
 import { TokenText, figures } from "./tokens.js";
 
-const PROMPT = `Rename the class Basket to Cart. Print the whole code again.
-
-class Basket:
-    def __init__(self):
-        self.items = []
-
-    def add(self, name, price):
-        self.items.append((name, price))
-
-    def total(self):
-        return sum(price for name, price in self.items)`;
-
 const FRAME = 100; // milliseconds between two looks at a replay
-const CLOSE = 1.02; // times as fast that are nobody's victory
 
 export class Race {
   /** @param {Settings} settings @param {TreePanel} tree */
@@ -53,6 +42,7 @@ export class Race {
       this.start();
     });
     byId("race-stop").addEventListener("click", () => this.stop());
+    settings.addEventListener("view", () => this.running ?? this.#format());
   }
 
   /** Hang up on both; what came stays. */
@@ -80,6 +70,12 @@ export class Race {
       if (isAbort(error)) this.verdict.textContent = "Stopped.";
     }
     this.#busy(null);
+    this.#format();
+  }
+
+  /** Not while they run: where browser and engine share a machine, the longer text would be slowed more. */
+  #format() {
+    this.lanes.forEach((lane) => lane.text.show(this.settings.formatted));
   }
 
   /** @param {Asking} asking @param {AbortSignal} signal */
@@ -88,7 +84,7 @@ export class Race {
     /** @type {Message[]} */
     const messages = [{ role: "user", content: this.prompt.value }];
     if (system) messages.unshift({ role: "system", content: system });
-    this.lanes.forEach((lane) => (lane.track.max = asking.max_tokens));
+    this.lanes.forEach((lane) => lane.aim(asking.max_tokens, true));
     const ask = (/** @type {Partial<Asking>} */ changes) => answer(this.model, messages, { ...asking, ...changes }, signal);
     // The prompt is in the cache now, for both.
     for await (const _ of ask({ max_tokens: 1 }));
@@ -103,8 +99,8 @@ export class Race {
       const replay = new Replay(plain, speculative);
       await runs[1]().finally(() => replay.end());
     }
-    const finish = Math.min(...this.lanes.map((lane) => lane.seconds));
-    this.lanes.forEach((lane) => lane.showAt(finish));
+    const first = speculative.figures.seconds < plain.figures.seconds ? speculative : plain;
+    this.lanes.forEach((lane) => lane.end(first));
     // Not before: where browser and engine share a machine, drawing trees would slow one lane only.
     this.tree.grown(speculative.text.steps);
   }
@@ -132,7 +128,7 @@ export class Race {
 
   /** @param {{prompt?: string, order?: string} | null} kept */
   #restore(kept) {
-    this.prompt.value = kept?.prompt || PROMPT;
+    this.prompt.value = kept?.prompt || EDIT;
     if (kept?.order !== "parallel") return;
     const choice = /** @type {HTMLInputElement | null} */ (this.form.querySelector("[value=parallel]"));
     if (choice) choice.checked = true;
@@ -144,10 +140,12 @@ class Lane {
   /** @param {string} name @param {(steps: Step[], index: number) => void} onPick */
   constructor(name, onPick) {
     this.name = name;
-    this.text = new TokenText([], onPick);
+    this.text = new TokenText([], onPick, false);
     this.text.element.setAttribute("aria-label", `${name} answer`);
     this.content = "";
     this.track = el("progress", { max: "1", value: "0", "aria-label": `${name}: how far` });
+    this.label = el("p", { class: "hint how-far" }, "Not started.");
+    this.most = false;
     const fact = (/** @type {string} */ label) => {
       const value = el("dd", {}, "–");
       return { value, row: el("div", {}, el("dt", {}, label), value) };
@@ -155,15 +153,11 @@ class Lane {
     const [time, speed, perStep] = [fact("time"), fact("tokens/s"), fact("tokens per step")];
     this.values = { time: time.value, speed: speed.value, perStep: perStep.value };
     const facts = el("dl", {}, time.row, speed.row, perStep.row);
-    this.element = el("article", { class: "lane" }, el("h3", {}, name), this.track, facts, this.text.element);
+    this.element = el("article", { class: "lane" }, el("h3", {}, name), this.track, this.label, facts, this.text.element);
   }
 
-  get seconds() {
-    return figures(this.text.steps).seconds;
-  }
-
-  get tokens() {
-    return figures(this.text.steps).tokens;
+  get figures() {
+    return figures(this.text.steps);
   }
 
   /** @param {AsyncGenerator<Chunk>} chunks */
@@ -180,24 +174,53 @@ class Lane {
     }
   }
 
+  /** How many tokens make a full bar. @param {number} tokens @param {boolean} [most]  Whether it may be fewer. */
+  aim(tokens, most = false) {
+    this.track.max = Math.max(1, tokens);
+    this.most = most;
+  }
+
   #show() {
-    const { seconds, perSecond, perStep, tokens } = figures(this.text.steps);
+    const { seconds, perSecond, perStep, tokens } = this.figures;
     this.values.time.textContent = duration(seconds);
     this.values.speed.textContent = number(perSecond);
     this.values.perStep.textContent = number(perStep, 2);
-    this.track.value = tokens;
+    this.#mark(tokens, `${duration(seconds)} · ${number(perSecond)} tokens/s`);
   }
 
-  /** Where it was so long after the start. @param {number} seconds */
-  showAt(seconds) {
+  /** @param {number} tokens @param {string} words */
+  #mark(tokens, words) {
+    const all = Math.max(tokens, this.track.max);
+    this.track.value = tokens;
+    const share = `${tokens} of ${this.most ? "at most " : ""}${counted(all, "token")} (${percent(tokens / all)})`;
+    this.label.textContent = `${share} · ${words}`;
+    this.track.setAttribute("aria-valuetext", this.label.textContent);
+  }
+
+  /** Tokens it had so long after the start. @param {number} seconds */
+  #tokensAt(seconds) {
     let [passed, tokens] = [0, 0];
     for (const step of this.text.steps) {
       passed += step.seconds;
       if (passed > seconds + 1e-9) break;
       tokens += step.emitted.length;
     }
-    this.track.max = Math.max(1, this.tokens);
-    this.track.value = tokens;
+    return tokens;
+  }
+
+  /** Where it was so long after the start. @param {number} seconds */
+  replay(seconds) {
+    this.#mark(this.#tokensAt(seconds), `${duration(Math.min(seconds, this.figures.seconds))} · replayed`);
+  }
+
+  /** Both are through: show where this one was when the first had finished. @param {Lane} first */
+  end(first) {
+    const { tokens, seconds, perSecond } = this.figures;
+    const when = first.figures.seconds;
+    const whole = `${duration(seconds)} · ${number(perSecond)} tokens/s`;
+    this.aim(tokens);
+    if (this === first || seconds <= when) return this.#mark(tokens, `${whole} · finished first`);
+    this.#mark(this.#tokensAt(when), `when ${first.name} finished at ${duration(when)}; all after ${whole}`);
   }
 }
 
@@ -206,8 +229,10 @@ class Replay {
   /** @param {Lane} finished @param {Lane} running */
   constructor(finished, running) {
     const began = performance.now();
-    running.track.max = Math.max(1, finished.tokens);
-    this.handle = setInterval(() => finished.showAt((performance.now() - began) / 1000), FRAME);
+    const { tokens } = finished.figures;
+    finished.aim(tokens);
+    running.aim(tokens);
+    this.handle = setInterval(() => finished.replay((performance.now() - began) / 1000), FRAME);
   }
 
   end() {
@@ -216,20 +241,41 @@ class Replay {
 }
 
 /**
- * Who won, by how much, and whether both said the same.
+ * Who finished when, by how much, and whether both said the same.
  * @param {Lane[]} lanes @param {Law | undefined} law @param {number} temperature
  */
-function verdict(lanes, law, temperature) {
-  const [plain, speculative] = lanes;
-  const ratio = plain.seconds / speculative.seconds;
-  const [winner, loser, by] = ratio >= 1 ? [speculative, plain, ratio] : [plain, speculative, 1 / ratio];
-  const times = `${duration(winner.seconds)} against ${duration(loser.seconds)}`;
-  const result = by < CLOSE ? `A dead heat: ${times}.` : `${winner.name} decoding was ${number(by, 2)} times as fast: ${times}.`;
+function verdict([plain, speculative], law, temperature) {
   const same = plain.content === speculative.content;
   const words = same
-    ? `The two texts are identical: ${counted(plain.tokens, "token")}.`
+    ? `The two texts are identical: ${counted(plain.figures.tokens, "token")}.`
     : `The texts differ from character ${firstDifference(plain.content, speculative.content) + 1} on. ${excuse(law, temperature)}`;
-  return [el("strong", {}, result), el("span", { class: same ? "same" : "different" }, words)];
+  const result = el("strong", {}, judged(plain, speculative));
+  return [result, el("span", {}, finishes(plain, speculative)), el("span", { class: same ? "same" : "different" }, words)];
+}
+
+/** @param {Lane} plain @param {Lane} speculative */
+function judged(plain, speculative) {
+  const { result, ratio } = compared(plain.figures, speculative.figures);
+  const perStep = number(speculative.figures.perStep, 2);
+  switch (result) {
+    case "short":
+      return "Too short to compare: answers like these do not tell how many times as fast one is. Ask for more tokens.";
+    case "unsteady":
+      return `The times are not steady enough to say how many times as fast: they differ by more than ${perStep} tokens a step can gain. Was the machine busy?`;
+    case "even":
+      return `A dead heat, with ${perStep} tokens a step.`;
+    case "speculative":
+      return `Speculative decoding was ${number(ratio, 2)} times as fast, with ${perStep} tokens a step.`;
+    case "plain":
+      return `Plain decoding was ${number(ratio, 2)} times as fast: ${perStep} tokens a step did not pay for the guesses.`;
+  }
+}
+
+/** @param {Lane} plain @param {Lane} speculative */
+function finishes(plain, speculative) {
+  const order = [plain, speculative].sort((a, b) => a.figures.seconds - b.figures.seconds);
+  const [first, second] = order.map((lane) => `${lane.name} finished after ${duration(lane.figures.seconds)}`);
+  return `${first}, ${second}.`;
 }
 
 /** @param {Law | undefined} law @param {number} temperature */

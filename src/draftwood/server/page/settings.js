@@ -9,18 +9,23 @@ import { showView } from "./views.js";
 
 const RANDOM_SEEDS = 2 ** 31;
 
-/** The form, its memory, and what it means for a request. */
-export class Settings {
+/** The form, its memory, and what it means for a request. Tells of every "change", and of those of the "view". */
+export class Settings extends EventTarget {
   constructor() {
+    super();
     this.form = /** @type {HTMLFormElement} */ (byId("settings"));
     /** @type {Law[]} */
     this.laws = [];
     this.defaultLaw = "";
+    this.defaultDrafter = "";
+    /** Drafters whose trees have branches. @type {string[]} */
+    this.branching = [];
     this.form.addEventListener("input", () => this.#changed());
     this.form.addEventListener("submit", (event) => event.preventDefault());
     // A reset form has its defaults only after the event.
     this.form.addEventListener("reset", () => setTimeout(() => this.#changed()));
     this.#restore(load("settings") ?? {});
+    this.formatted = this.#field("formatted").checked;
     this.#show();
   }
 
@@ -28,10 +33,11 @@ export class Settings {
   offer(card) {
     this.laws = card.laws ?? [];
     this.defaultLaw = card.law;
+    this.defaultDrafter = card.drafter;
+    this.branching = card.branching ?? [];
     const drafters = card.drafters.map((name) => pair(name, name === "none" ? "none (plain decoding)" : name));
-    const laws = this.laws.map((law) => pair(law.name, law.lossless ? law.name : `${law.name} (not lossless)`));
-    this.#options("drafter", [["", `default (${card.drafter})`], ...drafters]);
-    this.#options("law", [["", `default (${card.law})`], ...laws]);
+    this.#field("drafter").replaceChildren(...options([["", `default (${card.drafter})`], ...drafters]));
+    this.#field("law").replaceChildren(...options([["", `auto (${card.law})`]]), ...lawGroups(this.laws));
     if (card.max_nodes) this.#field("max_nodes").setAttribute("max", String(card.max_nodes));
     if (card.max_model_len) this.#field("max_tokens").setAttribute("max", String(card.max_model_len));
     // What was remembered may only now have an option.
@@ -44,6 +50,17 @@ export class Settings {
     if (this.form.checkValidity()) return true;
     showView("settings");
     return this.form.reportValidity();
+  }
+
+  /** The drafter that requests will get. */
+  get drafter() {
+    return this.#field("drafter").value || this.defaultDrafter;
+  }
+
+  /** Choose something, as if somebody had in the form. @param {string} name @param {string} value */
+  use(name, value) {
+    this.#field(name).value = value;
+    this.#changed();
   }
 
   get system() {
@@ -88,21 +105,22 @@ export class Settings {
     for (const name of ["law", "max_nodes", "depth"]) this.#field(name).disabled = none;
     byId("law-hint").textContent = lawHint(this.law);
     document.body.classList.toggle("uncoloured", !this.#field("colours").checked);
+    document.body.classList.toggle("with-rejected", this.#field("rejected").checked);
+    const formatted = this.#field("formatted").checked;
+    const other = formatted !== this.formatted;
+    this.formatted = formatted;
+    if (other) this.dispatchEvent(new Event("view"));
+    this.dispatchEvent(new Event("change"));
   }
 
   /** @param {Record<string, string | boolean>} kept */
   #restore(kept) {
     for (const field of this.#fields()) {
       const value = kept[field.name];
-      if (field instanceof HTMLInputElement && field.type === "checkbox") field.checked = value !== false;
+      if (field instanceof HTMLInputElement && field.type === "checkbox") field.checked = typeof value === "boolean" ? value : field.defaultChecked;
       // A drafter that this server does not have is not an error: it stays with the default.
       else if (typeof value === "string" && (!(field instanceof HTMLSelectElement) || has(field, value))) field.value = value;
     }
-  }
-
-  /** @param {string} name @param {[string, string][]} pairs */
-  #options(name, pairs) {
-    this.#field(name).replaceChildren(...pairs.map(([value, label]) => el("option", { value }, label)));
   }
 
   /** @returns {(HTMLInputElement | HTMLSelectElement | HTMLTextAreaElement)[]} */
@@ -129,6 +147,30 @@ function has(field, value) {
 /** @param {string} value @param {string} label @returns {[string, string]} */
 function pair(value, label) {
   return [value, label];
+}
+
+/** @param {[string, string][]} pairs */
+function options(pairs) {
+  return pairs.map(([value, label]) => el("option", { value }, label));
+}
+
+/**
+ * Lossless laws first, those for every tree before those that want special ones; then the others, marked.
+ * @param {Law[]} laws
+ */
+function lawGroups(laws) {
+  const everyTree = (/** @type {Law} */ law) => law.exact_for === "every tree";
+  /** @type {[string, Law[]][]} */
+  const groups = [
+    ["Lossless, for every tree", laws.filter((law) => law.lossless && everyTree(law))],
+    ["Lossless, for special trees only", laws.filter((law) => law.lossless && !everyTree(law))],
+    ["Not lossless: may change the text", laws.filter((law) => !law.lossless)],
+  ];
+  const label = (/** @type {Law} */ { name, lossless, exact_for }) =>
+    !lossless ? `${name} (not lossless)` : exact_for === "every tree" ? name : `${name} – ${exact_for}`;
+  return groups
+    .filter(([, members]) => members.length)
+    .map(([title, members]) => el("optgroup", { label: title }, ...options(members.map((law) => pair(law.name, label(law))))));
 }
 
 /** @param {Law | undefined} law */

@@ -6,6 +6,7 @@
 
 import { byId, el, svg, throttled } from "./dom.js";
 import { chance, counted, drawn, duration, visible } from "./format.js";
+import { EXAMPLE } from "./example.js";
 import { BOX, COLUMN_GAP, layout } from "./layout.js";
 import { hideTip, showTip } from "./tip.js";
 
@@ -45,6 +46,12 @@ export class TreePanel {
     this.picture.addEventListener("pointerleave", () => hideTip(this.picture));
     addEventListener("resize", this.redraw);
     this.#buttons();
+    this.redraw();
+  }
+
+  /** The step that is drawn: an example as long as there is none. */
+  get #shown() {
+    return this.steps[this.index] ?? EXAMPLE;
   }
 
   /** A list that will grow, or has just grown. @param {Step[]} steps */
@@ -98,7 +105,7 @@ export class TreePanel {
 
   #buttons() {
     const { index, steps } = this;
-    this.place.textContent = steps.length ? `${index + 1} / ${steps.length}` : "–";
+    this.place.textContent = steps.length ? `${index + 1} / ${steps.length}` : "example";
     // Not `disabled`: that would throw the focus away at the last step.
     this.back.setAttribute("aria-disabled", String(index <= 0));
     this.on.setAttribute("aria-disabled", String(index >= steps.length - 1));
@@ -107,22 +114,18 @@ export class TreePanel {
 
   #draw() {
     hideTip(this.picture);
-    const step = this.steps[this.index];
-    if (!step) {
-      this.words.textContent = "";
-      return this.picture.replaceChildren(el("p", { class: "empty" }, "No step yet."));
-    }
-    this.words.textContent = told(step);
+    const step = this.#shown;
+    this.words.textContent = step === EXAMPLE ? toldExample() : told(step);
     const picture = draw(step, this.picture.clientWidth);
     picture.setAttribute("aria-label", this.words.textContent);
-    this.picture.replaceChildren(picture);
+    const label = step === EXAMPLE ? [el("p", { class: "example" }, "Example")] : [];
+    this.picture.replaceChildren(...label, picture);
   }
 
   /** @param {EventTarget | null} target */
   #point(target) {
     const group = target instanceof Element ? target.closest("[data-node]") : null;
-    const step = this.steps[this.index];
-    if (group instanceof SVGElement && step) explain(group, step);
+    if (group instanceof SVGElement) explain(group, this.#shown);
     else hideTip(this.picture);
   }
 }
@@ -136,6 +139,14 @@ export function told(step) {
   const kept = step.emitted.filter((token) => token.kind === "accepted").length;
   const guesses = `${counted(step.tree.tokens.length - 1, "guess", "guesses")} by ${step.drafter}`;
   return `Step ${step.step}: ${guesses}, ${kept} kept by ${step.law}${added && `, then ${added}`}. ${time}.`;
+}
+
+/** What the example shows. */
+function toldExample() {
+  const { tree, emitted } = EXAMPLE;
+  const guesses = counted((tree?.tokens.length ?? 1) - 1, "guess", "guesses");
+  const kept = emitted.filter((token) => token.kind === "accepted").length;
+  return `Example: of ${guesses} the model keeps ${kept} and adds its own “${emitted.at(-1)?.text}”, ${emitted.length} tokens in one step. The first answer replaces it.`;
 }
 
 /** @param {Step} step @param {number} room  Pixels there are. */

@@ -40,11 +40,13 @@
  * @typedef {object} Law
  * @property {string} name
  * @property {boolean} lossless
+ * @property {string} exact_for  The trees it takes.
  *
  * @typedef {object} ModelCard
  * @property {string} id
  * @property {string} drafter
  * @property {string[]} drafters
+ * @property {string[]} [branching]  Those of them whose trees have branches.
  * @property {string} law
  * @property {Law[]} [laws]
  * @property {number} [max_nodes]
@@ -76,6 +78,13 @@
  * @property {number | null} tokens_per_step
  * @property {number[]} acceptance_by_depth
  * @property {{nodes: number | null, depth: number | null, name: string, why: string} | null} controller
+ * @property {LastStep | null} last_step
  * @property {"ready" | "draining" | "dead"} status
+ *
+ * @typedef {object} LastStep  The last step that only decoded.
+ * @property {number} sequences
+ * @property {number} rows
+ * @property {number} measured_seconds
+ * @property {number | null} predicted_seconds  By the controller's cost table, for those rows.
  */
 export {};
