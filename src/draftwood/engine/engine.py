@@ -16,6 +16,7 @@ from draftwood.engine.pipeline import Pipeline
 from draftwood.engine.plan import Plan
 from draftwood.engine.rounds import Rounds
 from draftwood.engine.scheduler import Scheduler
+from draftwood.engine.scoring import prompt_logprobs, stage_prompts
 from draftwood.engine.trace import step_traces
 from draftwood.errors import IncompatibleParts
 from draftwood.model.batch import ForwardBatch, ForwardOutput
@@ -90,20 +91,21 @@ class Engine:
         span = torch.tensor(plan.sampling, device=self.target.device)  # [B] which span each tree hangs behind
         batch, out = self._score(plan, tree, span)
         self._let_read(plan, batch, out)
-        p = target_distribution(out.logits, tree, view)
+        logits, scored = out.logits[: tree.num_nodes], out.logits[tree.num_nodes :]
+        p = target_distribution(logits, tree, view)
         verdict = self.verifier.verify(tree, p, view, self.rng)
         self.target.cache.commit(batch, tree, verdict, span)
         with self.timers.measure("draft"):
-            self.drafter.observe(view, tree, verdict, _rows_of(out.features, batch.logit_rows))
+            self.drafter.observe(view, tree, verdict, _rows_of(out.features, batch.logit_rows[: tree.num_nodes]))
         outcome = verdict.to_host(tree)
         report = _report(plan, outcome, self.timers.seconds["draft"] - drafting)
         self.controller.observe(report)
-        logprobs = token_logprobs(out.logits, tree, verdict, view)
-        traces = step_traces(out.logits, tree, verdict, view, len(plan.items), report.num_rows)
-        return self.scheduler.commit(plan, outcome, logprobs, traces)
+        logprobs = token_logprobs(logits, tree, verdict, view)
+        traces = step_traces(logits, tree, verdict, view, len(plan.items), report.num_rows)
+        return self.scheduler.commit(plan, outcome, logprobs, traces, prompt_logprobs(plan, scored))
 
     def _score(self, plan: Plan, tree: TokenTree, span: Tensor) -> tuple[ForwardBatch, ForwardOutput]:
-        """The target's logits at every tree node, in the tree's order."""
+        """The target's logits at every tree node, in the tree's order, then at the plan's `scored_rows`."""
         spans = plan.spans
         nodes = NodeRows.of_tree(tree, span)
         # A root is its sequence's last pending token; draft nodes follow all pending tokens.
@@ -114,6 +116,8 @@ class Engine:
             roots, rows = rows, torch.empty_like(tree.tokens)
             rows[~drafted] = roots
             rows[drafted] = torch.arange(ends[-1], ends[-1] + tree.num_drafted, device=span.device)
+        if plan.scored:
+            rows = torch.cat([rows, torch.tensor(plan.scored_rows, device=span.device)])
         batch = self.target.cache.stage(spans, nodes, rows)
         with self.timers.measure("target"):
             return batch, self.target.forward(batch, self.drafter.needs)
@@ -126,12 +130,14 @@ class Engine:
 
     def _catch_up(self, plan: Plan) -> list[Event]:
         """A step in which nobody samples: only chunks of prompts, or nothing at all."""
+        found = None
         if plan.items:
-            batch = self.target.cache.stage_text(plan.spans)
+            batch = stage_prompts(plan, self.target.cache)
             with self.timers.measure("target"):
                 out = self.target.forward(batch, self.drafter.needs)
             self._let_read(plan, batch, out)
-        return self.scheduler.commit(plan, HostVerdict([], [], [], []))
+            found = prompt_logprobs(plan, out.logits)
+        return self.scheduler.commit(plan, HostVerdict([], [], [], []), prompt_logprobs=found)
 
 
 def _rows_of(features: Features, rows: Tensor | None) -> Features:

@@ -71,6 +71,7 @@ class _Answering:
     texts: list[list[str]] = field(init=False)
     accepted: list[list[bool]] = field(init=False)
     logprobs: list[list[TokenLogprob]] = field(init=False)
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     ends: dict[int, Event] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -80,6 +81,7 @@ class _Answering:
         self.texts[event.index].append(event.text)
         self.accepted[event.index].extend(event.accepted)
         self.logprobs[event.index].extend(event.logprobs)
+        self.prompt_logprobs = event.prompt_logprobs or self.prompt_logprobs
         if event.finished:
             self.ends[event.index] = event
 
@@ -90,7 +92,8 @@ class _Answering:
     def result(self) -> Result:
         completions = [self._completion(i, answer) for i, answer in enumerate(self.answers)]
         first = self.answers[0]
-        return Result(self.prompt, tuple(first.tokens[: first.prompt_length]), tuple(completions))
+        prompt = tuple(first.tokens[: first.prompt_length])
+        return Result(self.prompt, prompt, tuple(completions), self.prompt_logprobs)
 
     def _completion(self, i: int, answer: Answer) -> Completion:
         end = self.ends[i]

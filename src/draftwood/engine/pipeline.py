@@ -15,9 +15,12 @@ from draftwood.cache.seats import Kind
 from draftwood.engine.plan import Plan
 from draftwood.engine.rounds import Launched, Rounds, Size
 from draftwood.engine.scheduler import Scheduler
+from draftwood.engine.scoring import prompt_logprobs
 from draftwood.protocols import Controller, Span, StepReport
 from draftwood.request import Event
 from draftwood.tree import HostVerdict
+
+NOTHING = HostVerdict([], [], [], [])  # what prompts earn
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,8 @@ class Pipeline:
     def step(self, controller: Controller) -> list[Event] | None:
         """Start a round, then hear of the one before. None, and nothing done, where the host is needed."""
         events = self._hear(controller) if self.rounds.drafter.waits else []
-        prompts, ready = self.scheduler.schedule_apart(controller.budget(self.scheduler.load), self._ahead)
+        reading, ready = self.scheduler.schedule_apart(controller.budget(self.scheduler.load), self._ahead)
+        scored, prompts = reading.parted()
         kind = Kind.of([item.seq.params for item in ready.items])
         launched = None
         self._reseat()
@@ -59,7 +63,8 @@ class Pipeline:
                 return None
         if launched is None or not launched.size.text:
             self._read_apart(prompts)
-        self.scheduler.commit(prompts, HostVerdict([], [], [], []))
+        self.scheduler.commit(prompts, NOTHING)
+        self._read_scored(scored)
         events += self._hear(controller)
         self._in_flight = launched
         return events
@@ -155,6 +160,13 @@ class Pipeline:
         if prompts.items:
             self._disturbed = self._behind_text = True  # the round in flight will be heard of late, and the next end so
             self.rounds.read(prompts.spans)
+
+    def _read_scored(self, prompts: Plan) -> None:
+        """Prompts whose log-probabilities are wanted: the host waits for their logits."""
+        if prompts.items:
+            self._disturbed = self._behind_text = True
+            found = prompt_logprobs(prompts, self.rounds.read_scored(prompts))
+            self.scheduler.commit(prompts, NOTHING, prompt_logprobs=found)
 
     def _seconds(self, flight: _InFlight) -> float | None:
         """How long the round took, unless something else took place meanwhile."""

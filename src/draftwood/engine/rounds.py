@@ -21,6 +21,7 @@ from draftwood.cache.resident import ResidentDrafter, round_batch
 from draftwood.cache.seats import Kind, SeatedView, Seats
 from draftwood.cache.text import SEQUENCES, TextFrame
 from draftwood.engine.plan import Plan
+from draftwood.engine.scoring import stage_prompts
 from draftwood.engine.trace import NUM_FACTS, facts, step_trace
 from draftwood.model.batch import ForwardBatch, with_text
 from draftwood.model.runner import ModelRunner
@@ -249,6 +250,13 @@ class Rounds:
             self._readings[size] = self._prepare_reading(*size)
         self._frame(*size).fill(self.target.cache.stage_text(spans, HOST))
         self._readings[size]()
+
+    def read_scored(self, plan: Plan) -> Tensor:
+        """The same, call by call, with logits at the plan's `scored_rows`. [K, V]."""
+        batch = stage_prompts(plan, self.target.cache)
+        out = self.target.forward(batch, self.drafter.needs)
+        self._hand_on(replace(batch, logit_rows=batch.logit_rows[:0]), out.features)
+        return out.logits
 
     def _frame(self, rows: int, pages: int) -> TextFrame:
         if (rows, pages) not in self._frames:

@@ -144,11 +144,17 @@ class Scheduler:
         outcome: HostVerdict,
         logprobs: list[list[TokenLogprob]] | None = None,
         traces: list[StepTrace | None] | None = None,
+        prompt_logprobs: Mapping[int, list[TokenLogprob]] | None = None,
     ) -> list[Event]:
-        """Give every sequence what the step earned it; the one place where sequences change."""
+        """Give every sequence what the step earned it; the one place where sequences change.
+
+        `prompt_logprobs`: of the tokens behind `plan.scored`, by the item's index.
+        """
         gains = {i: b for b, i in enumerate(plan.sampling)}
         events = []
         for i, item in enumerate(plan.items):
+            if prompt_logprobs and i in prompt_logprobs:
+                item.seq.prompt_logprobs += prompt_logprobs[i]
             b = gains.get(i)
             if b is None:
                 self.tables.advance(item.seq.id, item.end, item.seq.tokens)
@@ -191,7 +197,7 @@ class Scheduler:
             if self._sibling_will_share(seq):
                 held.append(self.waiting.popleft())
                 continue
-            cached = self.tables.open(seq.id, seq.tokens)
+            cached = self.tables.open(seq.id, seq.reusable_tokens)
             missing = -(-(len(seq.tokens) - cached) // self.tables.page_size)
             if self.running and missing > self.tables.pool.num_available:
                 self.tables.close(seq.id)
