@@ -196,7 +196,7 @@ def _number(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probabilities of a token of an answer or a prompt under the model itself, before temperature and truncation."""
+    """Log-probabilities of an answer's or prompt's token under the model itself, before temperature and truncation."""
 
     token: int
     logprob: float

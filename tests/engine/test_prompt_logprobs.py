@@ -92,7 +92,7 @@ def test_they_are_the_models_and_change_no_tokens(name: str, regime: str) -> Non
     target = tiny_runner(num_pages=REGIMES[regime].num_pages)
     harness = Harness(target, DRAFTERS[name](torch.float64), LAWS["match"](), REGIMES[regime])
     answers = harness.run(asks())
-    silent = [ask for ask in asks(lambda i: False)]
+    silent = asks(lambda i: False)
     plain = [generated(Harness(tiny_runner(), NoDrafter(), LAWS["match"]()).run([ask]))[0] for ask in silent]
     assert generated(answers) == plain
     for i, ask in enumerate(asks()):
@@ -199,7 +199,7 @@ def test_several_answers_share_one_prompt_and_a_full_context_may_be_scored(folde
         assert [c.token_ids for c in scored.completions] == [c.token_ids for c in plain.completions]
         assert len(scored.prompt_logprobs) == 16
         assert plain.prompt_logprobs == ()
-        assert [c.stats.cached_prompt_tokens for c in scored.completions][0] == 0
+        assert scored.stats.cached_prompt_tokens == 0
         nothing = llm.generate("Once", replace(params, max_tokens=0, prompt_logprobs=1))
         assert [c.finish_reason for c in nothing.completions] == [FinishReason.LENGTH] * 3
         full = llm.generate([[5] * 512], SamplingParams(max_tokens=0, prompt_logprobs=0))[0]

@@ -174,6 +174,41 @@ def test_paths_that_a_full_step_has_no_room_for(law: str) -> None:
     assert max(abs(h.get(y, 0.0) - p) for y, p in own_law(2, params).items()) <= 1e-9
 
 
+def own_law_with_stops(vocabulary: int, params: SamplingParams) -> dict[tuple[int, ...], float]:
+    """The law of answers that end with a stop token, none of which may come among the first `min_tokens`."""
+    law: dict[tuple[int, ...], float] = {}
+    front = {(): 1.0}
+    while front:
+        y, chance = front.popitem()
+        p = processed(logits_after((*PROMPT, *y), vocabulary), PROMPT, y, params)
+        if len(y) < params.min_tokens:
+            p = [0.0 if t in params.stop_token_ids else v for t, v in enumerate(p)]
+        for t, v in enumerate(p):
+            longer = (*y, t)
+            ends = t in params.stop_token_ids or len(longer) == params.max_tokens
+            (law if ends else front)[longer] = chance * v / sum(p)
+    return law
+
+
+SHORTEST = {name: CASES[name] for name in ("match, sampled", "walk, hybrid", "block, sampled chain", "gbv, paths")} | {
+    "traversal, without replacement": CASES["traversal, without replacement"],
+    "layer, hybrid": CASES["layer, hybrid"],
+}
+
+
+@pytest.mark.parametrize("case", SHORTEST)
+def test_a_minimum_length_is_part_of_the_law(case: str) -> None:
+    """Guesses run on past the minimum, so one tree has nodes that may stop and nodes that may not."""
+    grower, law, vocabulary = SHORTEST[case]
+    params = SamplingParams(temperature=2.0, max_tokens=3, min_tokens=1, stop_token_ids=(0,))
+    h = engine_law(drafts_with(grower, vocabulary), law, vocabulary, params)
+    want = own_law_with_stops(vocabulary, params)
+    assert max(abs(h.get(y, 0.0) - p) for y, p in want.items()) <= 1e-9
+    assert sum(h.values()) == pytest.approx(1, abs=1e-12)
+    assert any(len(y) == 2 for y, p in h.items() if p > 0)
+    assert sum(p for y, p in h.items() if len(y) < 2) == 0
+
+
 @dataclass(frozen=True)
 class FixedNoise:
     """Races run on the noise of their keys, as shipped; everything else is enumerated."""
