@@ -16,6 +16,7 @@ from functools import cache
 import pytest
 from torch import Tensor
 
+from draftwood import faults
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.growers import (
@@ -172,6 +173,40 @@ def test_paths_that_a_full_step_has_no_room_for(law: str) -> None:
     params = SamplingParams(temperature=1.0, max_tokens=3)
     h = engine_law(drafts_with(Paths(2, 2), 2), law, 2, params, max_rows=4)
     assert max(abs(h.get(y, 0.0) - p) for y, p in own_law(2, params).items()) <= 1e-9
+
+
+class Forgetful(ModelDrafter):
+    """Fails in the middle of the first round: once its cache has moved on, or as soon as it has drawn a tree."""
+
+    def __init__(self, drafter: ModelDrafter, call: str) -> None:
+        super().__init__(drafter.runner, drafter.grower)
+        self.call = call
+
+    def propose(self, view, budget, rng):  # type: ignore[no-untyped-def]
+        tree = super().propose(view, budget, rng)
+        return self._fail() if self.call == "propose" and len(view.tokens[0]) == 1 else tree
+
+    def observe(self, view, tree, verdict, features) -> None:  # type: ignore[no-untyped-def]
+        super().observe(view, tree, verdict, features)
+        if self.call == "observe" and len(view.tokens[0]) == 1:
+            self._fail()
+
+    def _fail(self):  # type: ignore[no-untyped-def]
+        raise LookupError(self.call)
+
+
+@pytest.mark.usefixtures("drafters_may_fail")
+@pytest.mark.parametrize("call", ["propose", "observe"])
+@pytest.mark.parametrize("case", ["block, sampled chain", "walk, hybrid", "gbv, paths"])
+def test_a_drafter_that_fails_on_its_way_tilts_nothing(case: str, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it draws afterwards comes from the probabilities it states, whatever it has forgotten."""
+    monkeypatch.setattr(faults, "MOST_IN_A_ROW", 1 << 30)
+    grower, law, vocabulary = CASES[case]
+    params = SamplingParams(temperature=2.0, max_tokens=3)
+    drafter = Forgetful(drafts_with(grower, vocabulary), call)
+    h = engine_law(drafter, law, vocabulary, params)
+    assert max(abs(h.get(y, 0.0) - p) for y, p in own_law(vocabulary, params).items()) <= 1e-9
+    assert sum(h.values()) == pytest.approx(1, abs=1e-12)
 
 
 def own_law_with_stops(vocabulary: int, params: SamplingParams) -> dict[tuple[int, ...], float]:

@@ -44,6 +44,7 @@ from draftwood.engine.scheduler import Scheduler, SchedulerConfig
 from draftwood.engine.sequence import Sequence as Answer
 from draftwood.engine.worker import Companion, ComputeThread, Listener, Pulse, Worker
 from draftwood.errors import DraftwoodError, InvalidRequest
+from draftwood.faults import DrafterHealth
 from draftwood.machine import reading_ahead
 from draftwood.model.checkpoint import Checkpoint, files_of, open_checkpoint
 from draftwood.model.native import Progress
@@ -194,7 +195,8 @@ class LLM:
         limits = SchedulerConfig(config.max_rows, config.max_running, config.max_waiting, rounds is not None)
         scheduler = Scheduler(target.cache.tables, limits)
         controller = self._controller or default_controller(target, drafter)
-        return Engine(target, drafter, self.laws, controller, scheduler, KeyedRng(), rounds)
+        name = parts.drafter if isinstance(parts.drafter, str) else None
+        return Engine(target, drafter, self.laws, controller, scheduler, KeyedRng(), rounds, name)
 
     def _drafter(self, drafter: str | Drafter, parts: Parts) -> Drafter:
         if not isinstance(drafter, str):
@@ -306,6 +308,11 @@ class LLM:
     def pulse(self) -> Pulse:
         """Signs of life."""
         return self._worker.pulse
+
+    @property
+    def drafter_health(self) -> Sequence[DrafterHealth]:
+        """What has gone wrong with each drafter, the one for requests that name none first."""
+        return self.engine.health
 
     @property
     def alive(self) -> bool:

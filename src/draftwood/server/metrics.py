@@ -231,6 +231,17 @@ class _Load(Collector):
                 metric = family(f"{PREFIX}{name}", text, labels=("model_name",))
                 metric.add_metric((self._model,), value)
                 yield metric
+        yield from self._drafters()
+
+    def _drafters(self) -> Iterable[Metric]:
+        """What has gone wrong with each drafter."""
+        names = ("model_name", "drafter")
+        failures = CounterMetricFamily(f"{PREFIX}drafter_failures", "Calls of a drafter that raised.", labels=names)
+        disabled = GaugeMetricFamily(f"{PREFIX}drafter_disabled", "1 once a drafter is switched off.", labels=names)
+        for health in self._llm.drafter_health:
+            failures.add_metric((self._model, health.name), health.failures)
+            disabled.add_metric((self._model, health.name), int(health.disabled))
+        return failures, disabled
 
     def describe(self) -> Iterable[Metric]:
         """Nothing in advance."""
