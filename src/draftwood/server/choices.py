@@ -79,11 +79,13 @@ class Choice:
         reads_calls: bool,
         prediction: tuple[int, ...] = (),
         tracer: Tracer | None = None,
+        tells_end: bool = False,  # log-probabilities also of tokens that read as nothing, such as the end of text
     ) -> None:
         self.index = index
         self.text: list[str] = []
         self.calls: list[Call] = []
         self.tokens: list[Spoken[TokenLogprob]] = []
+        self.prompt: tuple[TokenLogprob | None, ...] = ()  # where log-probabilities of the prompt are wanted
         self.finish: str | None = None
         self.stats = SpeculationStats()
         self.figures = Figures()
@@ -92,6 +94,7 @@ class Choice:
         self._margin: Margin[TokenLogprob] = Margin(tokenizer)
         self._tracer = tracer
         self._calls = CallReader() if reads_calls else None
+        self._tells_end = tells_end
 
     def add(self, event: Event) -> Delta:
         """Take the news in, and say what they add."""
@@ -99,8 +102,9 @@ class Choice:
         self.figures.add(event)
         if self.alignment is not None:
             self.alignment.follow(event.token_ids)
-        # What reads as nothing, such as the end of text, is not told.
-        readable = [entry for entry in event.logprobs if self._tokenizer.piece(entry.token)]
+        self.prompt = event.prompt_logprobs or self.prompt
+        # In a conversation, what reads as nothing, such as the end of text, is not told.
+        readable = [e for e in event.logprobs if self._tells_end or self._tokenizer.piece(e.token)]
         tokens = self._margin.add(readable, event)
         steps = [] if self._tracer is None else self._tracer.add(event)
         text, calls = self._read(event)

@@ -145,6 +145,8 @@ class Metrics:
         course = self._courses.setdefault(key, _Course())
         if event.token_ids:
             self._count_step(event, course)
+        elif event.prompt_logprobs:  # nothing is generated
+            self._count_prompt(event)
         if event.finish_reason is not None:
             self._count_end(event, event.finish_reason)
             del self._courses[key]
@@ -153,9 +155,7 @@ class Metrics:
         now, count = time.perf_counter(), len(event.token_ids)
         if course.steps == 0:
             self._times["time_to_first_token_seconds"].observe(event.stats.first_token_seconds)
-            self._counts["prompt_tokens"].inc(event.stats.prompt_tokens)
-            self._counts["prefix_cache_queries"].inc(event.stats.prompt_tokens)
-            self._counts["prefix_cache_hits"].inc(event.stats.cached_prompt_tokens)
+            self._count_prompt(event)
         else:
             self._times["inter_token_latency_seconds"].observe((now - course.last) / count)
         self._counts["generation_tokens"].inc(count)
@@ -163,6 +163,11 @@ class Metrics:
         self.totals.emitted += count
         self._count_guesses(event, event.stats.drafted - course.drafted)
         course.steps, course.drafted, course.last = course.steps + 1, event.stats.drafted, now
+
+    def _count_prompt(self, event: Event) -> None:
+        self._counts["prompt_tokens"].inc(event.stats.prompt_tokens)
+        self._counts["prefix_cache_queries"].inc(event.stats.prompt_tokens)
+        self._counts["prefix_cache_hits"].inc(event.stats.cached_prompt_tokens)
 
     def _count_guesses(self, event: Event, drafted: int) -> None:
         if not drafted:

@@ -7,7 +7,8 @@ import json
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -20,6 +21,8 @@ from draftwood.server.writers import Writer
 
 CLIENT_GONE = 499  # what nginx writes into its log
 DONE = b"data: [DONE]\n\n"
+MANY_ENTRIES = 512  # tokens of prompts with log-probabilities
+T = TypeVar("T")
 
 
 @dataclass
@@ -60,7 +63,11 @@ class Reply:
         metrics = self.metrics
         if metrics is not None and self.report == "trace":
             metrics["trace"] = steps
-        return self.writer.whole(self.choices, self.usage, metrics)
+        return await self._in_time(partial(self.writer.whole, self.choices, self.usage, metrics))
+
+    async def encoded(self, whole: dict[str, Any]) -> bytes:
+        """As JSON."""
+        return await self._in_time(lambda: json.dumps(whole, ensure_ascii=False, separators=(",", ":")).encode())
 
     async def parts(self) -> AsyncGenerator[bytes, None]:
         """Chunk by chunk; a failure is the last of them."""
@@ -69,9 +76,9 @@ class Reply:
             yield b"".join(sse(opening) for opening in openings if opening is not None)
             while news := await self.ticket.news():
                 deltas = [(choice := self.choice_of(i, event.index), choice.add(event)) for i, event in news]
-                chunks = [self._chunk(choice, delta) for choice, delta in deltas if not delta.empty]
-                if chunks:
-                    yield b"".join(map(sse, chunks))
+                told = [(choice, delta) for choice, delta in deltas if not delta.empty]
+                if told:
+                    yield await self._in_time(partial(self._chunks, told))
             if self.tells_usage or self.metrics is not None:
                 yield sse(self.writer.closing(self.usage, self.metrics))
         except ApiError as failure:
@@ -80,6 +87,14 @@ class Reply:
             log.exception("a stream has failed")
             yield sse(error_body(500, "The server failed on this request; its log says why.", "internal_error"))
         yield DONE
+
+    def _chunks(self, told: list[tuple[Choice, Delta]]) -> bytes:
+        return b"".join(sse(self._chunk(choice, delta)) for choice, delta in told)
+
+    async def _in_time(self, write: Callable[[], T]) -> T:
+        """Written here, or on another thread where there is so much of it that other requests would notice."""
+        entries = self.n * sum(len(choice.prompt) for choice in self.choices)
+        return await asyncio.to_thread(write) if entries > MANY_ENTRIES else write()
 
     def _chunk(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         chunk = self.writer.chunk(choice, delta)
@@ -99,7 +114,7 @@ async def answer_at_once(request: Request, reply: Reply) -> Response:
         reply.ticket.close()
     if whole is None:
         return Response(status_code=CLIENT_GONE)
-    content = json.dumps(whole, ensure_ascii=False, separators=(",", ":")).encode()
+    content = await reply.encoded(whole)
     return Response(content, media_type="application/json")
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from fastapi import Request
@@ -12,11 +13,12 @@ from fastapi.responses import Response
 from draftwood.engine.intake import Prompt
 from draftwood.engine.llm import LLM
 from draftwood.engine.sequence import Sequence as Answer
-from draftwood.request import SamplingParams
-from draftwood.server.asking import chat_params, chat_prompt, completion_params
+from draftwood.request import FinishReason, SamplingParams
+from draftwood.server.asking import chat_params, chat_prompt, completion_params, only_echoes
 from draftwood.server.choices import Choice
 from draftwood.server.config import ServerConfig
 from draftwood.server.desk import Desk, Ticket
+from draftwood.server.echo import Echo, check_entries
 from draftwood.server.errors import ApiError, invalid
 from draftwood.server.health import Monitor
 from draftwood.server.live import Live
@@ -86,24 +88,42 @@ class Service:
         self.check_model(body.model)
         params = completion_params(body)
         prompts = _prompts(body)
+        count = len(prompts) * params.n
+        echoes: list[Echo] = []
         writer = CompletionWriter(
             self.config.model_name,
             self.llm.tokenizer,
-            [self._as_text(prompt) for prompt in prompts for _ in range(params.n)] if body.echo else [],
+            echoes,
+            params.n,
             tells_usage=_tells_usage(body),
             logprobs=body.logprobs is not None,
         )
-        count = len(prompts) * params.n
-        ticket = await self._take(body, request, lambda: self._answers(prompts, params), count)
+
+        def prepare() -> list[list[Answer]]:
+            answers = self._answers(prompts, params)  # refuses what is too long or no token before it is decoded
+            if body.echo:
+                echoes.extend(self._echoes(prompts, answers, params))
+            return answers
+
+        if only_echoes(body):
+            self.desk.make_room(count)
+            ticket = _nothing_to_do(request.state.request_id, await asyncio.to_thread(prepare))
+        else:
+            ticket = await self._take(body, request, prepare, count)
         return await self._respond(body, request, ticket, params, writer, reads_calls=False)
+
+    def _echoes(
+        self, prompts: Sequence[Prompt], answers: Sequence[Sequence[Answer]], params: SamplingParams
+    ) -> Iterator[Echo]:
+        """Each prompt as it is repeated: decoded once, however many answers it gets."""
+        firsts = [first for first, *_ in answers]
+        if params.prompt_logprobs is not None:
+            check_entries(sum(first.prompt_length for first in firsts), params.n, params.prompt_logprobs)
+        make = Echo.of if params.prompt_logprobs is None else Echo.scored
+        return (make(prompt, tuple(a.tokens), self.llm.tokenizer) for prompt, a in zip(prompts, firsts, strict=True))
 
     def _answers(self, prompts: Sequence[Prompt], params: SamplingParams) -> list[list[Answer]]:
         return [self.llm.intake.answers(prompt, params)[1] for prompt in prompts]
-
-    def _as_text(self, prompt: Prompt) -> str:
-        return (
-            prompt if isinstance(prompt, str) else self.llm.tokenizer.decode([t for t in prompt if isinstance(t, int)])
-        )
 
     async def _take(self, body: Sampling, request: Request, prepare: Any, count: int) -> Ticket:
         deadline = self.config.deadline if body.deadline is None else body.deadline
@@ -126,6 +146,7 @@ class Service:
                 reads_calls=reads_calls,
                 prediction=answer.prediction,
                 tracer=Tracer(i, self._guessing_for(answer), self.llm.tokenizer) if params.trace else None,
+                tells_end=writer.tells_end,
             )
             for i, answer in enumerate(answer for answers in ticket.prompts for answer in answers)
         ]
@@ -162,6 +183,15 @@ class Service:
 
 def _tells_usage(body: Sampling) -> bool:
     return bool(body.stream and body.stream_options is not None and body.stream_options.include_usage)
+
+
+def _nothing_to_do(request_id: str, prompts: list[list[Answer]]) -> Ticket:
+    """Answers that end before anything is run for them."""
+    ticket = Ticket(request_id, prompts, patient=True, watcher=lambda *_: None, cancel=lambda _: None)
+    for i, answers in enumerate(prompts):
+        for answer in answers:
+            ticket.receive(i, answer.event(0, 0, FinishReason.LENGTH, time.perf_counter()))
+    return ticket
 
 
 def _prompts(body: CompletionRequest) -> list[Prompt]:
