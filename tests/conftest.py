@@ -10,6 +10,7 @@ import pytest
 import torch
 from coverage import Coverage
 
+from draftwood.faults import DrafterHealth
 from draftwood.model.isa import avoid_broken_amx
 from draftwood.ops.native import kernels, library
 
@@ -88,6 +89,20 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 def _no_luck(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests without a seed get one that depends on nothing but the test and how many it asked before."""
     monkeypatch.setattr(secrets, "randbits", random.Random(request.node.nodeid).getrandbits)
+
+
+@pytest.fixture
+def drafters_may_fail() -> None:
+    """For tests of what happens then. In all others an exception of a drafter is raised, not made up for."""
+
+
+@pytest.fixture(autouse=True)
+def _drafters_work(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failed(self: DrafterHealth, call: str, error: Exception, *, for_good: bool = False) -> None:
+        raise error
+
+    if "drafters_may_fail" not in request.fixturenames:
+        monkeypatch.setattr(DrafterHealth, "failed", failed)
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ LAYERS = [  # each may import what stands above it
     ("errors",),
     ("links", "request", "tree", "treebuilder", "telemetry", "costs", "machine"),
     ("protocols",),
-    ("rng", "sampling", "cache", "ops", "model", "config"),
+    ("rng", "sampling", "cache", "ops", "model", "config", "faults"),
     ("nets",),
     ("growers", "drafters", "verifiers"),
     ("engine", "assembly", "calibration", "rehearsal"),

@@ -109,6 +109,8 @@ class BatchView:
     # Tokens that the caller expects of each answer, and what each may be; nothing at all where nobody asks for it.
     predictions: tuple[tuple[int, ...], ...] = field(default=(), kw_only=True)
     constraints: tuple[Constraint | None, ...] = field(default=(), kw_only=True)
+    # Stop tokens that may not end an answer yet, because it would be shorter than its `min_tokens`.
+    early_stop_ids: tuple[frozenset[int], ...] = field(default=(), kw_only=True)
 
     @cached_property
     def roots(self) -> Tensor:
@@ -139,6 +141,7 @@ class BatchView:
             max_depth=self.max_depth[rows],
             predictions=tuple(self.predictions[b] for b in rows) if self.predictions else (),
             constraints=tuple(self.constraints[b] for b in rows) if self.constraints else (),
+            early_stop_ids=tuple(self.early_stop_ids[b] for b in rows) if self.early_stop_ids else (),
         )
 
 

@@ -26,7 +26,12 @@ class SamplingParams:
     """How one request is sampled; everything applies alike with and without speculation.
 
     Order of application at every position, along that position's own history: logit bias and bad words,
-    repetition / presence / frequency penalties, temperature, top-k, top-p, min-p.
+    repetition / presence / frequency penalties, grammar, minimum length, temperature, top-k, top-p, min-p.
+
+    `min_tokens`: the first so many tokens of the answer are no stop tokens, and no stop string that they complete ends
+    it. A grammar wins: where it allows nothing but the end, the answer ends.
+
+    `max_tokens` may be 0 where `prompt_logprobs` is asked for: the prompt is read, and nothing is generated.
     """
 
     temperature: float = 0.0
@@ -39,12 +44,14 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: tuple[str, ...] = ()
     max_tokens: int = 256
+    min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     seed: int | None = None  # None: another one every time
     n: int = 1
     logprobs: int | None = None  # None: none; k: the chosen token's and the k best alternatives'
+    prompt_logprobs: int | None = None  # the same for each token of the prompt but the first
     law: str | None = None  # an acceptance law for this request alone, such as "block"; None: the engine's
     drafter: str | None = None  # one of the drafters the engine offers; None: its own
     max_nodes: int | None = None  # draft nodes a step; 0: plain decoding; None: as many as the engine likes
@@ -79,7 +86,7 @@ class SamplingParams:
                 _number(self.frequency_penalty) and abs(self.frequency_penalty) <= 2,
                 "frequency_penalty must lie in [-2, 2]",
             ),
-            (_integer(self.max_tokens) and self.max_tokens >= 1, "max_tokens must be an integer >= 1"),
+            *self._length_checks(),
             (
                 self.seed is None or (_integer(self.seed) and -SEED_LIMIT <= self.seed < SEED_LIMIT),
                 "seed must be a 64-bit integer or None",
@@ -92,6 +99,10 @@ class SamplingParams:
             (
                 self.logprobs is None or (_integer(self.logprobs) and 0 <= self.logprobs <= 100),
                 "logprobs must be None or an integer from 0 to 100",
+            ),
+            (
+                self.prompt_logprobs is None or (_integer(self.prompt_logprobs) and 0 <= self.prompt_logprobs <= 100),
+                "prompt_logprobs must be None or an integer from 0 to 100",
             ),
             (
                 all(isinstance(s, str) and s for s in self.stop),
@@ -111,6 +122,19 @@ class SamplingParams:
             ),
         )
         return [f"{message}." for holds, message in (*checks, *self._guessing_checks()) if not holds]
+
+    def _length_checks(self) -> tuple[tuple[bool, str], ...]:
+        least = 1 if self.prompt_logprobs is None else 0
+        limits = _integer(self.max_tokens) and self.max_tokens >= least
+        return (
+            (limits, "max_tokens must be an integer >= 1, or 0 where only prompt_logprobs are wanted"),
+            (_integer(self.min_tokens) and self.min_tokens >= 0, "min_tokens must be an integer >= 0"),
+            (
+                not limits or not _integer(self.min_tokens) or self.min_tokens <= self.max_tokens,
+                f"min_tokens is {self.min_tokens} and max_tokens is {self.max_tokens}: an answer cannot be longer than "
+                "max_tokens, so lower min_tokens or raise max_tokens",
+            ),
+        )
 
     def _guessing_checks(self) -> tuple[tuple[bool, str], ...]:
         return (
@@ -174,7 +198,7 @@ def _number(value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probabilities of one emitted token under the model itself, before temperature and truncation."""
+    """Log-probabilities of an answer's or prompt's token under the model itself, before temperature and truncation."""
 
     token: int
     logprob: float
@@ -277,6 +301,7 @@ class Event:
     error: str | None = None
     error_code: str | None = None  # `DraftwoodError.code` of what ended it
     step: StepTrace | None = None  # of the step that gave it tokens, if the request asks
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()  # in the first event of the first answer, if the request asks
 
     @property
     def finished(self) -> bool:
@@ -306,6 +331,7 @@ class Result:
     prompt: str | None
     prompt_token_ids: tuple[int, ...]
     completions: tuple[Completion, ...]
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()  # of each prompt token, None for the first; if asked for
 
     @property
     def text(self) -> str:

@@ -5,6 +5,8 @@ Losslessness is with respect to what this module returns, so plain and speculati
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from draftwood.request import TokenLogprob
 from draftwood.tree import TokenTree, Verdict
 
 FAST_TOP_P = 512  # tokens looked at before a whole row is sorted
+SCORED_ROWS = 64  # of a prompt that are held in double precision at a time: a vocabulary can have 150,000 entries
 
 
 def target_distribution(logits: Tensor, tree: TokenTree, view: BatchView) -> Tensor:
@@ -47,8 +50,9 @@ def draft_distribution(logits: Tensor, temperature: Tensor) -> Tensor:
 
 
 def _edit_logits(logits: Tensor, tree: TokenTree, view: BatchView) -> Tensor:
-    """Logit bias, bad words, penalties and grammars, for the sequences that ask for them."""
-    edited = [b for b, params in enumerate(view.params) if params.edits_logits]
+    """Logit bias, bad words, penalties, grammars and minimum lengths, for the sequences that ask for them."""
+    early = view.early_stop_ids
+    edited = [b for b, params in enumerate(view.params) if params.edits_logits or (early and early[b])]
     if not edited:
         return logits
     logits = logits.clone()
@@ -63,7 +67,21 @@ def _edit_logits(logits: Tensor, tree: TokenTree, view: BatchView) -> Tensor:
         grammar = view.constraints[b] if view.constraints else None
         if grammar is not None:
             _constrain(logits[nodes], grammar, tree, view, b, nodes)
+        if early and early[b]:
+            _defer_stops(logits[nodes], tree, view, b, nodes)
     return logits
+
+
+def _defer_stops(logits: Tensor, tree: TokenTree, view: BatchView, b: int, nodes: slice) -> None:
+    """Forbid stop tokens where the answer, along the node's own path, is shorter than its minimum length.
+
+    Where nothing else is left, as at the end of a grammar, they stay.
+    """
+    stops = [token for token in view.early_stop_ids[b] if token < logits.shape[1]]
+    generated = len(view.tokens[b]) - view.prompt_lengths[b] + tree.depth[nodes]
+    without = logits.index_fill(1, torch.tensor(stops, dtype=torch.int64, device=logits.device), float("-inf"))
+    early = (generated < view.params[b].min_tokens) & (without.amax(-1) > float("-inf"))
+    logits.copy_(torch.where(early[:, None], without, logits))
 
 
 def _constrain(logits: Tensor, grammar: Constraint, tree: TokenTree, view: BatchView, b: int, nodes: slice) -> None:
@@ -162,10 +180,24 @@ def token_logprobs(logits: Tensor, tree: TokenTree, verdict: Verdict, view: Batc
 
 
 def _path_logprobs(logits: Tensor, tree: TokenTree, path: list[int], bonus: int, k: int) -> list[TokenLogprob]:
-    rows = torch.log_softmax(logits[path].double(), -1)
-    emitted = [*tree.tokens[path[1:]].tolist(), bonus]
-    best, tokens = rows.topk(k, -1)
+    return _logprobs_of(logits[path], [*tree.tokens[path[1:]].tolist(), bonus], k)
+
+
+def text_logprobs(logits: Tensor, tokens: Sequence[int], k: int) -> list[TokenLogprob]:
+    """Log-probabilities of given tokens, each under its own row of logits, and of its k best alternatives. [N, V]."""
+    found: list[TokenLogprob] = []
+    for start in range(0, len(tokens), SCORED_ROWS):
+        part = slice(start, start + SCORED_ROWS)
+        found += _logprobs_of(logits[part], tokens[part], k)
+    return found
+
+
+def _logprobs_of(logits: Tensor, tokens: Sequence[int], k: int) -> list[TokenLogprob]:
+    rows = torch.log_softmax(logits.double(), -1)
+    own = rows.gather(1, torch.tensor(tokens, device=rows.device)[:, None])[:, 0]
+    best, alternatives = rows.topk(min(k, rows.shape[1]), -1)
+    columns = zip(tokens, own.tolist(), alternatives.tolist(), best.tolist(), strict=True)
     return [
-        TokenLogprob(token, float(row[token]), tuple(zip(tops, values, strict=True)))
-        for token, row, tops, values in zip(emitted, rows, tokens.tolist(), best.tolist(), strict=True)
+        TokenLogprob(token, logprob, tuple(zip(others, values, strict=True)))
+        for token, logprob, others, values in columns
     ]

@@ -303,6 +303,35 @@ def test_a_grammar_holds_at_every_node_along_its_own_path(name: str, law: str) -
             assert all(token % 2 == 0 for token in said[2::3])
 
 
+@pytest.mark.parametrize("law", ["match", "walk", "layer"])
+@pytest.mark.parametrize("name", GUIDED)
+def test_a_minimum_length_holds_at_every_node_along_its_own_path(name: str, law: str) -> None:
+    """Among requests without one, with and without a grammar; most would have stopped within a few tokens."""
+    stops = {1, 2, 4, 5, 6, 8}
+    asks = [
+        replace(
+            ask,
+            params=replace(
+                ask.params,
+                stop_token_ids=tuple(stops),
+                min_tokens=min(3 * (i % 4), ask.params.max_tokens),
+                grammar=str(V) if i % 5 == 3 else None,
+            ),
+        )
+        for i, ask in enumerate(requests(1.0 if law == "match" else 0.0))
+    ]
+    wanted = [
+        generated(Harness(tiny_runner(), no_drafter(torch.float64), LAWS["match"]()).run([ask]))[0] for ask in asks
+    ]
+    _, answers = run(name, law, REGIMES["starved"], torch.float64, asks)
+    assert generated(answers) == wanted
+    for ask, said in zip(asks, wanted, strict=True):
+        assert len(said) >= ask.params.min_tokens
+        assert not stops & set(said[: ask.params.min_tokens])
+        assert not stops & set(said[:-1])
+    assert any(len(said) < ask.params.max_tokens for ask, said in zip(asks, wanted, strict=True))
+
+
 @pytest.mark.parametrize("law", ["match", "walk"])
 def test_limits_of_single_requests_change_no_tokens(law: str) -> None:
     """Nodes, depth and whether to guess at all, each another way in the same batch."""

@@ -29,6 +29,7 @@ PARAMS = {
     "bad words": SamplingParams(temperature=1.0, bad_words=("bb", "ei", "m")),
     "stop strings": SamplingParams(temperature=1.0, stop=("ib", "j", "ebe")),
     "stop ids": SamplingParams(temperature=1.0, stop_token_ids=(4, 9)),
+    "at least five": SamplingParams(temperature=1.0, stop=("ib", "j", "ebe"), stop_token_ids=(4, 9), min_tokens=5),
     "everything": SamplingParams(
         temperature=0.8,
         top_k=8,
@@ -93,6 +94,52 @@ def test_a_stop_string_is_cut_from_the_text_and_its_tokens_stay() -> None:
     stopped = harness.run([Ask((1, 2), SamplingParams(max_tokens=12, stop=(stop,)))])[0]
     assert harness.text(0) == letters[: letters.find(stop)]
     assert len(generated([stopped])[0]) == letters.find(stop) + 2
+
+
+def test_a_stop_string_within_the_minimum_length_ends_nothing() -> None:
+    plain = Harness(tiny_runner(), NoDrafter(), Match())
+    answer = plain.run([Ask((1, 2), SamplingParams(max_tokens=12, temperature=1.0, seed=4))])[0]
+    letters = "".join(chr(97 + t) for t in generated([answer])[0])
+    for least in range(12):
+        stop = letters[3:6]
+        params = SamplingParams(max_tokens=12, temperature=1.0, seed=4, stop=(stop,), min_tokens=least)
+        harness = Harness(tiny_runner(), DRAFTS["bushy"](torch.float64), Match())
+        said = generated(harness.run([Ask((1, 2), params)]))[0]
+        if least < 6:  # it is complete behind the minimum, though it may begin within
+            assert (harness.text(0), len(said), harness.finish_reason(0)) == (letters[:3], 6, FinishReason.STOP)
+        else:
+            assert (harness.text(0), len(said), harness.finish_reason(0)) == (letters, 12, FinishReason.LENGTH)
+
+
+def test_the_end_that_a_grammar_demands_comes_before_the_minimum_length() -> None:
+    class OnlyTheEnd:
+        """Two tokens, then nothing but token 0."""
+
+        error = None
+
+        def allowed(self, answer, tokens, parents):
+            depths = [len(answer)]
+            for parent in parents[1:]:
+                depths.append(depths[parent] + 1)
+            rows = torch.zeros(len(depths), 13, dtype=torch.bool)
+            for row, depth in zip(rows, depths, strict=True):
+                row[(slice(0, 1) if depth >= 2 else slice(1, 13))] = True
+            return rows
+
+    harness = Harness(tiny_runner(), DRAFTS["bushy"](torch.float64), Match())
+    answer = harness.answer(0, Ask((1, 2), SamplingParams(stop_token_ids=(0,), min_tokens=8, max_tokens=12)))
+    answer.constraint = OnlyTheEnd()
+    harness.engine.scheduler.add([answer])
+    while harness.engine.scheduler.has_work:
+        harness.events += harness.engine.step()
+    assert (len(generated([answer])[0]), answer.tokens[-1]) == (3, 0)
+    assert harness.finish_reason(0) == FinishReason.STOP
+
+
+@pytest.mark.parametrize("least", [-1, 2.5, True, 13])
+def test_a_minimum_length_that_cannot_be_is_refused(least) -> None:
+    with pytest.raises(InvalidRequest, match="min_tokens"):
+        SamplingParams(max_tokens=12, min_tokens=least)
 
 
 def test_max_tokens_and_the_context_window_end_an_answer() -> None:

@@ -123,3 +123,48 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+
+
+def _answers(tenants: str) -> list[Sequence]:
+    """One answer after the other, each for the tenant of that letter."""
+    return [
+        Sequence(
+            id=i,
+            request_id=i,
+            index=0,
+            tokens=[1],
+            params=SamplingParams(max_tokens=1),
+            seed=0,
+            max_length=2,
+            stop_ids=frozenset(),
+            bad_words=(),
+            text=TextStream(LetterDecoder()),
+            arrived=0.0,
+            tenant=tenant,
+        )
+        for i, tenant in enumerate(tenants)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("places", "arrivals", "served"),
+    [
+        (1, "aaaa", "aaaa"),
+        (1, "aaaab", "abaaa"),  # one place: the tenants take turns
+        (1, "aaaabbcc", "abcabcaa"),
+        (2, "aaaaaabb", "ababaaaa"),
+        (2, "aaabcd", "abcdaa"),
+        (4, "aaaaab", "aaabaa"),
+    ],
+)
+def test_tenants_take_turns(places: int, arrivals: str, served: str) -> None:
+    """Every answer is one token long, so a step ends all that run."""
+    scheduler = Scheduler(PageTables(16, 4), SchedulerConfig(64, places, 64))
+    scheduler.add(_answers(arrivals))
+    order = ""
+    while scheduler.has_work:
+        plan = scheduler.schedule(Budget(0))
+        order += "".join(item.seq.tenant for item in plan.items)
+        ended = scheduler.commit(plan, HostVerdict([[2]] * len(plan.items), *([[0] * len(plan.items)] * 3)))
+        assert all(event.finished for event in ended)
+    assert order == served

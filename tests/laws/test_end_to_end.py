@@ -16,6 +16,7 @@ from functools import cache
 import pytest
 from torch import Tensor
 
+from draftwood import faults
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.growers import (
@@ -172,6 +173,75 @@ def test_paths_that_a_full_step_has_no_room_for(law: str) -> None:
     params = SamplingParams(temperature=1.0, max_tokens=3)
     h = engine_law(drafts_with(Paths(2, 2), 2), law, 2, params, max_rows=4)
     assert max(abs(h.get(y, 0.0) - p) for y, p in own_law(2, params).items()) <= 1e-9
+
+
+class Forgetful(ModelDrafter):
+    """Fails in the middle of the first round: once its cache has moved on, or as soon as it has drawn a tree."""
+
+    def __init__(self, drafter: ModelDrafter, call: str) -> None:
+        super().__init__(drafter.runner, drafter.grower)
+        self.call = call
+
+    def propose(self, view, budget, rng):  # type: ignore[no-untyped-def]
+        tree = super().propose(view, budget, rng)
+        return self._fail() if self.call == "propose" and len(view.tokens[0]) == 1 else tree
+
+    def observe(self, view, tree, verdict, features) -> None:  # type: ignore[no-untyped-def]
+        super().observe(view, tree, verdict, features)
+        if self.call == "observe" and len(view.tokens[0]) == 1:
+            self._fail()
+
+    def _fail(self):  # type: ignore[no-untyped-def]
+        raise LookupError(self.call)
+
+
+@pytest.mark.usefixtures("drafters_may_fail")
+@pytest.mark.parametrize("call", ["propose", "observe"])
+@pytest.mark.parametrize("case", ["block, sampled chain", "walk, hybrid", "gbv, paths"])
+def test_a_drafter_that_fails_on_its_way_tilts_nothing(case: str, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it draws afterwards comes from the probabilities it states, whatever it has forgotten."""
+    monkeypatch.setattr(faults, "MOST_IN_A_ROW", 1 << 30)
+    grower, law, vocabulary = CASES[case]
+    params = SamplingParams(temperature=2.0, max_tokens=3)
+    drafter = Forgetful(drafts_with(grower, vocabulary), call)
+    h = engine_law(drafter, law, vocabulary, params)
+    assert max(abs(h.get(y, 0.0) - p) for y, p in own_law(vocabulary, params).items()) <= 1e-9
+    assert sum(h.values()) == pytest.approx(1, abs=1e-12)
+
+
+def own_law_with_stops(vocabulary: int, params: SamplingParams) -> dict[tuple[int, ...], float]:
+    """The law of answers that end with a stop token, none of which may come among the first `min_tokens`."""
+    law: dict[tuple[int, ...], float] = {}
+    front = {(): 1.0}
+    while front:
+        y, chance = front.popitem()
+        p = processed(logits_after((*PROMPT, *y), vocabulary), PROMPT, y, params)
+        if len(y) < params.min_tokens:
+            p = [0.0 if t in params.stop_token_ids else v for t, v in enumerate(p)]
+        for t, v in enumerate(p):
+            longer = (*y, t)
+            ends = t in params.stop_token_ids or len(longer) == params.max_tokens
+            (law if ends else front)[longer] = chance * v / sum(p)
+    return law
+
+
+SHORTEST = {name: CASES[name] for name in ("match, sampled", "walk, hybrid", "block, sampled chain", "gbv, paths")} | {
+    "traversal, without replacement": CASES["traversal, without replacement"],
+    "layer, hybrid": CASES["layer, hybrid"],
+}
+
+
+@pytest.mark.parametrize("case", SHORTEST)
+def test_a_minimum_length_is_part_of_the_law(case: str) -> None:
+    """Guesses run on past the minimum, so one tree has nodes that may stop and nodes that may not."""
+    grower, law, vocabulary = SHORTEST[case]
+    params = SamplingParams(temperature=2.0, max_tokens=3, min_tokens=1, stop_token_ids=(0,))
+    h = engine_law(drafts_with(grower, vocabulary), law, vocabulary, params)
+    want = own_law_with_stops(vocabulary, params)
+    assert max(abs(h.get(y, 0.0) - p) for y, p in want.items()) <= 1e-9
+    assert sum(h.values()) == pytest.approx(1, abs=1e-12)
+    assert any(len(y) == 2 for y, p in h.items() if p > 0)
+    assert sum(p for y, p in h.items() if len(y) < 2) == 0
 
 
 @dataclass(frozen=True)

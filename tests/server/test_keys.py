@@ -174,12 +174,12 @@ def test_keys_separate_prefix_caches_unless_they_share_a_salt(llm: LLM) -> None:
 def test_a_flood_by_one_key_does_not_starve_another(folder: Path) -> None:
     """The quiet key's requests are answered while the other's wait, and are never turned away for them."""
     keys = ("sk-loud", "sk-quiet")
-    long = {"max_tokens": 40, "ignore_eos": True}
+    long = {"max_tokens": 300, "ignore_eos": True, "temperature": 1}
     ends: dict[str, list[float]] = {"loud": [], "quiet": []}
     refused: list[int] = []
 
-    config = replace(SMALL, max_running=4)
-    with LLM(folder, drafter="ngram", config=config) as llm, serving(llm, api_keys=keys, max_queue=56) as served:
+    config = replace(SMALL, max_running=1)
+    with LLM(folder, drafter="ngram", config=config) as llm, serving(llm, api_keys=keys, max_queue=14) as served:
 
         def ask(name: str) -> None:
             answer = _ask(served, name, **long)
@@ -189,16 +189,16 @@ def test_a_flood_by_one_key_does_not_starve_another(folder: Path) -> None:
                 assert (name, answer.status_code) == ("loud", 429)
                 refused.append(answer.status_code)
 
-        flood = [threading.Thread(target=ask, args=("loud",)) for _ in range(70)]
+        flood = [threading.Thread(target=ask, args=("loud",)) for _ in range(16)]
         for thread in flood:
             thread.start()
-        while len(llm.engine.scheduler.waiting) < 20:
+        while len(llm.engine.scheduler.waiting) < 8:
             time.sleep(0.005)
-        for _ in range(3):
-            ask("quiet")
+        ask("quiet")
         for thread in flood:
             thread.join()
-    assert len(ends["quiet"]) == 3
-    assert len(ends["loud"]) + len(refused) == 70
+    assert len(ends["quiet"]) == 1
+    assert len(ends["loud"]) == 10, "one key may have two thirds of the places"
+    assert len(ends["loud"]) + len(refused) == 16
     waited_for = sum(end < ends["quiet"][0] for end in ends["loud"])
     assert waited_for < len(ends["loud"]) / 2, "the quiet key waited for the loud one's queue"

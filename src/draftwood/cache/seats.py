@@ -45,7 +45,7 @@ class Kind:
     def of(cls, params: Sequence[SamplingParams]) -> Kind | None:
         """None where some request asks for what only the host can do, or for a law of its own."""
         laws = {p.law for p in params}
-        by_hand = any(p.edits_logits or p.steers_guesses or p.logprobs is not None for p in params)
+        by_hand = any(p.edits_logits or p.steers_guesses or p.logprobs is not None or p.min_tokens for p in params)
         if by_hand or len(laws) != 1:  # nobody at all has no law either
             return None
         greedy, truncates = all(p.greedy for p in params), any(p.truncates for p in params)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from draftwood.cache.resident import ResidentDrafter, attach, resident_of
 from draftwood.errors import InvalidRequest
+from draftwood.faults import DrafterHealth, GuardedDrafter
 from draftwood.model.runner import ModelRunner
 from draftwood.protocols import BatchView, Budget, Drafter, Features, Randomness, Span
 from draftwood.tree import DraftLaw, TokenTree, Verdict
@@ -16,13 +17,16 @@ class OfferedDrafters:
     """The drafter each request names, and one for those that name none.
 
     What is promised about trees (`law`) is the default's promise: whoever names another drafter has to ask that one.
+    Each is guarded by itself: one that fails costs only its own requests their drafts.
     """
 
     def __init__(self, default: Drafter, others: Mapping[str, Drafter]) -> None:
         self.default = default
         self.others = dict(others)
         self._woven: Woven | None = None
-        self._guessing: list[Drafter] = []  # in the last proposal
+        names = {id(drafter): name for name, drafter in reversed(self.others.items())}
+        self._guards = {id(d): GuardedDrafter(d, names.get(id(d), "default")) for d in self._all}
+        self._guessing: list[GuardedDrafter] = []  # in the last proposal
 
     @property
     def law(self) -> DraftLaw:
@@ -37,7 +41,12 @@ class OfferedDrafters:
     @property
     def needs(self) -> frozenset[int]:
         """What anybody needs."""
-        return frozenset().union(*(drafter.needs for drafter in self._all))
+        return frozenset().union(*(guard.needs for guard in self._guards.values()))
+
+    @property
+    def health(self) -> Sequence[DrafterHealth]:
+        """Of each drafter, the default's first."""
+        return [health for guard in self._guards.values() for health in guard.health]
 
     @property
     def _all(self) -> list[Drafter]:
@@ -62,7 +71,7 @@ class OfferedDrafters:
 
     def propose(self, view: BatchView, budget: Budget, rng: Randomness) -> TokenTree:
         """Each drafter's trees for its own requests."""
-        whose = [self.drafter_of(params.drafter) for params in view.params]
+        whose = [self._guards[id(self.drafter_of(params.drafter))] for params in view.params]
         self._guessing = list({id(drafter): drafter for drafter in whose}.values())
         if len(self._guessing) == 1:
             self._woven = None
@@ -76,7 +85,7 @@ class OfferedDrafters:
 
     def read(self, spans: Sequence[Span], features: Features) -> None:
         """Whoever needs something sees all texts: who will guess for a prompt is not known while it is read."""
-        for drafter in self._all:
+        for drafter in self._guards.values():
             if drafter.needs:
                 drafter.read(spans, {layer: features[layer] for layer in drafter.needs})
 
@@ -92,5 +101,5 @@ class OfferedDrafters:
 
     def release(self, seq_id: int) -> None:
         """Everybody forgets it."""
-        for drafter in self._all:
-            drafter.release(seq_id)
+        for guard in self._guards.values():
+            guard.release(seq_id)

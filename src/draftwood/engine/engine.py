@@ -17,8 +17,10 @@ from draftwood.engine.pipeline import Pipeline
 from draftwood.engine.plan import Plan
 from draftwood.engine.rounds import Rounds
 from draftwood.engine.scheduler import Scheduler
+from draftwood.engine.scoring import prompt_logprobs, stage_prompts
 from draftwood.engine.trace import step_traces
 from draftwood.errors import IncompatibleParts
+from draftwood.faults import guarded
 from draftwood.model.batch import ForwardBatch, ForwardOutput
 from draftwood.model.runner import ModelRunner
 from draftwood.protocols import Budget, Controller, Drafter, Features, Randomness, StepReport, TimedStep, Verifier
@@ -28,6 +30,7 @@ from draftwood.telemetry import Timers
 from draftwood.tree import DraftLaw, HostVerdict, TokenTree
 
 LENT = Budget(0, why="no nodes: a request needs the host, and the drafter's memory lies with the device's rounds")
+OFF = Budget(0, why="no nodes: the drafter has failed and is switched off")
 
 
 def check_exact(verifier: Verifier, drafts: DraftLaw) -> None:
@@ -49,6 +52,7 @@ class Engine:
         scheduler: Scheduler,
         rng: Randomness,
         rounds: Rounds | None = None,
+        drafter_name: str | None = None,  # for the log and the metrics
     ) -> None:
         check_exact(verifier, drafter.law)
         self.target = target
@@ -60,22 +64,31 @@ class Engine:
         self.timers = Timers()
         self.last_step: TimedStep | None = None  # for those who watch, from any thread
         attach(drafter, target)
+        self._guarded = guarded(drafter, drafter_name or type(drafter).__name__)
+        self.health = self._guarded.health  # of each drafter; requests that name none have the first
+        if rounds is not None:
+            rounds.health = self.health[0]
         self.pipeline = None if rounds is None else Pipeline(rounds, scheduler)
-        scheduler.on_end = drafter.release if self.pipeline is None else self.pipeline.release
+        scheduler.on_end = self._guarded.release if self.pipeline is None else self.pipeline.release
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
         """One round for every sequence that has room in it."""
         if self.pipeline is None:
-            return self._step(self.controller.budget(self.scheduler.load))
+            return self._step(self._budget())
         events = self.pipeline.step(self.controller)
         if events is not None:
             self.last_step = self.pipeline.last_step or self.last_step
             return events
         # Somebody asks for what only the host can do. A drafter that reads has lent its memory to the rounds.
         lent = self.pipeline.rounds.drafter.reads
-        budget = LENT if lent else self.controller.budget(self.scheduler.load)
+        budget = LENT if lent else self._budget()
         return self.pipeline.leave(self.controller) + self._step(budget)
+
+    def _budget(self) -> Budget:
+        if all(health.disabled for health in self.health):
+            return OFF
+        return self.controller.budget(self.scheduler.load)
 
     def was_paused(self) -> None:
         """Something else had the thread between two steps: what is on its way will be heard of late."""
@@ -90,27 +103,28 @@ class Engine:
         view = plan.view(self.target.device)
         drafting = self.timers.seconds.get("draft", 0.0)
         with self.timers.measure("draft"):
-            tree = self.drafter.propose(view, budget, self.rng)
+            tree = self._guarded.propose(view, budget, self.rng)
         span = torch.tensor(plan.sampling, device=self.target.device)  # [B] which span each tree hangs behind
         batch, out = self._score(plan, tree, span)
         self._let_read(plan, batch, out)
-        p = target_distribution(out.logits, tree, view)
+        logits, scored = out.logits[: tree.num_nodes], out.logits[tree.num_nodes :]
+        p = target_distribution(logits, tree, view)
         verdict = self.verifier.verify(tree, p, view, self.rng)
         self.target.cache.commit(batch, tree, verdict, span)
         with self.timers.measure("draft"):
-            self.drafter.observe(view, tree, verdict, _rows_of(out.features, batch.logit_rows))
+            self._guarded.observe(view, tree, verdict, _rows_of(out.features, batch.logit_rows[: tree.num_nodes]))
         outcome = verdict.to_host(tree)
         report = _report(plan, outcome, self.timers.seconds["draft"] - drafting)
         self.controller.observe(report)
-        logprobs = token_logprobs(out.logits, tree, verdict, view)
-        traces = step_traces(out.logits, tree, verdict, view, len(plan.items), report.num_rows)
-        events = self.scheduler.commit(plan, outcome, logprobs, traces)
+        logprobs = token_logprobs(logits, tree, verdict, view)
+        traces = step_traces(logits, tree, verdict, view, len(plan.items), report.num_rows)
+        events = self.scheduler.commit(plan, outcome, logprobs, traces, prompt_logprobs(plan, scored))
         if report.num_rows == report.num_sampling + report.drafted:  # no prompt was read
             self.last_step = TimedStep(report, time.perf_counter() - began)
         return events
 
     def _score(self, plan: Plan, tree: TokenTree, span: Tensor) -> tuple[ForwardBatch, ForwardOutput]:
-        """The target's logits at every tree node, in the tree's order."""
+        """The target's logits at every tree node, in the tree's order, then at the plan's `scored_rows`."""
         spans = plan.spans
         nodes = NodeRows.of_tree(tree, span)
         # A root is its sequence's last pending token; draft nodes follow all pending tokens.
@@ -121,24 +135,28 @@ class Engine:
             roots, rows = rows, torch.empty_like(tree.tokens)
             rows[~drafted] = roots
             rows[drafted] = torch.arange(ends[-1], ends[-1] + tree.num_drafted, device=span.device)
+        if plan.scored:
+            rows = torch.cat([rows, torch.tensor(plan.scored_rows, device=span.device)])
         batch = self.target.cache.stage(spans, nodes, rows)
         with self.timers.measure("target"):
-            return batch, self.target.forward(batch, self.drafter.needs)
+            return batch, self.target.forward(batch, self._guarded.needs)
 
     def _let_read(self, plan: Plan, batch: ForwardBatch, out: ForwardOutput) -> None:
         """Show the drafter what it asked to see of committed tokens."""
-        if self.drafter.needs:
+        if out.features:
             with self.timers.measure("draft"):
-                self.drafter.read(plan.spans, _rows_of(out.features, batch.text_rows))
+                self._guarded.read(plan.spans, _rows_of(out.features, batch.text_rows))
 
     def _catch_up(self, plan: Plan) -> list[Event]:
         """A step in which nobody samples: only chunks of prompts, or nothing at all."""
+        found = None
         if plan.items:
-            batch = self.target.cache.stage_text(plan.spans)
+            batch = stage_prompts(plan, self.target.cache)
             with self.timers.measure("target"):
-                out = self.target.forward(batch, self.drafter.needs)
+                out = self.target.forward(batch, self._guarded.needs)
             self._let_read(plan, batch, out)
-        return self.scheduler.commit(plan, HostVerdict([], [], [], []))
+            found = prompt_logprobs(plan, out.logits)
+        return self.scheduler.commit(plan, HostVerdict([], [], [], []), prompt_logprobs=found)
 
 
 def _rows_of(features: Features, rows: Tensor | None) -> Features:

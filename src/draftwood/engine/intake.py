@@ -44,7 +44,7 @@ class Guessers:
             params = replace(params, law=default_law(drafts))
             law = self.laws.law_of(params.law)
         check_exact(law, drafts)
-        self._check_grammar(law, params)
+        self._check_lossless(law, params)
         return params
 
     def _drafts(self, params: SamplingParams) -> DraftLaw:
@@ -61,10 +61,12 @@ class Guessers:
             )
         return POINT_TREE if params.prediction else chosen.law
 
-    def _check_grammar(self, law: Verifier, params: SamplingParams) -> None:
-        if params.grammar is not None and not law.lossless:
+    def _check_lossless(self, law: Verifier, params: SamplingParams) -> None:
+        """A lossy law may keep a token whose probability is 0."""
+        forbidding = "a grammar forbids" if params.grammar is not None else "min_tokens forbids"
+        if (params.grammar is not None or params.min_tokens) and not law.lossless:
             raise IncompatibleParts(
-                f"The law '{law.name}' may keep tokens that a grammar forbids; use a lossless one, such as match."
+                f"The law '{law.name}' may keep tokens that {forbidding}; use a lossless one, such as match."
             )
 
 
@@ -160,10 +162,11 @@ class Intake:
         vocabulary = self._config.vocab_size
         if not tokens:
             raise InvalidRequest("The prompt is empty: give the model at least one token to continue from.")
-        if len(tokens) >= self.max_length:
+        longest = self.max_length - (params.max_tokens > 0)
+        if len(tokens) > longest:
             raise ContextLengthExceeded(
-                f"The prompt has {len(tokens)} tokens and the limit is {self.max_length - 1}: {self._limits}. Shorten "
-                "the prompt or raise cache_tokens."
+                f"The prompt has {len(tokens)} tokens and the limit is {longest}: {self._limits}. Shorten the "
+                "prompt or raise cache_tokens."
             )
         for name, ids in (
             ("the prompt", tokens),

@@ -44,6 +44,7 @@ from draftwood.engine.scheduler import Scheduler, SchedulerConfig
 from draftwood.engine.sequence import Sequence as Answer
 from draftwood.engine.worker import Companion, ComputeThread, Listener, Pulse, Worker
 from draftwood.errors import DraftwoodError, InvalidRequest
+from draftwood.faults import DrafterHealth
 from draftwood.machine import reading_ahead
 from draftwood.model.checkpoint import Checkpoint, files_of, open_checkpoint
 from draftwood.model.native import Progress
@@ -71,6 +72,7 @@ class _Answering:
     texts: list[list[str]] = field(init=False)
     accepted: list[list[bool]] = field(init=False)
     logprobs: list[list[TokenLogprob]] = field(init=False)
+    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
     ends: dict[int, Event] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -80,6 +82,7 @@ class _Answering:
         self.texts[event.index].append(event.text)
         self.accepted[event.index].extend(event.accepted)
         self.logprobs[event.index].extend(event.logprobs)
+        self.prompt_logprobs = event.prompt_logprobs or self.prompt_logprobs
         if event.finished:
             self.ends[event.index] = event
 
@@ -90,7 +93,8 @@ class _Answering:
     def result(self) -> Result:
         completions = [self._completion(i, answer) for i, answer in enumerate(self.answers)]
         first = self.answers[0]
-        return Result(self.prompt, tuple(first.tokens[: first.prompt_length]), tuple(completions))
+        prompt = tuple(first.tokens[: first.prompt_length])
+        return Result(self.prompt, prompt, tuple(completions), self.prompt_logprobs)
 
     def _completion(self, i: int, answer: Answer) -> Completion:
         end = self.ends[i]
@@ -191,7 +195,8 @@ class LLM:
         limits = SchedulerConfig(config.max_rows, config.max_running, config.max_waiting, rounds is not None)
         scheduler = Scheduler(target.cache.tables, limits)
         controller = self._controller or default_controller(target, drafter)
-        return Engine(target, drafter, self.laws, controller, scheduler, KeyedRng(), rounds)
+        name = parts.drafter if isinstance(parts.drafter, str) else None
+        return Engine(target, drafter, self.laws, controller, scheduler, KeyedRng(), rounds, name)
 
     def _drafter(self, drafter: str | Drafter, parts: Parts) -> Drafter:
         if not isinstance(drafter, str):
@@ -303,6 +308,11 @@ class LLM:
     def pulse(self) -> Pulse:
         """Signs of life."""
         return self._worker.pulse
+
+    @property
+    def drafter_health(self) -> Sequence[DrafterHealth]:
+        """What has gone wrong with each drafter, the one for requests that name none first."""
+        return self.engine.health
 
     @property
     def alive(self) -> bool:

@@ -9,15 +9,23 @@ from __future__ import annotations
 import bisect
 import itertools
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from draftwood.cache.seats import Kind
 from draftwood.engine.plan import Plan
 from draftwood.engine.rounds import Launched, Rounds, Size
 from draftwood.engine.scheduler import Scheduler
+from draftwood.engine.scoring import prompt_logprobs
+from draftwood.faults import DrafterFailed, attributed
 from draftwood.protocols import Controller, Span, StepReport, TimedStep
 from draftwood.request import Event
 from draftwood.tree import HostVerdict
+
+T = TypeVar("T")
+NOTHING = HostVerdict([], [], [], [])  # what prompts earn
 
 
 @dataclass(frozen=True)
@@ -49,18 +57,20 @@ class Pipeline:
     def step(self, controller: Controller) -> list[Event] | None:
         """Start a round, then hear of the one before. None, and nothing done, where the host is needed."""
         events = self._hear(controller) if self.rounds.drafter.waits else []
-        prompts, ready = self.scheduler.schedule_apart(controller.budget(self.scheduler.load), self._ahead)
+        reading, ready = self.scheduler.schedule_apart(controller.budget(self.scheduler.load), self._ahead)
+        scored, prompts = reading.parted()
         kind = Kind.of([item.seq.params for item in ready.items])
         launched = None
         self._reseat()
         if ready.items:
-            launched = None if kind is None else self._launch(ready, kind, prompts)
+            launched = None if kind is None else self._plainly_if_need_be(partial(self._launch, ready, kind, prompts))
             if launched is None:
                 self._unheard = events
                 return None
         if launched is None or not launched.size.text:
             self._read_apart(prompts)
-        self.scheduler.commit(prompts, HostVerdict([], [], [], []))
+        self.scheduler.commit(prompts, NOTHING)
+        self._read_scored(scored)
         events += self._hear(controller)
         self._in_flight = launched
         return events
@@ -148,14 +158,31 @@ class Pipeline:
         while pieces:
             total = list(itertools.accumulate(piece.end - piece.start for piece in pieces))
             count = max(1, bisect.bisect_right(total, rows))
-            self.rounds.drafter.read(self.rounds.target.cache.stage_text(pieces[:count]))
+            with attributed("read"):
+                self.rounds.drafter.read(self.rounds.target.cache.stage_text(pieces[:count]))
             self._behind_text = True
             pieces = pieces[count:]
 
     def _read_apart(self, prompts: Plan) -> None:
         if prompts.items:
             self._disturbed = self._behind_text = True  # the round in flight will be heard of late, and the next end so
-            self.rounds.read(prompts.spans)
+            self._plainly_if_need_be(partial(self.rounds.read, prompts.spans))
+
+    def _plainly_if_need_be(self, attempt: Callable[[], T]) -> T:
+        """Do it; if the drafter fails, do it again without drafts."""
+        try:
+            return attempt()
+        except DrafterFailed as failure:
+            self.rounds.go_on_plainly(failure)
+            return attempt()
+
+    def _read_scored(self, prompts: Plan) -> None:
+        """Prompts whose log-probabilities are wanted: the host waits for their logits."""
+        if prompts.items:
+            self._disturbed = self._behind_text = True
+            logits = self._plainly_if_need_be(partial(self.rounds.read_scored, prompts))
+            found = prompt_logprobs(prompts, logits)
+            self.scheduler.commit(prompts, NOTHING, prompt_logprobs=found)
 
     def _seconds(self, flight: _InFlight) -> float | None:
         """How long the round took, unless something else took place meanwhile."""

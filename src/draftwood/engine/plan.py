@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -41,10 +42,31 @@ class Plan:
         """Items that sample, by index."""
         return tuple(i for i, item in enumerate(self.items) if item.samples)
 
+    @cached_property
+    def scored(self) -> tuple[tuple[int, range], ...]:
+        """Items with prompt tokens whose log-probabilities are wanted: the index of each, and the rows that give them,
+        counted from the beginning of its sequence.
+        """
+        rows = ((i, item.seq.scored_rows(item.start, item.end)) for i, item in enumerate(self.items))
+        return tuple((i, own) for i, own in rows if own)
+
+    @property
+    def scored_rows(self) -> list[int]:
+        """The same rows, counted through the pending tokens of all items."""
+        before = [0, *itertools.accumulate(item.end - item.start for item in self.items)]
+        return [before[i] + row - self.items[i].start for i, own in self.scored for row in own]
+
     @property
     def spans(self) -> list[Span]:
         """Every item's pending tokens."""
         return [Span(item.seq.id, item.seq.tokens, item.start, item.end) for item in self.items]
+
+    def parted(self) -> tuple[Plan, Plan]:
+        """The items with rows to be scored, and the others."""
+        asked = {i for i, _ in self.scored}
+        both = ([item for i, item in enumerate(self.items) if (i in asked) == wanted] for wanted in (True, False))
+        scored, others = (Plan(tuple(items)) for items in both)
+        return scored, others
 
     def brought_up_to_date(self) -> Plan:
         """The same sequences with the last token each has by now."""
@@ -56,7 +78,7 @@ class Plan:
         """What drafter and verifier may know of the sequences that sample."""
         items = [self.items[i] for i in self.sampling]
         lengths = [item.end for item in items]
-        depths = [min(item.seq.max_length - item.end - 1, item.seq.deepest) for item in items]
+        depths = [max(0, min(item.seq.max_length - item.end - 1, item.seq.deepest)) for item in items]
         integers = torch.tensor(
             [lengths, [item.seq.seed for item in items], [item.max_nodes for item in items], depths],
             dtype=torch.int64,
@@ -75,6 +97,7 @@ class Plan:
             max_depth=integers[3],
             predictions=_unless_empty(item.seq.prediction for item in items),
             constraints=_unless_empty(item.seq.constraint for item in items),
+            early_stop_ids=_unless_empty(item.seq.early_stop_ids for item in items),
         )
 
 

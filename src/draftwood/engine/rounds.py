@@ -20,8 +20,11 @@ from draftwood.cache.kv import stage_trees
 from draftwood.cache.resident import ResidentDrafter, round_batch
 from draftwood.cache.seats import Kind, SeatedView, Seats
 from draftwood.cache.text import SEQUENCES, TextFrame
+from draftwood.drafters.resident import ResidentNone
 from draftwood.engine.plan import Plan
+from draftwood.engine.scoring import stage_prompts
 from draftwood.engine.trace import NUM_FACTS, facts, step_trace
+from draftwood.faults import DrafterFailed, DrafterHealth, attributed
 from draftwood.model.batch import ForwardBatch, with_text
 from draftwood.model.runner import ModelRunner
 from draftwood.ops.choice import likeliest
@@ -130,6 +133,7 @@ class Rounds:
     rng: Randomness
     seats: Seats
     captures: bool  # False: call by call, to look inside, or where there are no graphs
+    health: DrafterHealth = field(default_factory=lambda: DrafterHealth("drafter"))
     _known: dict[tuple[Size, Kind], Round] = field(default_factory=dict)
     _refused: set[Kind] = field(default_factory=set)
     _roots: dict[int, TokenTree] = field(default_factory=dict)
@@ -149,7 +153,10 @@ class Rounds:
         return kind not in self._refused and self.drafter.suits(kind, self.law_of(kind.law))
 
     def prepare(self, size: Size, kind: Kind) -> bool:
-        """Have such a round ready; False, now and ever after, if its law turns out to look at values on the host."""
+        """Have such a round ready; False, now and ever after, if its law turns out to look at values on the host.
+
+        Raises `DrafterFailed` if the drafter cannot run it; see `go_on_plainly`.
+        """
         try:
             self._round(size, kind)
         except torch.OutOfMemoryError:
@@ -228,7 +235,8 @@ class Rounds:
         if spans:
             self._frame(size.text, size.pages).fill(self.target.cache.stage_text(spans, HOST))
         if size.nodes and self.drafter.waits:
-            self.drafter.prepare(plan.view(HOST), size.batch, size.nodes)
+            with attributed("prepare"):
+                self.drafter.prepare(plan.view(HOST), size.batch, size.nodes)
         todo.rows.copy_(self.seats.rows(seq_ids, size.batch))
         todo.run()
         told = None if todo.facts is None else _on_its_way(todo.facts)
@@ -250,6 +258,13 @@ class Rounds:
         self._frame(*size).fill(self.target.cache.stage_text(spans, HOST))
         self._readings[size]()
 
+    def read_scored(self, plan: Plan) -> Tensor:
+        """The same, call by call, with logits at the plan's `scored_rows`. [K, V]."""
+        batch = stage_prompts(plan, self.target.cache)
+        out = self.target.forward(batch, self.drafter.needs)
+        self._hand_on(replace(batch, logit_rows=batch.logit_rows[:0]), out.features)
+        return out.logits
+
     def _frame(self, rows: int, pages: int) -> TextFrame:
         if (rows, pages) not in self._frames:
             cache = self.target.cache
@@ -266,10 +281,24 @@ class Rounds:
 
     def _hand_on(self, text: ForwardBatch, features: Features) -> None:
         """Let the drafter know of text, and of what the target has made of its rows."""
-        if self.drafter.needs:
-            self.drafter.take_in(text, features)
-        if self.drafter.reads:
-            self.drafter.read(text)
+        with attributed("read"):
+            if self.drafter.needs:
+                self.drafter.take_in(text, features)
+            if self.drafter.reads:
+                self.drafter.read(text)
+
+    def go_on_plainly(self, failure: DrafterFailed) -> None:
+        """Run rounds without drafts from now on. Whatever was under way may simply be run again: a round moves its
+        sequences on by its last act, and what it wrote before that lies behind their texts.
+
+        For good: what the drafter has read is part of every captured round, and cannot be read again for it.
+        """
+        self.health.failed(failure.call, failure.error, for_good=True)
+        if self.seats.device.type == "cuda":
+            torch.cuda.synchronize()  # graphs that are still running are about to be dropped
+        self.drafter = ResidentNone()
+        for made in (self._known, self._readings, self._lost, self._refused):
+            made.clear()
 
     def rehearsals(self, kind: Kind) -> list[Callable[[], object]]:
         """What compiles a piece of a prompt, a plain round and one with guesses, each without the others."""
@@ -319,7 +348,8 @@ class Rounds:
     def _step(self, rows: Tensor, size: Size, kind: Kind, outcome: Tensor, told: Tensor | None) -> None:
         """The decode step, from seats to seats."""
         view, nodes = self.seats.view(rows, kind, size.pages), size.nodes
-        tree = self.drafter.propose(view, nodes, self.rng) if nodes else self._bare_roots(view)
+        with attributed("propose"):
+            tree = self.drafter.propose(view, nodes, self.rng) if nodes else self._bare_roots(view)
         memory = self.target.cache
         batch = stage_trees(
             view,
@@ -336,9 +366,11 @@ class Rounds:
         if nodes:
             index = tree.local[verdict.path.clamp(min=0)]
             memory.keep(view.block_table, view.lengths, index, verdict.length, chain=batch.linear)
-            self.drafter.keep(view, tree, index, verdict.length)
+            with attributed("keep"):
+                self.drafter.keep(view, tree, index, verdict.length)
         if self.drafter.needs:
-            self.drafter.learn(view, verdict.path, out.features)
+            with attributed("learn"):
+                self.drafter.learn(view, verdict.path, out.features)
         if text is not None:
             self._hand_on(text, {layer: rows[len(batch.tokens) :] for layer, rows in out.features.items()})
         self.seats.advance(view, tree, verdict, outcome)

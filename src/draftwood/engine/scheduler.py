@@ -7,6 +7,7 @@ never push anybody out.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
@@ -52,6 +53,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self._turns = itertools.count(1)
+        self._last_served: Counter[str] = Counter()  # tenant -> the turn in which it last got a place
         self.budget = Budget(0, why="no step has run yet")  # of the last step
 
     @property
@@ -144,11 +147,17 @@ class Scheduler:
         outcome: HostVerdict,
         logprobs: list[list[TokenLogprob]] | None = None,
         traces: list[StepTrace | None] | None = None,
+        prompt_logprobs: Mapping[int, list[TokenLogprob]] | None = None,
     ) -> list[Event]:
-        """Give every sequence what the step earned it; the one place where sequences change."""
+        """Give every sequence what the step earned it; the one place where sequences change.
+
+        `prompt_logprobs`: of the tokens behind `plan.scored`, by the item's index.
+        """
         gains = {i: b for b, i in enumerate(plan.sampling)}
         events = []
         for i, item in enumerate(plan.items):
+            if prompt_logprobs and i in prompt_logprobs:
+                item.seq.prompt_logprobs += prompt_logprobs[i]
             b = gains.get(i)
             if b is None:
                 self.tables.advance(item.seq.id, item.end, item.seq.tokens)
@@ -196,7 +205,7 @@ class Scheduler:
             if self._sibling_will_share(seq):
                 held.append(self.waiting.popleft())
                 continue
-            cached = self.tables.open(seq.id, seq.tokens, seq.params.cache_salt)
+            cached = self.tables.open(seq.id, seq.reusable_tokens, seq.params.cache_salt)
             missing = -(-(len(seq.tokens) - cached) // self.tables.page_size)
             if self.running and missing > self.tables.pool.num_available:
                 self.tables.close(seq.id)
@@ -205,18 +214,20 @@ class Scheduler:
                 seq.cached_prompt_tokens = cached
                 seq.admitted = seq.admitted or self.clock()
             self.running.append(self.waiting.popleft())
+            self._last_served[seq.tenant] = next(self._turns)
         self.waiting.extendleft(reversed(held))
 
     def _bring_next_forward(self) -> None:
-        """Fair queuing: the first in the queue is the oldest of the tenant with the fewest running answers.
+        """Fair queuing: the tenant with the fewest running answers is next; of several, the one served longest ago.
 
-        A preempted answer goes before all others, whatever its tenant: it has been served before.
+        Its oldest answer is put first. A preempted answer goes before all others, whatever its tenant.
         """
         first = self.waiting[0]
         if first.preemptions or all(seq.tenant == first.tenant for seq in self.waiting):
             return
         running = Counter(seq.tenant for seq in self.running)
-        chosen = min(self.waiting, key=lambda seq: running[seq.tenant])  # the first of equals: they are in order
+        # Of equals, the first: those of one tenant are in the order of their arrival.
+        chosen = min(self.waiting, key=lambda seq: (running[seq.tenant], self._last_served[seq.tenant]))
         if chosen is not first:
             self.waiting.remove(chosen)
             self.waiting.appendleft(chosen)

@@ -44,14 +44,43 @@ class Sequence:
     drift: float = 0.0  # nan once nobody knows
     admitted: float | None = None
     first_token: float | None = None
+    prompt_logprobs: list[TokenLogprob | None] = field(init=False)  # of the prompt's first tokens; [] unless asked for
+    _told_prompt: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
         self.prompt_length = len(self.tokens)
+        asked = self.params.prompt_logprobs is not None and self.index == 0
+        self.prompt_logprobs = [None] if asked else []  # nothing comes before the first token
 
     @property
     def num_generated(self) -> int:
         """Tokens of the answer so far."""
         return len(self.tokens) - self.prompt_length
+
+    @property
+    def early_stop_ids(self) -> frozenset[int]:
+        """Stop tokens that the minimum length forbids for now."""
+        return self.stop_ids if self.num_generated < self.params.min_tokens else frozenset()
+
+    @property
+    def _unscored(self) -> bool:
+        return 0 < len(self.prompt_logprobs) < self.prompt_length
+
+    @property
+    def reusable_tokens(self) -> list[int]:
+        """Tokens whose keys and values may come from the prefix cache, and one more. A prompt whose log-probabilities
+        are still wanted has to be run from the first row on that has not been scored.
+        """
+        return self.tokens[: len(self.prompt_logprobs)] if self._unscored else self.tokens
+
+    def scored_rows(self, start: int, end: int) -> range:
+        """Of rows [start, end), those whose logits give a prompt token's log-probability that is still wanted.
+
+        The row of a token scores the token behind it.
+        """
+        if not self._unscored:
+            return range(0)
+        return range(max(start, len(self.prompt_logprobs) - 1), min(end, self.prompt_length - 1))
 
     @property
     def deepest(self) -> int:
@@ -69,6 +98,8 @@ class Sequence:
         """Take a step's tokens one by one; whatever ends the answer cuts the rest off, accepted or not."""
         if self.constraint is not None and self.constraint.error is not None:
             raise GrammarError(self.constraint.error)
+        if len(self.tokens) >= self.max_length:  # max_tokens is 0: only the prompt was to be read
+            return FinishReason.LENGTH
         self.steps += 1
         self.drift += drift
         self.drafted += num_drafted
@@ -84,7 +115,7 @@ class Sequence:
     def _reason_to_stop(self, token: int, accepted: bool) -> FinishReason | None:
         if token in self.stop_ids:
             return FinishReason.STOP
-        if self.text.push(token, accepted):
+        if self.text.push(token, accepted, may_stop=self.num_generated > self.params.min_tokens):
             return FinishReason.STOP
         if len(self.tokens) >= self.max_length:
             return FinishReason.LENGTH
@@ -134,4 +165,12 @@ class Sequence:
             logprobs=tuple(logprobs[:num_new]),
             error=error,
             error_code=error_code,
+            prompt_logprobs=self._news_of_prompt(),
         )
+
+    def _news_of_prompt(self) -> tuple[TokenLogprob | None, ...]:
+        """The prompt's log-probabilities, once, when they are complete."""
+        if self._told_prompt or not self.prompt_logprobs or self._unscored:
+            return ()
+        self._told_prompt = True
+        return tuple(self.prompt_logprobs)

@@ -28,11 +28,18 @@ class TextStream:
         self._decoder = decoder
         self._stop = stop
         self._held: list[Piece] = []
+        self._safe = 0  # characters held: a stop string that ends within them ends nothing
 
-    def push(self, token: int, accepted: bool) -> bool:
-        """Take one token; True if it completes a stop string, and then nothing after it may be pushed."""
+    def push(self, token: int, accepted: bool, *, may_stop: bool = True) -> bool:
+        """Take one token; True if it completes a stop string, and then nothing after it may be pushed.
+
+        Unless it `may_stop`: then stop strings that are complete with it stay part of the text.
+        """
         self._held.append((self._decoder.push([token]), accepted))
-        return self._cut_at_stop()
+        if may_stop:
+            return self._cut_at_stop()
+        self._safe = sum(len(text) for text, _ in self._held)
+        return False
 
     def finish(self) -> None:
         """No more tokens: what the decoder holds back is text now, and may still complete a stop string."""
@@ -46,14 +53,17 @@ class TextStream:
             taken, self._held = self._held, []
             return tuple(piece for piece in taken if piece[0])
         text = "".join(piece for piece, _ in self._held)
-        taken, self._held = _split(self._held, len(text) - self._possible_stop(text))
+        certain = len(text) - self._possible_stop(text)
+        taken, self._held = _split(self._held, certain)
+        self._safe = max(0, self._safe - certain)
         return tuple(piece for piece in taken if piece[0])
 
     def _cut_at_stop(self) -> bool:
         if not self._stop:
             return False
         text = "".join(piece for piece, _ in self._held)
-        found = [at for at in (text.find(stop) for stop in self._stop) if at >= 0]
+        firsts = (text.find(stop, max(0, self._safe - len(stop) + 1)) for stop in self._stop)
+        found = [at for at in firsts if at >= 0]
         if not found:
             return False
         self._held = _split(self._held, min(found))[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from draftwood.errors import DraftwoodError
@@ -70,13 +71,27 @@ def completion_params(request: CompletionRequest) -> SamplingParams:
         raise invalid("suffix is not offered: this server continues texts, it does not fill gaps.", "suffix")
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise invalid("best_of is not offered; ask for n answers and choose.", "best_of")
-    return _params(
+    if request.max_tokens == 0 and not request.echo:
+        raise invalid(
+            "max_tokens is 0, which leaves nothing to answer with: ask for at least 1 token, or set echo to get the "
+            "prompt back, with its log-probabilities if logprobs is set.",
+            "max_tokens",
+        )
+    scored = request.logprobs if request.echo else None
+    wanted = DEFAULT_COMPLETION if request.max_tokens is None else request.max_tokens
+    params = _params(
         request,
-        max_tokens=request.max_tokens or DEFAULT_COMPLETION,
+        max_tokens=max(wanted, 1),  # where nothing is generated and nothing scored, nothing runs: see `only_echoes`
         logprobs=request.logprobs,
         grammar=_guided(request),
         prediction=_predicted(request.prediction),
     )
+    return params if scored is None else replace(params, prompt_logprobs=scored, max_tokens=wanted)
+
+
+def only_echoes(request: CompletionRequest) -> bool:
+    """Whether the prompt's text is all that is wanted."""
+    return request.max_tokens == 0 and request.logprobs is None
 
 
 def _params(
@@ -95,6 +110,7 @@ def _params(
         "stop": request.stop,
         "stop_token_ids": request.stop_token_ids,
         "ignore_eos": request.ignore_eos,
+        "min_tokens": request.min_tokens,
         "n": request.n,
     }
     return SamplingParams(

@@ -83,11 +83,13 @@ class Choice:
         reads_calls: bool,
         prediction: tuple[int, ...] = (),
         tracer: Tracer | None = None,
+        tells_end: bool = False,  # log-probabilities also of tokens that read as nothing, such as the end of text
     ) -> None:
         self.index = index
         self.parts: list[Part] = []
         self.num_calls = 0
         self.tokens: list[Spoken[TokenLogprob]] = []
+        self.prompt: tuple[TokenLogprob | None, ...] = ()  # where log-probabilities of the prompt are wanted
         self.finish: str | None = None
         self.stats = SpeculationStats()
         self.figures = Figures()
@@ -96,6 +98,7 @@ class Choice:
         self._margin: Margin[TokenLogprob] = Margin(tokenizer)
         self._tracer = tracer
         self._reader = CallReader() if reads_calls else None
+        self._tells_end = tells_end
 
     @property
     def text(self) -> list[str]:
@@ -113,8 +116,9 @@ class Choice:
         self.figures.add(event)
         if self.alignment is not None:
             self.alignment.follow(event.token_ids)
-        # What reads as nothing, such as the end of text, is not told.
-        readable = [entry for entry in event.logprobs if self._tokenizer.piece(entry.token)]
+        self.prompt = event.prompt_logprobs or self.prompt
+        # In a conversation, what reads as nothing, such as the end of text, is not told.
+        readable = [e for e in event.logprobs if self._tells_end or self._tokenizer.piece(e.token)]
         tokens = self._margin.add(readable, event)
         steps = [] if self._tracer is None else self._tracer.add(event)
         parts = self._read(event)

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from draftwood.engine.llm import LLM
 from draftwood.engine.sequence import Sequence as Answer
@@ -22,6 +23,7 @@ from draftwood.server.config import ServerConfig
 from draftwood.server.errors import ApiError
 from draftwood.server.keys import Caller
 
+T = TypeVar("T")
 LONG = 64 << 10  # bytes of a request from which on its prompt counts as long
 SHARE = 2
 News = tuple[int, Event]  # which prompt of the request, and what happened
@@ -215,8 +217,7 @@ class Desk:
         self._arriving += count
         arrival.caller.open_answers += count
         try:
-            pool = self._long_prompts if arrival.body_bytes > LONG else self._prompts
-            prompts = await asyncio.get_running_loop().run_in_executor(pool, prepare)
+            prompts = await self.prepared(arrival, prepare)
             if self.closed_for is not None:
                 raise self.closed_for
         except BaseException:
@@ -226,6 +227,11 @@ class Desk:
             self._arriving -= count
         ticket = Ticket(arrival.request_id, prompts, patient, self._heard, self.llm.cancel, arrival.caller)
         return self._submit(ticket, arrival.deadline)
+
+    async def prepared(self, arrival: Arrival, prepare: Callable[[], T]) -> T:
+        """What `prepare` makes of a request, on a thread."""
+        pool = self._long_prompts if arrival.body_bytes > LONG else self._prompts
+        return await asyncio.get_running_loop().run_in_executor(pool, prepare)
 
     def _submit(self, ticket: Ticket, deadline: float) -> Ticket:
         loop = asyncio.get_running_loop()

@@ -145,6 +145,8 @@ class Metrics:
         course = self._courses.setdefault(key, _Course())
         if event.token_ids:
             self._count_step(event, course)
+        elif event.prompt_logprobs:  # nothing is generated
+            self._count_prompt(event)
         if event.finish_reason is not None:
             self._count_end(event, event.finish_reason)
             del self._courses[key]
@@ -153,9 +155,7 @@ class Metrics:
         now, count = time.perf_counter(), len(event.token_ids)
         if course.steps == 0:
             self._times["time_to_first_token_seconds"].observe(event.stats.first_token_seconds)
-            self._counts["prompt_tokens"].inc(event.stats.prompt_tokens)
-            self._counts["prefix_cache_queries"].inc(event.stats.prompt_tokens)
-            self._counts["prefix_cache_hits"].inc(event.stats.cached_prompt_tokens)
+            self._count_prompt(event)
         else:
             self._times["inter_token_latency_seconds"].observe((now - course.last) / count)
         self._counts["generation_tokens"].inc(count)
@@ -163,6 +163,11 @@ class Metrics:
         self.totals.emitted += count
         self._count_guesses(event, event.stats.drafted - course.drafted)
         course.steps, course.drafted, course.last = course.steps + 1, event.stats.drafted, now
+
+    def _count_prompt(self, event: Event) -> None:
+        self._counts["prompt_tokens"].inc(event.stats.prompt_tokens)
+        self._counts["prefix_cache_queries"].inc(event.stats.prompt_tokens)
+        self._counts["prefix_cache_hits"].inc(event.stats.cached_prompt_tokens)
 
     def _count_guesses(self, event: Event, drafted: int) -> None:
         if not drafted:
@@ -231,6 +236,17 @@ class _Load(Collector):
                 metric = family(f"{PREFIX}{name}", text, labels=("model_name",))
                 metric.add_metric((self._model,), value)
                 yield metric
+        yield from self._drafters()
+
+    def _drafters(self) -> Iterable[Metric]:
+        """What has gone wrong with each drafter."""
+        names = ("model_name", "drafter")
+        failures = CounterMetricFamily(f"{PREFIX}drafter_failures", "Calls of a drafter that raised.", labels=names)
+        disabled = GaugeMetricFamily(f"{PREFIX}drafter_disabled", "1 once a drafter is switched off.", labels=names)
+        for health in self._llm.drafter_health:
+            failures.add_metric((self._model, health.name), health.failures)
+            disabled.add_metric((self._model, health.name), int(health.disabled))
+        return failures, disabled
 
     def describe(self) -> Iterable[Metric]:
         """Nothing in advance."""

@@ -7,18 +7,21 @@ import json
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from fastapi import Request
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from draftwood.server.choices import Choice, usage
+from draftwood.server.choices import Choice, Delta, usage
 from draftwood.server.desk import Ticket
 from draftwood.server.errors import ApiError, error_body, log
 from draftwood.server.writers import Writer
 
 CLIENT_GONE = 499  # what nginx writes into its log
+MANY_ENTRIES = 512  # tokens of prompts with log-probabilities
+T = TypeVar("T")
 
 
 @dataclass
@@ -58,7 +61,11 @@ class Reply:
         metrics = self.metrics
         if metrics is not None and self.report == "trace":
             metrics["trace"] = steps
-        return self.writer.whole(self.choices, self.usage, metrics)
+        return await self._in_time(partial(self.writer.whole, self.choices, self.usage, metrics))
+
+    async def encoded(self, whole: dict[str, Any]) -> bytes:
+        """As JSON."""
+        return await self._in_time(lambda: json.dumps(whole, ensure_ascii=False, separators=(",", ":")).encode())
 
     async def parts(self) -> AsyncGenerator[bytes, None]:
         """Chunk by chunk; a failure is the last of them."""
@@ -67,11 +74,9 @@ class Reply:
             yield self._framed(writer.openings(self.choices))
             while news := await self.ticket.news():
                 deltas = [(choice := self.choice_of(i, event.index), choice.add(event)) for i, event in news]
-                chunks = [
-                    chunk for choice, delta in deltas if not delta.empty for chunk in writer.chunks(choice, delta)
-                ]
-                if chunks:
-                    yield self._framed(chunks)
+                told = [(choice, delta) for choice, delta in deltas if not delta.empty]
+                if told:
+                    yield await self._in_time(partial(self._chunks, told))
             yield self._framed(writer.endings(self.choices, self.usage, self.metrics))
         except ApiError as failure:
             yield self._framed(writer.failings(failure.body))
@@ -81,8 +86,16 @@ class Reply:
             yield self._framed(writer.failings(error))
         yield writer.end
 
+    def _chunks(self, told: list[tuple[Choice, Delta]]) -> bytes:
+        return self._framed(chunk for choice, delta in told for chunk in self.writer.chunks(choice, delta))
+
     def _framed(self, events: Iterable[dict[str, Any]]) -> bytes:
         return b"".join(map(self.writer.frame, events))
+
+    async def _in_time(self, write: Callable[[], T]) -> T:
+        """Written here, or on another thread where there is so much of it that other requests would notice."""
+        entries = self.n * sum(len(choice.prompt) for choice in self.choices)
+        return await asyncio.to_thread(write) if entries > MANY_ENTRIES else write()
 
 
 async def answer_at_once(request: Request, reply: Reply) -> Response:
@@ -93,7 +106,7 @@ async def answer_at_once(request: Request, reply: Reply) -> Response:
         reply.ticket.close()
     if whole is None:
         return Response(status_code=CLIENT_GONE)
-    content = json.dumps(whole, ensure_ascii=False, separators=(",", ":")).encode()
+    content = await reply.encoded(whole)
     return Response(content, media_type="application/json")
 
 

@@ -222,8 +222,11 @@ class CompletionRequest(Sampling):
     """A text to go on with."""
 
     prompt: str | Items[str] | TokenIds | Items[TokenIds]
+    max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
+        None, description="0, only with `echo`: nothing is generated; with `logprobs` the prompt is scored."
+    )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    echo: bool | None = None
+    echo: bool | None = Field(None, description="Repeat the prompt; with `logprobs`, those of its tokens as well.")
     suffix: str | None = None
     best_of: int | None = None
     prediction: Prediction | None = None

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -16,11 +15,12 @@ from draftwood.drafters.by_request import OfferedDrafters
 from draftwood.engine.intake import Prompt
 from draftwood.engine.llm import LLM
 from draftwood.engine.sequence import Sequence as Answer
-from draftwood.request import SamplingParams
-from draftwood.server.asking import chat_params, chat_text, completion_params
+from draftwood.request import FinishReason, SamplingParams
+from draftwood.server.asking import chat_params, chat_text, completion_params, only_echoes
 from draftwood.server.choices import Choice
 from draftwood.server.config import ServerConfig
 from draftwood.server.desk import Arrival, Desk, Ticket
+from draftwood.server.echo import Echo, check_entries
 from draftwood.server.errors import ApiError, invalid
 from draftwood.server.health import Monitor
 from draftwood.server.keys import Caller, KeyRing
@@ -109,25 +109,42 @@ class Service:
         arrival = self._arrival(body, request)
         params = _salted(completion_params(body), arrival.caller)
         prompts = _prompts(body)
+        count = len(prompts) * params.n
+        echoes: list[Echo] = []
         writer = CompletionWriter(
             self.config.model_name,
             self.llm.tokenizer,
-            [self._as_text(prompt) for prompt in prompts for _ in range(params.n)] if body.echo else [],
+            echoes,
+            params.n,
             tells_usage=_tells_usage(body),
             logprobs=body.logprobs is not None,
         )
-        count = len(prompts) * params.n
-        answers = partial(self._answers, prompts, params, arrival.caller)
-        ticket = await self.desk.take(arrival, answers, count, patient=not body.stream)
+
+        def prepare() -> list[list[Answer]]:
+            answers = self._answers(prompts, params, arrival.caller)  # refuses what is too long before it is decoded
+            if body.echo:
+                echoes.extend(self._echoes(prompts, answers, params))
+            return answers
+
+        if only_echoes(body):
+            self.desk.make_room(count, arrival.caller)
+            ticket = _nothing_to_do(arrival, await self.desk.prepared(arrival, prepare))
+        else:
+            ticket = await self.desk.take(arrival, prepare, count, patient=not body.stream)
         return await self._respond(body, request, ticket, params, writer, reads_calls=False)
+
+    def _echoes(
+        self, prompts: Sequence[Prompt], answers: Sequence[Sequence[Answer]], params: SamplingParams
+    ) -> Iterator[Echo]:
+        """Each prompt as it is repeated: decoded once, however many answers it gets."""
+        firsts = [first for first, *_ in answers]
+        if params.prompt_logprobs is not None:
+            check_entries(sum(first.prompt_length for first in firsts), params.n, params.prompt_logprobs)
+        make = Echo.of if params.prompt_logprobs is None else Echo.scored
+        return (make(prompt, tuple(a.tokens), self.llm.tokenizer) for prompt, a in zip(prompts, firsts, strict=True))
 
     def _answers(self, prompts: Sequence[Prompt], params: SamplingParams, caller: Caller) -> list[list[Answer]]:
         return [self.llm.intake.answers(prompt, params, caller.name)[1] for prompt in prompts]
-
-    def _as_text(self, prompt: Prompt) -> str:
-        return (
-            prompt if isinstance(prompt, str) else self.llm.tokenizer.decode([t for t in prompt if isinstance(t, int)])
-        )
 
     def _chat_tokens(self, messages: Sequence[Message], toolbox: ToolBox | None) -> list[int]:
         return self.llm.intake.encode_text(chat_text(self.llm.tokenizer, messages, toolbox), special=False)
@@ -154,6 +171,7 @@ class Service:
                 reads_calls=reads_calls,
                 prediction=answer.prediction,
                 tracer=Tracer(i, self._guessing_for(answer), self.llm.tokenizer) if params.trace else None,
+                tells_end=writer.tells_end,
             )
             for i, answer in enumerate(answer for answers in ticket.prompts for answer in answers)
         ]
@@ -195,6 +213,16 @@ def _salted(params: SamplingParams, caller: Caller) -> SamplingParams:
 
 def _tells_usage(body: Sampling) -> bool:
     return bool(body.stream and body.stream_options is not None and body.stream_options.include_usage)
+
+
+def _nothing_to_do(arrival: Arrival, prompts: list[list[Answer]]) -> Ticket:
+    """Answers that end before anything is run for them."""
+    watcher, cancel = (lambda *_: None), (lambda _: None)
+    ticket = Ticket(arrival.request_id, prompts, True, watcher, cancel, Caller(None))
+    for i, answers in enumerate(prompts):
+        for answer in answers:
+            ticket.receive(i, answer.event(0, 0, FinishReason.LENGTH, time.perf_counter()))
+    return ticket
 
 
 def _prompts(body: CompletionRequest) -> list[Prompt]:

@@ -13,6 +13,7 @@ from draftwood.model.tokenizer import Tokenizer
 from draftwood.request import TokenLogprob
 from draftwood.server.calls import Arguments, Call, CallStart
 from draftwood.server.choices import Choice, Delta
+from draftwood.server.echo import Echo
 from draftwood.server.margin import Spoken
 
 Json = dict[str, Any]
@@ -23,6 +24,7 @@ class Writer(Protocol):
 
     id: str
     end: bytes  # what a stream ends with, whether it failed or not
+    tells_end: bool  # log-probabilities also of tokens that read as nothing
 
     def openings(self, choices: Sequence[Choice]) -> list[Json]:
         """The events before the first words."""
@@ -56,6 +58,7 @@ class _Envelope:
     kind: str
     chunk_kind: str
     end = b"data: [DONE]\n\n"
+    tells_end = False
 
     def __init__(self, model: str, tokenizer: Tokenizer, *, tells_usage: bool, logprobs: bool) -> None:
         self.id = f"{self.prefix}-{secrets.token_hex(12)}"
@@ -185,42 +188,78 @@ class CompletionWriter(_Envelope):
     prefix = "cmpl"
     kind = "text_completion"
     chunk_kind = "text_completion"
+    tells_end = True
 
     def __init__(
-        self, model: str, tokenizer: Tokenizer, echoes: Sequence[str], *, tells_usage: bool, logprobs: bool
+        self, model: str, tokenizer: Tokenizer, echoes: Sequence[Echo], n: int, *, tells_usage: bool, logprobs: bool
     ) -> None:
         super().__init__(model, tokenizer, tells_usage=tells_usage, logprobs=logprobs)
-        self._echoes = echoes  # what is repeated before each answer
+        self._echoes = echoes  # what is repeated before the answers to each prompt; empty: nothing
+        self._n = n  # answers a prompt
+        self._scored: dict[int, Json] = {}  # log-probabilities of each prompt, once they are known
+        self._begun: set[int] = set()  # answers of a stream before which the prompt has been repeated
 
-    def _echo(self, choice: Choice) -> str:
-        return self._echoes[choice.index] if self._echoes else ""
+    def _echo(self, choice: Choice) -> Echo:
+        return self._echoes[choice.index // self._n] if self._echoes else Echo("")
 
     def opening(self, choice: Choice) -> Json | None:
-        """The prompt, if it is to be repeated."""
-        return self._as_chunk(_text(choice, self._echo(choice), None, None)) if self._echo(choice) else None
+        """The prompt, if it is to be repeated and there is nothing to be known about it first."""
+        echo = self._echo(choice)
+        return self._as_chunk(_text(choice, echo.text, None, None)) if echo.text and not echo.tokens else None
 
     def chunk(self, choice: Choice, delta: Delta) -> Json:
-        """More text."""
-        return self._as_chunk(_text(choice, delta.text, self._margin(delta.tokens, choice), delta.finish))
+        """More text. The first chunk of an answer also has the prompt, where its log-probabilities are told."""
+        text, margin = delta.text, self._margin(delta.tokens, choice)
+        if self._echo(choice).tokens and choice.index not in self._begun:
+            self._begun.add(choice.index)
+            text, margin = self._echo(choice).text + text, _joined(self._prompt_margin(choice), margin)
+        return self._as_chunk(_text(choice, text, margin, delta.finish))
 
     def choice(self, choice: Choice) -> Json:
         """A text."""
-        text = self._echo(choice) + "".join(choice.text)
-        return _text(choice, text, self._margin(choice.tokens, choice), choice.finish)
+        margin = self._margin(choice.tokens, choice)
+        if self._echo(choice).tokens:
+            margin = _joined(self._prompt_margin(choice), margin)
+        return _text(choice, self._echo(choice).text + "".join(choice.text), margin, choice.finish)
 
     def _margin(self, tokens: Sequence[Spoken[TokenLogprob]], choice: Choice) -> Json | None:
         if not self._logprobs:
             return None
-        before = len(self._echo(choice))
+        before = len(self._echo(choice).text)
         return {
             "tokens": [self._read(spoken.entry.token) for spoken in tokens],
             "token_logprobs": [finite(spoken.entry.logprob) for spoken in tokens],
-            "top_logprobs": [{self._read(t): finite(p) for t, p in spoken.entry.top} for spoken in tokens],
+            "top_logprobs": [self._best(spoken.entry) for spoken in tokens],
             "text_offset": [before + spoken.start for spoken in tokens],
         }
 
+    def _prompt_margin(self, choice: Choice) -> Json:
+        """The same of the prompt, which answers of one request share; the engine tells it with the first of them."""
+        prompt, echo = choice.index // self._n, self._echo(choice)
+        if choice.prompt:
+            self._scored[prompt] = {
+                "tokens": [self._read(token) for token in echo.tokens],
+                "token_logprobs": [None if entry is None else finite(entry.logprob) for entry in choice.prompt],
+                "top_logprobs": [None if entry is None else self._best(entry) for entry in choice.prompt],
+                "text_offset": list(echo.starts),
+            }
+        return self._scored[prompt]
+
+    def _best(self, entry: TokenLogprob) -> Json:
+        """By what tokens read as; of those that read alike, the likeliest."""
+        return {self._read(token): finite(logprob) for token, logprob in reversed(entry.top)}
+
     def _read(self, token: int) -> str:
-        return self._spelled(token).decode("utf-8", "replace")
+        """Its text; as OpenAI writes it, where it is a part of a character."""
+        spelled = self._spelled(token)
+        try:
+            return spelled.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelled)
+
+
+def _joined(first: Json, second: Json | None) -> Json:
+    return first if second is None else {name: first[name] + second[name] for name in first}
 
 
 def _text(choice: Choice, text: str, logprobs: Json | None, finish: str | None) -> Json:

@@ -148,6 +148,7 @@ class ResponseWriter:
     """Writes the one answer of a request to `/v1/responses`."""
 
     end = b""  # the last event says that it is the last
+    tells_end = False
 
     def __init__(self, body: ResponsesRequest, model: str, tokenizer: Tokenizer) -> None:
         self.id = f"resp_{secrets.token_hex(12)}"
