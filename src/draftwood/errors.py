@@ -26,5 +26,9 @@ class GrammarError(DraftwoodError):
     """A grammar nobody can follow: malformed, beyond its limits, or without a word to go on with."""
 
 
+class StorageError(DraftwoodError):
+    """Something could not be written: the disk is full, or the folder cannot be written to."""
+
+
 class IncompatibleParts(DraftwoodError, ValueError):
     """Parts that would not be exact together: a law with a draw it is not made for, two vocabularies."""
