@@ -50,7 +50,15 @@ from draftwood.model.config import ModelConfig
 from draftwood.model.native import Progress
 from draftwood.model.runner import ModelRunner, require_strict
 from draftwood.nets.block import BlockNet
-from draftwood.nets.layouts import DrafterFiles, Layout, build_net, open_drafter, recognise, self_test
+from draftwood.nets.layouts import (
+    DrafterFiles,
+    Layout,
+    build_net,
+    misfit_explained,
+    open_drafter,
+    recognise,
+    self_test,
+)
 from draftwood.nets.layouts.student import student_words
 from draftwood.nets.parallel import ParallelEagle
 from draftwood.nets.pointwise import HeadStack
@@ -245,24 +253,8 @@ def load_trained(
 ) -> Drafter:
     """Whatever network somebody trained for the target, recognised from its files."""
     files = open_drafter(path, allow_pickle=allow_pickle)
-    with _misfit_explained(files, target):
+    with misfit_explained(files, target):
         return _load_files(path, files, tree, target, config)
-
-
-@contextmanager
-def _misfit_explained(files: DrafterFiles, target: Checkpoint) -> Iterator[None]:
-    """Say first which model a drafter was trained for, if it says so and does not fit this one."""
-    try:
-        yield
-    except IncompatibleParts as error:
-        if files.target_name is None:
-            raise
-        size = files.target_hidden_size
-        raise IncompatibleParts(
-            f"This drafter was trained for {files.target_name}{f' (hidden size {size})' if size else ''}; the target is "
-            f"{target.name} (hidden size {target.config.hidden_size}). {error} Train one for this target "
-            "(`draftwood train`), or take one that needs no training, such as ngram."
-        ) from error
 
 
 def _load_files(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import re
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 

@@ -130,8 +130,8 @@ class LLM:
     `model` is an alias ("smollm2"), a folder, a .gguf file or a hub id. Requests from any number of threads and
     event loops share one batch. Use it as a context manager, or call `close()`.
 
-    Without a `drafter` it decodes plainly, as a library should until it is told otherwise; the command line's default is
-    `--drafter ngram`. `threads` is the same as `EngineConfig(threads=…)`.
+    Without a `drafter` it decodes plainly; the command line's default is another one, `--drafter ngram`. `threads` is
+    the same as `EngineConfig(threads=…)`.
 
     `offers` are further drafters that requests may name, besides `none`; with them, if only an empty list, requests may
     also bring predictions.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 import shutil
 from collections.abc import Callable, Mapping
@@ -137,7 +136,7 @@ def _kept(job: TrainJob) -> str:
     saved = state.checkpoints(job.place / CHECKPOINTS)
     if saved:
         return f"Training up to step {int(saved[-1].name.removeprefix(state.PREFIX))} is kept."
-    if list(job.folder.glob("answers-*")):
+    if [*job.folder.glob("answers-*.safetensors"), *job.folder.glob("answers-*.waves/*.safetensors")]:
         return "The answers so far are kept; training has no checkpoint yet."
     return "Nothing had been kept yet."
 
@@ -282,8 +281,11 @@ def _let_go() -> None:
 def _save_whole(corpus: Corpus, path: Path) -> None:
     """Whole or not at all."""
     draft = path.with_suffix(".partial")
-    corpus.save(draft)
-    os.replace(draft, path)
+    try:
+        corpus.save(draft)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _texts(corpus: Corpus) -> Texts:
