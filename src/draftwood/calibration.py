@@ -99,7 +99,7 @@ def calibrate(target: ModelRunner, say: Say = lambda _: None) -> StepCosts:
     if costs.doubt is None or before is None:
         _keep(costs, costs_path(target), say)
     if costs.doubt is not None:
-        instead = "assumed costs are" if before is None else "the table measured before is"
+        instead = "drafts are sized as if nothing had been measured" if before is None else "the table before it stays"
         say(
             f"These costs are not used, {instead}: {costs.doubt}, so something else kept the machine busy. "
             "Run `draftwood calibrate` again when it is quiet."

@@ -15,6 +15,7 @@ from pathlib import Path
 
 READERS, BLOCK = 8, 8 << 20  # of files that will be needed soon
 _being_read: set[Path] = set()
+SET_HOME = "set DRAFTWOOD_HOME to a folder with room that you can write to, as in `export DRAFTWOOD_HOME=~/draftwood`"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
 
@@ -39,7 +40,7 @@ def why_unwritable(error: BaseException) -> str | None:
 def advise_home(error: OSError) -> str:
     """What went wrong under `home`, and which setting moves it elsewhere."""
     reason = why_unwritable(error) or f"{(error.strerror or str(error)).lower()}{_place(error)}"
-    return f"{reason}; set DRAFTWOOD_HOME to a folder with room that you can write to (now {home()})"
+    return f"{reason}; {SET_HOME} (now {home()})"
 
 
 def _place(error: BaseException) -> str:

@@ -204,7 +204,7 @@ def test_a_steady_table_outlives_a_busy_day(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(calibration, "_timed_step", Busy())
     heard: list[str] = []
     assert calibrate(target, heard.append).doubt is not None
-    assert "the table measured before is" in heard[-1]
+    assert "the table before it stays" in heard[-1]
     assert known_costs(target) == steady
 
 

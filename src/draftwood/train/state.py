@@ -181,9 +181,12 @@ def save_best(folder: Path, module: nn.Module, step: int, score: float) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     draft = folder / f".{BEST}.partial"
     weights = {name: _apart(tensor) for name, tensor in module.state_dict().items()}
-    save_file(weights, draft, metadata={"step": str(step), "score": repr(score)})
-    _to_disk([draft])
-    draft.replace(folder / BEST)
+    try:
+        save_file(weights, draft, metadata={"step": str(step), "score": repr(score)})
+        _to_disk([draft])
+        draft.replace(folder / BEST)
+    finally:
+        draft.unlink(missing_ok=True)
     return folder / BEST
 
 
