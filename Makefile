@@ -34,16 +34,20 @@ clean:
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis .coverage build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
+# The long waits say what they are for; torch is by far the largest, so pip shows its progress.
 .venv/.torch:
+	@echo "Installing $(TORCH) into .venv: hundreds of MB as a CPU build, several GB with CUDA; this can take minutes."
 	$(PYTHON) -m venv .venv
-	$(PIP) "$(TORCH)"
+	$(BIN)/pip install --disable-pip-version-check "$(TORCH)"
 	touch $@
 
 .venv/.installed: .venv/.torch pyproject.toml
+	@echo "Installing draftwood and its other dependencies (tens of MB) ..."
 	$(PIP) -e .
 	touch $@
 
 .venv/.installed-dev: .venv/.installed pyproject.toml
+	@echo "Installing what tests and checks need (hundreds of MB) ..."
 	$(PIP) -e ".[dev]"
 	touch $@
 

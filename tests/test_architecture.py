@@ -94,3 +94,8 @@ def test_public_names() -> None:
     ]
     for name in draftwood.__all__:
         assert getattr(draftwood, name) is not None
+
+
+def test_type_checkers_are_told_that_the_package_has_types() -> None:
+    """PEP 561; the wheel takes all files of the package's folder."""
+    assert (SOURCE / "py.typed").is_file()

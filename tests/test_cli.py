@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import functools
+import importlib
 import json
 import os
 import signal
@@ -15,9 +17,11 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from safetensors import SafetensorError
 from typer.testing import CliRunner
 
 import draftwood
+from draftwood.assembly import SHIPPED
 from draftwood.cli import app
 from draftwood.cli.screen import coloured, figures
 from draftwood.engine.llm import LLM
@@ -314,6 +318,27 @@ def test_parts_lists_all_of_them() -> None:
     assert "nodes=4 (15 on a GPU)" in result.stdout
 
 
+def test_parts_says_of_every_trained_drafter_what_it_is() -> None:
+    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in run("parts").stdout.splitlines()]
+    said: dict[str, str] = {}
+    for row in (row for row in rows if len(row) == 3):
+        name = row[0] or list(said)[-1]  # a long text goes on below
+        said[name] = f"{said.get(name, '')} {row[2]}"
+    said = {name: text for name, text in said.items() if name in SHIPPED}
+    assert set(said) == {"block", "eagle3", "hydra", "medusa", "student"}
+    assert len(set(said.values())) == 5
+    assert all("trained for smollm2" in text for text in said.values())
+
+
+@pytest.mark.parametrize("command", [("parts",), ("models",), ("laws", "--list"), ("train", "--list")])
+def test_tables_are_not_cut_off_at_80_columns(command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = importlib.import_module("draftwood.cli.app")  # the package has an `app` of its own
+    monkeypatch.setattr(commands, "stdout", lambda: Console(highlight=False, width=80))
+    lines = run(*command).stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert not [line for line in lines if "…" in line]
+
+
 def test_parts_says_of_every_law_whether_it_is_lossless() -> None:
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in run("parts").stdout.splitlines()]
     laws = {row[0]: row for row in rows if len(row) == 5 and row[0] in LAWS}
@@ -448,6 +473,49 @@ def test_too_little_memory_is_explained(folder: str, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(LLM, "_build_engine", build)
     assert_refused(generate_with(folder), "memory")
+
+
+@pytest.mark.parametrize("drafter", SHIPPED)
+def test_a_drafter_of_another_model_says_which(folder: str, drafter: str) -> None:
+    result = run("generate", "a", "-m", folder, "--drafter", drafter)
+    assert_refused(result, "was trained for smollm2 (hidden size 576)", f"the target is {folder} (hidden size 32)")
+    assert "draftwood train" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "x.svg"), "the disk is full (x.svg)"),
+        (OSError(errno.EROFS, "Read-only file system", "x.svg"), "read-only file system (x.svg)"),
+        (SafetensorError('Error while serializing: I/O error: "No space left on device" (28)'), "the disk is full"),
+    ],
+)
+def test_what_cannot_be_written_is_a_sentence(monkeypatch: pytest.MonkeyPatch, error: Exception, reason: str) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr("draftwood.cli.parts.models_table", fail)
+    assert_refused(run("models"), reason, "Make room")
+
+
+def test_other_failures_keep_their_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("draftwood.cli.parts.models_table", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        run("models")
+
+
+def test_a_home_that_cannot_be_written_is_named(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DRAFTWOOD_HOME", str(tmp_path / "file" / "home"))
+    monkeypatch.setattr("draftwood.calibration.REPEATS", 1)
+    result = run("calibrate", "--model", folder, "--threads", "1")
+    assert result.exit_code == 0, "it was measured all the same"
+    assert "could not be kept" in result.stderr
+    assert "set DRAFTWOOD_HOME to a folder" in result.stderr
+    assert "Errno" not in result.stderr
 
 
 # --- Ctrl-C and pipes
@@ -614,6 +682,18 @@ def test_demo_compares_and_ends_with_a_summary(roomy_folder: str, tmp_path: Path
     svg = picture.read_text()
     assert svg.startswith("<svg")
     assert "font-face" not in svg
+
+
+def test_demo_measures_again_where_the_table_is_that_of_a_busy_machine(roomy_folder: str) -> None:
+    home = Path(os.environ["DRAFTWOOD_HOME"])
+    assert "Measuring what a step costs" in demo(roomy_folder).stderr
+    (path,) = (home / "costs").iterdir()
+    poisoned = json.dumps({"rows": [1, 4], "contexts": [64], "seconds": [[0.068, 0.428]], "per_sequence": 0.0})
+    path.write_text(poisoned)
+    assert "Measuring what a step costs" in demo(roomy_folder).stderr
+    assert path.read_text() != poisoned
+    path.write_text(poisoned.replace("0.428", "0.078"))
+    assert "Measuring" not in demo(roomy_folder).stderr, "nothing is wrong with this one"
 
 
 def test_demo_with_a_draft_model(roomy_folder: str) -> None:

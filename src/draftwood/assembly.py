@@ -50,7 +50,15 @@ from draftwood.model.config import ModelConfig
 from draftwood.model.native import Progress
 from draftwood.model.runner import ModelRunner, require_strict
 from draftwood.nets.block import BlockNet
-from draftwood.nets.layouts import Layout, build_net, open_drafter, recognise, self_test
+from draftwood.nets.layouts import (
+    DrafterFiles,
+    Layout,
+    build_net,
+    misfit_explained,
+    open_drafter,
+    recognise,
+    self_test,
+)
 from draftwood.nets.layouts.student import student_words
 from draftwood.nets.parallel import ParallelEagle
 from draftwood.nets.pointwise import HeadStack
@@ -67,6 +75,13 @@ from draftwood.verifiers import LAWS, ByRequest, default_law
 DEFAULT_TREE = "chain"
 TRAINED = Path(__file__).parent / "trained"  # drafters that come with the package, for the embedded model
 SHIPPED = tuple(sorted(folder.name for folder in TRAINED.glob("*") if (folder / "config.json").is_file()))
+SHIPPED_SAYS: Mapping[str, str] = {
+    "eagle3": "EAGLE-3: one layer that reads three of the target's layers and guesses token by token",
+    "block": "DSpark: a whole block of tokens in one pass, each corrected by the one before it",
+    "medusa": "Medusa: several heads, each guesses one of the next tokens without seeing the others' guesses",
+    "hydra": "Hydra: several heads, each sees the tokens guessed before its own",
+    "student": "a small language model between the target's own embedding and head",
+}
 AUTO = "auto"
 
 
@@ -238,6 +253,13 @@ def load_trained(
 ) -> Drafter:
     """Whatever network somebody trained for the target, recognised from its files."""
     files = open_drafter(path, allow_pickle=allow_pickle)
+    with misfit_explained(files, target):
+        return _load_files(path, files, tree, target, config)
+
+
+def _load_files(
+    path: str | Path, files: DrafterFiles, tree: str | None, target: Checkpoint, config: EngineConfig
+) -> Drafter:
     layout = recognise(files)
     if layout == Layout.STUDENT:
         return student_drafter(student_words(files, target), tree, config)

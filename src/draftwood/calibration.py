@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Tokens
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ from draftwood.engine.scheduler import Scheduler, SchedulerConfig
 from draftwood.engine.sequence import Sequence
 from draftwood.engine.text import TextStream
 from draftwood.errors import InvalidRequest
-from draftwood.machine import home, processor_features
+from draftwood.machine import advise_home, home, processor_features
 from draftwood.model.runner import ModelRunner
 from draftwood.protocols import Controller, Drafter
 from draftwood.request import FinishReason, SamplingParams
@@ -64,13 +64,14 @@ def costs_path(target: ModelRunner) -> Path:
 
 
 def known_costs(target: ModelRunner) -> StepCosts | None:
-    """The table, if this machine has measured it before."""
-    return StepCosts.load(costs_path(target))
+    """The table, if this machine has measured it before and was steady enough then."""
+    costs = StepCosts.load(costs_path(target))
+    return costs if costs is not None and costs.doubt is None else None
 
 
-def default_controller(target: ModelRunner, drafter: Drafter) -> Controller:
-    """By measured costs where they are known, on a GPU by those of another; else as much as the drafter likes."""
-    costs = known_costs(target) or (LIKE_OTHER_GPUS if target.device.type == "cuda" else None)
+def default_controller(target: ModelRunner, drafter: Drafter, costs: StepCosts | None = None) -> Controller:
+    """By costs that are given or known, on a GPU else by those of another; without any as much as the drafter likes."""
+    costs = costs or known_costs(target) or (LIKE_OTHER_GPUS if target.device.type == "cuda" else None)
     if costs is None or drafter.max_nodes == 0:
         return FixedBudget(drafter.max_nodes)
     return (MeasuredBudget if drafter.law.chain else MeasuredTreeBudget)(costs, drafter.max_nodes)
@@ -80,15 +81,38 @@ def trimmed(drafter: Drafter, target: ModelRunner) -> TrimmedDrafter:
     """The same drafter with its trees cut to what pays for its time on this machine."""
     costs = known_costs(target)
     if costs is None:
-        raise InvalidRequest("Cutting trees by what they cost needs measured costs: run `draftwood calibrate` first.")
+        raise InvalidRequest(
+            "Cutting trees by what they cost needs costs that were measured on a quiet machine: run "
+            "`draftwood calibrate` first."
+        )
     return TrimmedDrafter(drafter, costs)
 
 
 def calibrate(target: ModelRunner, say: Say = lambda _: None) -> StepCosts:
-    """Measure, and keep the result. Takes a few seconds; the target must have no requests meanwhile."""
+    """Measure, and keep the result. Takes a few seconds; the target must have no requests meanwhile.
+
+    A doubtful result never replaces one that is not; it is kept otherwise, but nobody budgets by it, and it is
+    measured again at the next opportunity.
+    """
     costs = _on_gpu(target, say) if target.device.type == "cuda" else _on_cpu(target, say)
-    costs.save(costs_path(target))
+    before = known_costs(target)
+    if costs.doubt is None or before is None:
+        _keep(costs, costs_path(target), say)
+    if costs.doubt is not None:
+        instead = "drafts are sized as if nothing had been measured" if before is None else "the table before it stays"
+        say(
+            f"These costs are not used, {instead}: {costs.doubt}, so something else kept the machine busy. "
+            "Run `draftwood calibrate` again when it is quiet."
+        )
     return costs
+
+
+def _keep(costs: StepCosts, path: Path, say: Say) -> None:
+    """Save a table; one that cannot be saved still serves this process."""
+    try:
+        costs.save(path)
+    except OSError as error:
+        say(f"The costs of steps could not be kept, and will be measured again: {advise_home(error)}.")
 
 
 def _on_gpu(target: ModelRunner, say: Say) -> StepCosts:
@@ -147,33 +171,54 @@ def _time_round(rounds: Rounds, answers: Tokens[Sequence], nodes: int) -> float:
 
 def _on_cpu(target: ModelRunner, say: Say) -> StepCosts:
     room = min(target.model.config.max_positions, target.cache.tables.capacity // (BATCH + 1)) - 2 * max(ROWS)
-    contexts = [min(context, max(room, 1)) for context in CONTEXTS]
-    lines = []
-    for context in sorted(set(contexts)):
+    contexts = sorted({min(context, max(room, 1)) for context in CONTEXTS})
+    measured = []
+    for context in contexts:
         say(f"steps with {context} tokens of context")
-        lines.append(_measure(target, 1, context, ROWS))
+        measured.append(_measure(target, 1, context, ROWS))
     say(f"steps of {BATCH} sequences")
-    together = _measure(target, BATCH, min(contexts), (1,))[0]
-    alone = lines[0][ROWS.index(BATCH)]
-    per_sequence = max(0.0, (together - alone) / (BATCH - 1))
-    return StepCosts(ROWS, tuple(sorted(set(contexts))), tuple(lines), per_sequence)
+    together = _measure(target, BATCH, contexts[0], (1,))
+    alone = measured[0].seconds[ROWS.index(BATCH)]
+    per_sequence = max(0.0, (together.seconds[0] - alone) / (BATCH - 1))
+    spread = max(each.spread for each in (*measured, together))
+    return StepCosts(ROWS, tuple(contexts), tuple(each.seconds for each in measured), per_sequence, spread=spread)
 
 
-def _measure(target: ModelRunner, batch: int, context: int, rows: tuple[int, ...]) -> tuple[float, ...]:
-    """Seconds of a step by rows a sequence, undisturbed: the best of some rounds with a few steps of every size."""
+@dataclass(frozen=True)
+class _Measured:
+    """Steps of several sizes, each timed in several rounds."""
+
+    rounds: tuple[tuple[float, ...], ...]  # [sizes][rounds] seconds, the best of each round
+
+    @property
+    def seconds(self) -> tuple[float, ...]:
+        """Undisturbed, of every size: nothing makes a step faster."""
+        return tuple(min(times) for times in self.rounds)
+
+    @property
+    def spread(self) -> float:
+        """How far the second best round is from the best, for the size where it is farthest."""
+        return max(sorted(times)[:2][-1] / min(times) for times in self.rounds)
+
+
+def _measure(target: ModelRunner, batch: int, context: int, rows: tuple[int, ...]) -> _Measured:
+    """Seconds of a step by rows a sequence, in rounds with a few steps of every size."""
     with _drafting(target, batch, context) as (engine, size):
         times: dict[int, list[float]] = {count: [] for count in rows}
         for _ in range(REPEATS):
             for count in rows:
                 size[0] = count - 1
                 engine.step()  # not timed: what another size has left in the caches is none of this one's business
-                for _ in range(BURST):
-                    _wait(target.device)
-                    start = time.perf_counter()
-                    engine.step()
-                    _wait(target.device)
-                    times[count].append(time.perf_counter() - start)
-    return tuple(min(times[count]) for count in rows)
+                times[count].append(min(_timed_step(engine) for _ in range(BURST)))
+    return _Measured(tuple(tuple(times[count]) for count in rows))
+
+
+def _timed_step(engine: Engine) -> float:
+    _wait(engine.target.device)
+    start = time.perf_counter()
+    engine.step()
+    _wait(engine.target.device)
+    return time.perf_counter() - start
 
 
 @contextmanager

@@ -58,6 +58,16 @@ class EngineConfig:
         if self.threads is not None and self.threads < 1:
             raise InvalidRequest("threads must be at least 1.")
 
+    def with_threads(self, threads: int | None) -> EngineConfig:
+        """The same with so many threads, if a number is given; refuses one that contradicts its own."""
+        if threads is None:
+            return self
+        if self.threads not in (None, threads):
+            raise InvalidRequest(
+                f"threads={threads} contradicts the configuration's threads={self.threads}: give only one of them."
+            )
+        return replace(self, threads=threads)
+
     def settled(self) -> EngineConfig:
         """The same with sizes that suit the device where none are given; a GPU's cache is settled by its memory."""
         on_gpu = self.torch_device().type == "cuda"

@@ -13,6 +13,9 @@ from typing import Any
 
 from draftwood.errors import InvalidRequest
 
+STEADY = 1.25  # two undisturbed measurements of the same step differ by less
+NOISE = 1.5  # times may contradict each other by so much before a table is implausible
+
 
 @dataclass(frozen=True)
 class StepCosts:
@@ -29,6 +32,7 @@ class StepCosts:
     per_sequence: float
     per_token: float = 0.0
     assumed: bool = False  # by what others have measured, in plain steps: good to compare, not to subtract
+    spread: float | None = None  # worst ratio between a size's two best measurements; None: not recorded
 
     def __post_init__(self) -> None:
         sized = len(self.seconds) == len(self.contexts) and all(len(line) == len(self.rows) for line in self.seconds)
@@ -49,6 +53,22 @@ class StepCosts:
     @cached_property
     def _rising(self) -> list[list[float]]:
         return [list(itertools.accumulate(reversed(line), min))[::-1] for line in self.seconds]
+
+    @property
+    def doubt(self) -> str | None:
+        """Why the table should not be used, or None: it was measured on a busy machine, or contradicts itself."""
+        if self.spread is not None and self.spread > STEADY:
+            return f"two measurements of the same step differed {self.spread:.1f}-fold"
+        return next(filter(None, (self._contradiction(line) for line in self.seconds)), None)
+
+    def _contradiction(self, line: Sequence[float]) -> str | None:
+        """Times that cannot both be right: rows never make a step faster, and could always run in several steps."""
+        points = list(zip(self.rows, line, strict=True))
+        for (few, short), (many, long) in itertools.combinations(points, 2):
+            most = -(-many // few) * short
+            if short > NOISE * long or long > NOISE * most:
+                return f"{few} rows took {1e3 * short:.1f} ms and {many} rows {1e3 * long:.1f}"
+        return None
 
     def slope(self, rows: int, context: float = 0, batch: int = 1, over: int = 8) -> float:
         """Seconds that one more row costs, on average over the next few."""
@@ -72,7 +92,9 @@ class StepCosts:
             raw = json.loads(path.read_text())
             lines = tuple(tuple(float(time) for time in line) for line in raw["seconds"])
             others = float(raw["per_sequence"]), float(raw.get("per_token", 0.0))
-            return cls(tuple(raw["rows"]), tuple(raw["contexts"]), lines, *others)
+            spread = raw.get("spread")  # older tables have none
+            steadiness = None if spread is None else float(spread)
+            return cls(tuple(raw["rows"]), tuple(raw["contexts"]), lines, *others, spread=steadiness)
         except (OSError, ValueError, TypeError, KeyError):
             return None
 

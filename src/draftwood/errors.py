@@ -42,5 +42,9 @@ class GrammarError(DraftwoodError):
     code = "grammar_error"
 
 
+class StorageError(DraftwoodError):
+    """Something could not be written: the disk is full, or the folder cannot be written to."""
+
+
 class IncompatibleParts(DraftwoodError, ValueError):
     """Parts that would not be exact together: a law with a draw it is not made for, two vocabularies."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import mmap
 import os
@@ -14,6 +15,9 @@ from pathlib import Path
 
 READERS, BLOCK = 8, 8 << 20  # of files that will be needed soon
 _being_read: set[Path] = set()
+SET_HOME = "set DRAFTWOOD_HOME to a folder with room that you can write to, as in `export DRAFTWOOD_HOME=~/draftwood`"
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 
 def home() -> Path:
@@ -21,6 +25,27 @@ def home() -> Path:
     own = os.environ.get("DRAFTWOOD_HOME")
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(own).expanduser() if own else Path(cache).expanduser() / "draftwood"
+
+
+def why_unwritable(error: BaseException) -> str | None:
+    """Why something could not be written, as a clause; None: the error is about something else."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number in _FULL or "No space left on device" in str(error):  # libraries in Rust say it in their own types
+        return f"the disk is full{_place(error)}"
+    if number in _FORBIDDEN:
+        return f"{os.strerror(number).lower()}{_place(error)}"
+    return None
+
+
+def advise_home(error: OSError) -> str:
+    """What went wrong under `home`, and which setting moves it elsewhere."""
+    reason = why_unwritable(error) or f"{(error.strerror or str(error)).lower()}{_place(error)}"
+    return f"{reason}; {SET_HOME} (now {home()})"
+
+
+def _place(error: BaseException) -> str:
+    name = error.filename if isinstance(error, OSError) else None
+    return f" ({name})" if name else ""
 
 
 def zeroed_memory(num_bytes: int, *, large_pages: bool) -> mmap.mmap:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +16,14 @@ import torch
 from draftwood import LLM, EngineConfig, SamplingParams, calibration
 from draftwood.cache.seats import Kind
 from draftwood.calibration import CONTEXTS, ROWS, calibrate, costs_path, default_controller, known_costs
+from draftwood.costs import StepCosts
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
 from draftwood.engine.controller import FixedBudget, MeasuredBudget, MeasuredTreeBudget
+from draftwood.engine.engine import Engine
+from draftwood.engine.worker import ComputeThread
 from draftwood.errors import InvalidRequest
+from draftwood.model.runner import ModelRunner
 from draftwood.protocols import Load
 from in_rounds import Replayed
 from tiny import tiny_config, tiny_folder, tiny_runner
@@ -27,6 +33,13 @@ from tiny import tiny_config, tiny_folder, tiny_runner
 def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("DRAFTWOOD_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(calibration, "REPEATS", 2)
+    monkeypatch.setattr(calibration, "_timed_step", quiet_step)
+
+
+def quiet_step(engine: Engine) -> float:
+    """A step on a machine that nothing disturbs."""
+    engine.step()
+    return 1e-3
 
 
 def roomy(**changes):
@@ -130,5 +143,94 @@ def test_a_table_is_plain_json() -> None:
     target = roomy(dtype=torch.float32)
     calibrate(target)
     assert set(json.loads(costs_path(target).read_text())) == {
-        "rows", "contexts", "seconds", "per_sequence", "per_token",
+        "rows", "contexts", "seconds", "per_sequence", "per_token", "spread",
     }  # fmt: skip
+
+
+# --- tables of a busy machine
+
+
+def poison(target: ModelRunner) -> Path:
+    """A table as a busy machine gave it: four rows at 428 ms, one at 68. In the format that has no spread yet."""
+    seconds = [0.068, 0.071, 0.074, 0.428, 0.43, 0.43, 0.44, 0.45, 0.47, 0.5, 0.6, 0.9]
+    path = costs_path(target)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"rows": ROWS, "contexts": [64], "seconds": [seconds], "per_sequence": 0.0}))
+    return path
+
+
+def test_an_implausible_table_is_not_used_and_is_replaced() -> None:
+    target = roomy(dtype=torch.float32)
+    path = poison(target)
+    assert StepCosts.load(path) is not None, "it can be read"
+    assert known_costs(target) is None
+    assert isinstance(default_controller(target, NgramDrafter()), FixedBudget)
+    with pytest.raises(InvalidRequest, match="quiet machine"):
+        calibration.trimmed(NgramDrafter(), target)
+    calibrate(target)
+    assert known_costs(target) is not None
+    assert isinstance(default_controller(target, NgramDrafter()), MeasuredBudget)
+
+
+class Busy:
+    """A machine where rounds are disturbed: each takes longer than the one before."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def __call__(self, engine: Engine) -> float:
+        engine.step()
+        self.steps += 1
+        return 1e-3 * (1 + self.steps)
+
+
+def test_what_a_busy_machine_gives_is_recorded_but_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = roomy(dtype=torch.float32)
+    monkeypatch.setattr(calibration, "_timed_step", Busy())
+    heard: list[str] = []
+    costs = calibrate(target, heard.append)
+    assert costs.spread is not None
+    assert costs.spread > 2
+    assert costs.doubt is not None
+    assert "not used" in heard[-1]
+    assert "Run `draftwood calibrate` again" in heard[-1]
+    assert json.loads(costs_path(target).read_text())["spread"] == costs.spread
+    assert known_costs(target) is None
+
+
+def test_a_steady_table_outlives_a_busy_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = roomy(dtype=torch.float32)
+    steady = calibrate(target)
+    monkeypatch.setattr(calibration, "_timed_step", Busy())
+    heard: list[str] = []
+    assert calibrate(target, heard.append).doubt is not None
+    assert "the table before it stays" in heard[-1]
+    assert known_costs(target) == steady
+
+
+def test_an_llm_ignores_a_doubtful_table_until_it_has_measured_again(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path / "model", max_position_embeddings=2048)
+    with LLM(folder, drafter="ngram", threads=1, config=EngineConfig(cache_tokens=16384)) as llm:
+        ComputeThread.shared().call(lambda: poison(llm.engine.target))
+        assert not llm.is_calibrated
+        llm.calibrate()
+        assert llm.is_calibrated
+        assert isinstance(llm.engine.controller, MeasuredBudget)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+def test_costs_that_cannot_be_kept_serve_this_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def fail(self: StepCosts, path: Path) -> None:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(StepCosts, "save", fail)
+    folder = tiny_folder(tmp_path / "model", max_position_embeddings=2048)
+    heard: list[str] = []
+    with LLM(folder, drafter="ngram", config=EngineConfig(threads=1, cache_tokens=16384)) as llm:
+        llm.calibrate(heard.append)
+        assert isinstance(llm.engine.controller, MeasuredBudget)
+    assert "could not be kept" in heard[-1]
+    assert "set DRAFTWOOD_HOME to a folder" in heard[-1]
+    assert "Errno" not in heard[-1]

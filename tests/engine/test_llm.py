@@ -327,3 +327,19 @@ def test_a_cache_beyond_all_memory_is_refused_with_its_size(folder: Path, tokens
 def test_every_dtype_answers(folder: Path, dtype: str) -> None:
     with LLM(folder, config=EngineConfig(dtype=dtype, cache_tokens=512, threads=1)) as llm:
         assert llm.generate("x", SamplingParams(max_tokens=4)).stats.num_tokens == 4
+
+
+def test_threads_may_be_given_without_a_configuration(folder: Path) -> None:
+    assert EngineConfig(cache_tokens=64).with_threads(1) == EngineConfig(cache_tokens=64, threads=1)
+    with LLM(folder, threads=1) as llm:
+        assert llm.config.threads == 1
+    with LLM(folder, threads=1, config=SMALL) as llm:
+        assert llm.config.threads == 1
+        assert llm.config.cache_tokens == SMALL.cache_tokens
+
+
+def test_threads_that_contradict_the_configuration_are_refused(folder: Path) -> None:
+    with pytest.raises(InvalidRequest, match=r"threads=2 contradicts the configuration's threads=1"):
+        LLM(folder, threads=2, config=SMALL)
+    with pytest.raises(InvalidRequest, match="at least 1"):
+        LLM(folder, threads=0)

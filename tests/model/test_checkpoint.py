@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -235,6 +236,16 @@ def test_unreachable_hub_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     with pytest.raises(CheckpointError, match=r"cannot be reached \(no connection\)"):
         open_checkpoint("org/name")
+
+
+def test_a_full_disk_is_said_and_what_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    def snapshot_download(name: str, allow_patterns: list[str]) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device", "blobs/x")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    with pytest.raises(CheckpointError, match=r"the disk is full \(blobs/x\).*HF_HOME.*complete are kept") as refused:
+        open_checkpoint("org/name")
+    assert "Errno" not in str(refused.value)
 
 
 def test_alias_opens_the_fetched_file(write_gguf: Write, monkeypatch: pytest.MonkeyPatch) -> None:

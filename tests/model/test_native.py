@@ -231,6 +231,22 @@ def test_a_compiler_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert list((tmp_path / "home" / "native").iterdir()) == []
 
 
+def test_a_cache_that_cannot_be_written_names_the_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DRAFTWOOD_HOME", str(tmp_path / "file" / "home"))
+    monkeypatch.delenv(library.SWITCH, raising=False)
+    library._attempt.cache_clear()
+    try:
+        if kernels() is not None or "no C compiler" in str(library.why_missing()):
+            pytest.skip("no compiler")
+        reason = str(library.why_missing())
+    finally:
+        library._attempt.cache_clear()
+    assert "not a directory" in reason
+    assert "set DRAFTWOOD_HOME to a folder" in reason
+    assert "Errno" not in reason
+
+
 def test_a_library_is_built_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     if kernels() is None:
         pytest.skip("no compiler")

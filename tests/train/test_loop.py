@@ -368,3 +368,35 @@ def test_what_cannot_be_trained_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(InvalidRequest, match="gave 4 batches"):
         Trainer(Toy(), Short(), config(), tmp_path, None, lambda line: None).run()
+
+
+def test_a_checkpoint_is_never_long_ago(tmp_path: Path) -> None:
+    """Steps of 25 s: after a minute there is a checkpoint, however many steps are to be between two."""
+    expected = whole(tmp_path / "whole")
+    now = 0.0
+
+    class Slow(Toy):
+        def losses(self, batch: Tensor) -> dict[str, Tensor]:
+            nonlocal now
+            now += 25.0
+            return super().losses(batch)
+
+    rare = config(save_every=100)
+    killed = Trainer(Slow(6, kill), Numbers(), rare, tmp_path / "pieces", None, lambda line: None, lambda: now)
+    with pytest.raises(Killed):
+        killed.run()
+    assert [path.name for path in state.checkpoints(tmp_path / "pieces" / "checkpoints")] == ["step-000000003"]
+    resumed = Toy()
+    assert train(tmp_path / "pieces", resumed, save_every=100).step == STEPS
+    assert resumed.seen == expected.seen[3:]
+    assert_same(resumed, expected)
+    with pytest.raises(InvalidRequest, match="save_seconds"):
+        config(save_seconds=0.0)
+
+
+def test_scores_are_told_with_three_decimals(tmp_path: Path) -> None:
+    lines: list[str] = []
+    scores = {1: float("nan"), 2: 1.0655226707458496}
+    Trainer(Toy(), Numbers(), config(steps=2, evaluate_every=1), tmp_path, scores.__getitem__, lines.append).run()
+    assert "Step 1: score nan, best none yet." in lines
+    assert "Step 2: score 1.066, best 1.066 of step 2." in lines

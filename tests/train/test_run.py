@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import functools
 import json
 import shutil
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from typer.testing import CliRunner
 
 from draftwood.assembly import build_drafter, settle
@@ -22,11 +23,13 @@ from draftwood.drafters.model import ModelDrafter
 from draftwood.engine.llm import LLM
 from draftwood.errors import CheckpointError, IncompatibleParts, InvalidRequest
 from draftwood.model.checkpoint import open_checkpoint
+from draftwood.nets import export as exporting
 from draftwood.nets.export import export
 from draftwood.nets.student import Student
 from draftwood.nets.words import TargetWords
 from draftwood.protocols import Span, StepReport
 from draftwood.request import FinishReason, SamplingParams
+from draftwood.train import data, state
 from draftwood.train import run as running
 from draftwood.train.attention import Causal, causal_mask
 from draftwood.train.data import Corpus, PackedBatches, invent_prompts
@@ -200,6 +203,106 @@ def test_a_killed_run_ends_in_the_same_weights(
     assert run(job, quiet.append, quiet.append).info is not None
     assert "Going on after step 2 of 6." in quiet
     assert weights(tmp_path / "parts") == weights(tmp_path / "whole")
+
+
+def test_checkpoints_come_as_often_as_asked(
+    target: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = ("--steps", "12", "--checkpoint-every", "2")
+    assert train("medusa", target, prompts, tmp_path / "whole", "--steps", "12").exit_code == 0
+    take_step, steps = Trainer._take_step, iter(range(100))
+
+    def killed(self: Trainer, stream: Any) -> dict[str, float]:
+        if next(steps) == 6:
+            raise RuntimeError("killed")
+        return take_step(self, stream)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "_take_step", killed)
+        with pytest.raises(RuntimeError, match="killed"):
+            train("medusa", target, prompts, tmp_path / "parts", *more)
+    again = train("medusa", target, prompts, tmp_path / "parts", *more)
+    assert "Going on after step 6 of 12" in again.stderr
+    assert weights(tmp_path / "parts", "medusa") == weights(tmp_path / "whole", "medusa")
+    assert_refused(train("medusa", target, prompts, tmp_path / "no", "--checkpoint-every", "0"), "must be positive")
+
+
+# --- a full disk
+
+FULL = OSError(errno.ENOSPC, "No space left on device", "somewhere")
+RUST = SafetensorError('Error while serializing: I/O error: Os { code: 28, message: "No space left on device" }')
+
+
+@dataclasses.dataclass(frozen=True)
+class Writer:
+    """Something that writes, and on a full disk fails the first time it is called after `calls` times."""
+
+    place: Any
+    name: str
+    calls: int
+    kept: str
+    error: Exception = FULL
+
+
+WRITERS = {
+    "job": Writer(state, "write_text", 0, "Nothing had been kept yet."),
+    "first answers": Writer(Corpus, "save", 0, "Nothing had been kept yet."),
+    "all answers": Writer(data, "save_file", 1, "The answers so far are kept", RUST),
+    "journal": Writer(state.Journal, "write", 0, "Training up to step 2 is kept."),
+    "first checkpoint": Writer(state, "save_file", 0, "training has no checkpoint yet"),
+    "second checkpoint": Writer(state, "save_file", 3, "Training up to step 2 is kept.", RUST),
+    "drafter": Writer(exporting, "save_file", 0, "Training up to step 4 is kept.", RUST),
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(target: str, prompts: str, tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    out = tmp_path_factory.mktemp("undisturbed")
+    assert train("medusa", target, prompts, out).exit_code == 0
+    return weights(out, "medusa")
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_a_full_disk_is_a_sentence_and_the_same_command_goes_on(
+    name: str, target: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: bytes
+) -> None:
+    writer = WRITERS[name]
+    real, calls = getattr(writer.place, writer.name), iter(range(1000))
+
+    def write(*arguments: Any, **named: Any) -> Any:
+        if next(calls) == writer.calls:
+            raise writer.error
+        return real(*arguments, **named)
+
+    often = ("--checkpoint-every", "2")
+    with monkeypatch.context() as patch:
+        patch.setattr(writer.place, writer.name, write)
+        stopped = train("medusa", target, prompts, tmp_path, *often)
+    assert_refused(stopped, "the disk is full", writer.kept, "run the same command again to go on")
+    assert not list(tmp_path.rglob("*.partial")), "what is half written only takes room"
+    assert train("medusa", target, prompts, tmp_path, *often).exit_code == 0
+    assert weights(tmp_path, "medusa") == undisturbed
+
+
+def test_a_disk_that_stays_full_costs_nothing_that_was_written(
+    target: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: bytes
+) -> None:
+    """Files that a resumed run writes again are replaced, never emptied first."""
+    assert train("medusa", target, prompts, tmp_path, "--checkpoint-every", "2").exit_code == 0
+    shutil.rmtree(tmp_path / "medusa" / "drafter")
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    write_text = Path.write_text
+
+    def full(self: Path, text: str, *arguments: Any, **named: Any) -> int:
+        write_text(self, "", *arguments, **named)
+        raise FULL
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_text", full)
+        assert_refused(train("medusa", target, prompts, tmp_path, "--checkpoint-every", "2"), "the disk is full")
+    assert {path: path.read_bytes() for path in before} == before
+    assert train("medusa", target, prompts, tmp_path, "--checkpoint-every", "2").exit_code == 0
+    assert weights(tmp_path, "medusa") == undisturbed
 
 
 def test_answers_are_kept_wave_by_wave(

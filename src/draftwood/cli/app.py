@@ -147,15 +147,18 @@ def demo(
     engine: EngineFlags,
     max_tokens: Annotated[int, typer.Option("--max-tokens", "-n", help="Longest answer.")] = 96,
     svg: Annotated[Path | None, typer.Option("--svg", help="Also draw the result into this file.")] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="End with a JSON summary on a terminal, too; elsewhere it always does.")
+    ] = False,
 ) -> None:
     """Four prompts, each answered by plain and by speculative decoding, side by side.
 
-    Every side runs alone, so that the times can be compared. The last line is a JSON summary; the exit code
-    is 1 if any answer differs.
+    Every side runs alone, so that the times can be compared; ratios are withheld if the machine was not steady enough.
+    Outside a terminal the last line is a JSON summary. The exit code is 1 if any answer differs.
     """
     from draftwood.cli.demo import run_demo
 
-    if not run_demo(engine, SamplingFlags(max_tokens=max_tokens, seed=0).params(), svg):
+    if not run_demo(engine, SamplingFlags(max_tokens=max_tokens, seed=0).params(), svg, as_json=as_json):
         raise typer.Exit(1)
 
 
@@ -209,8 +212,8 @@ def train(
 def calibrate(engine: EngineFlags, as_json: Json = False) -> None:
     """Measure what a step costs on this machine by its number of rows; drafts are sized by it from then on.
 
-    Takes a few seconds for each model, weight format and number of threads, and is done again only when one of them,
-    the machine or the version changes.
+    Takes a few seconds for each model, weight format and number of threads. The table is kept until one of them, the
+    machine or the version changes; one that was taken on a busy machine is not used and is measured again.
     """
     from draftwood.cli.parts import costs_table
     from draftwood.cli.screen import write_json

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from draftwood.cache.resident import ResidentDrafter, attach, resident_of
 from draftwood.cli.demo_prompts import PROMPTS, DemoPrompt
-from draftwood.cli.demo_view import BlockView, ColumnView, draw_svg, summary_table
+from draftwood.cli.demo_view import BlockView, ColumnView, draw_svg, print_summary
 from draftwood.cli.flags import EngineFlags
 from draftwood.cli.screen import Transcript, say, stdout, write_json
 from draftwood.cli.session import (
@@ -123,6 +123,12 @@ class Comparison:
         before = self.plain.stats.tokens_per_second
         return self.speculative.stats.tokens_per_second / before if before else 0.0
 
+    @property
+    def is_plausible(self) -> bool:
+        """Whether the ratio can be right: a step costs at least as much with guesses as without, so more than the
+        tokens of a step is noise."""
+        return 0 < round(self.ratio, 2) <= round(self.speculative.stats.tokens_per_step, 2)
+
     def record(self) -> dict[str, Any]:
         """Its figures, for the summary."""
         plain, speculative = self.plain.stats, self.speculative.stats
@@ -136,7 +142,51 @@ class Comparison:
             "plain_tokens_per_second": round(plain.tokens_per_second, 2),
             "speculative_tokens_per_second": round(speculative.tokens_per_second, 2),
             "ratio": round(self.ratio, 3),
+            "plausible": self.is_plausible,
         }
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All prompts; ratios are shown only where the machine was steady enough to compare times."""
+
+    comparisons: Sequence[Comparison]
+
+    @property
+    def identical(self) -> bool:
+        """Whether all answers were the same."""
+        return all(comparison.identical for comparison in self.comparisons)
+
+    @property
+    def unsteadiness(self) -> float:
+        """The worst of: stalls within an answer, and plain decoding's speed between answers."""
+        rates = [comparison.plain.stats.tokens_per_second for comparison in self.comparisons]
+        stalls = [side.unsteadiness for c in self.comparisons for side in (c.plain, c.speculative)]
+        return max(max(rates) / min(rates), *stalls) if min(rates) > 0 else 1.0
+
+    @property
+    def steady(self) -> bool:
+        """Whether steps took much the same time throughout."""
+        return self.unsteadiness <= STEADY
+
+    @property
+    def median_ratio(self) -> float:
+        """As measured, steady or not."""
+        return statistics.median(comparison.ratio for comparison in self.comparisons)
+
+    @property
+    def why_withheld(self) -> str | None:
+        """Why some ratios are not shown, and how to get them; None: all are."""
+        if not self.steady:
+            reason = f"a step's time varied {self.unsteadiness:.1f}-fold, so something else kept the machine busy"
+        elif not all(comparison.is_plausible for comparison in self.comparisons):
+            reason = "a ratio above the tokens of a step is noise"
+        else:
+            return None
+        return (
+            f"–: not steady enough to compare ({reason}). For a ratio, end other programs and run the demo again. "
+            "Tokens are counted, not timed: they hold all the same."
+        )
 
 
 class View(Protocol):
@@ -159,45 +209,34 @@ class View(Protocol):
         ...
 
 
-def run_demo(flags: EngineFlags, params: SamplingParams, svg: Path | None) -> bool:
+def run_demo(flags: EngineFlags, params: SamplingParams, svg: Path | None, *, as_json: bool = False) -> bool:
     """Run everything and report; whether all answers were the same."""
     console = stdout()
     view: View = ColumnView(console, flags.drafter) if console.is_terminal else BlockView(console, flags.drafter)
     llm, switch = _open(flags)
     with llm, closing(view):
         _warm_up(llm, switch)
-        comparisons = [
-            _compare(llm, switch, view, number, prompt, params) for number, prompt in enumerate(PROMPTS, start=1)
-        ]
-    console.print(summary_table(comparisons))
-    if svg is not None:
-        draw_svg(svg, comparisons, flags.drafter)
-    identical = all(comparison.identical for comparison in comparisons)
-    unsteadiness = _unsteadiness(comparisons)
-    if unsteadiness > STEADY:
-        say(
-            f"The time of a step varied {unsteadiness:.1f}-fold: something else kept the machine busy, and "
-            "the ratios mean little. Run it again when it is quiet; tokens and steps hold all the same."
+        summary = Summary(
+            [_compare(llm, switch, view, number, prompt, params) for number, prompt in enumerate(PROMPTS, start=1)]
         )
-    write_json(
-        {
-            "identical": identical,
-            "steady": unsteadiness <= STEADY,
-            "median_ratio": round(statistics.median(c.ratio for c in comparisons), 3),
-            "max_tokens": params.max_tokens,
-            "law": flags.law,
-            "prompts": [comparison.record() for comparison in comparisons],
-        }
-        | setting(flags)
-    )
-    return identical
+    print_summary(console, summary)
+    if svg is not None:
+        draw_svg(svg, summary, flags.drafter)
+    if as_json or not console.is_terminal:
+        write_json(_record(summary, flags, params))
+    return summary.identical
 
 
-def _unsteadiness(comparisons: Sequence[Comparison]) -> float:
-    """The worst of: stalls within an answer, and plain decoding's speed between answers."""
-    rates = [comparison.plain.stats.tokens_per_second for comparison in comparisons]
-    stalls = [side.unsteadiness for c in comparisons for side in (c.plain, c.speculative)]
-    return max(max(rates) / min(rates), *stalls) if min(rates) > 0 else 1.0
+def _record(summary: Summary, flags: EngineFlags, params: SamplingParams) -> dict[str, Any]:
+    """What was measured, for programs: ratios too, with whether they mean anything."""
+    return {
+        "identical": summary.identical,
+        "steady": summary.steady,
+        "median_ratio": round(summary.median_ratio, 3),
+        "max_tokens": params.max_tokens,
+        "law": flags.law,
+        "prompts": [comparison.record() for comparison in summary.comparisons],
+    } | setting(flags)
 
 
 def _open(flags: EngineFlags) -> tuple[LLM, Switch]:
@@ -220,8 +259,8 @@ def _open(flags: EngineFlags) -> tuple[LLM, Switch]:
         llm = LLM(checkpoint, drafter=switch, law=flags.law, config=config, progress=progress)
     mention_missing_kernels(llm)
     if not llm.is_calibrated:
-        say("Measuring once what a step costs on this machine, to know how much guessing pays …")
-        llm.calibrate()
+        say("Measuring what a step costs on this machine, to know how much guessing pays …")
+        llm.calibrate(say)
     llm.engine.controller = SwitchedBudget(llm.engine.controller, switch)
     return llm, switch
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import io
 import re
-import statistics
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,11 +19,12 @@ from rich.text import Text
 from draftwood.cli.screen import Transcript, coloured
 
 if TYPE_CHECKING:
-    from draftwood.cli.demo import Comparison
+    from draftwood.cli.demo import Comparison, Summary
     from draftwood.cli.demo_prompts import DemoPrompt
 
 FRAME_SECONDS = 0.1  # drawing more often would cost the engine time
 SVG_WIDTH = 108
+WITHHELD = "–"
 
 
 class ColumnView:
@@ -102,42 +101,55 @@ class BlockView:
         self._console.file.flush()
 
 
-def summary_table(comparisons: Sequence[Comparison]) -> Table:
-    """All prompts, and the median."""
+def print_summary(console: Console, summary: Summary) -> None:
+    """The table, and why it may lack ratios."""
+    console.print(summary_table(summary))
+    if summary.why_withheld is not None:
+        console.print(Text(summary.why_withheld, style="dim"), soft_wrap=not console.is_terminal)
+
+
+def summary_table(summary: Summary) -> Table:
+    """All prompts, and the median; fits 80 columns."""
     table = Table(box=box.SIMPLE_HEAD, show_footer=True)
-    median = statistics.median(comparison.ratio for comparison in comparisons)
-    same = all(comparison.identical for comparison in comparisons)
+    shown = summary.why_withheld is None
     table.add_column("Prompt", footer="median")
     table.add_column("Tokens", justify="right")
-    table.add_column("Tokens/step", justify="right")
-    table.add_column("Accepted", justify="right")
-    table.add_column("Plain tok/s", justify="right")
-    table.add_column("Spec. tok/s", justify="right")
-    table.add_column("Ratio", justify="right", footer=f"{median:.2f}x")
-    table.add_column("Identical", footer=_yes(same))
-    for comparison in comparisons:
+    table.add_column("Tokens\na step", justify="right")
+    table.add_column("Guesses\naccepted", justify="right")
+    table.add_column("Plain\ntok/s", justify="right")
+    table.add_column("Spec.\ntok/s", justify="right")
+    table.add_column("Ratio", justify="right", footer=f"{summary.median_ratio:.2f}x" if shown else WITHHELD)
+    table.add_column("Identical", footer=_yes(summary.identical))
+    for comparison in summary.comparisons:
         stats = comparison.speculative.stats
         table.add_row(
             comparison.prompt.title,
             str(stats.num_tokens),
             f"{stats.tokens_per_step:.2f}",
             f"{stats.acceptance:.0%}",
-            f"{comparison.plain.stats.tokens_per_second:.1f}",
-            f"{stats.tokens_per_second:.1f}",
-            f"{comparison.ratio:.2f}x",
+            *_times(comparison, steady=summary.steady),
             _yes(comparison.identical),
         )
     return table
 
 
-def draw_svg(path: Path, comparisons: Sequence[Comparison], drafter: str) -> None:
-    """The prompt that gained most, and the table, as a picture."""
+def _times(comparison: Comparison, *, steady: bool) -> tuple[str, str, str]:
+    """Tokens a second of both sides, and their ratio; withheld where they would be noise."""
+    if not steady:
+        return (WITHHELD, WITHHELD, WITHHELD)
+    rates = (side.stats.tokens_per_second for side in (comparison.plain, comparison.speculative))
+    plain, speculative = (f"{rate:.1f}" for rate in rates)
+    return plain, speculative, f"{comparison.ratio:.2f}x" if comparison.is_plausible else WITHHELD
+
+
+def draw_svg(path: Path, summary: Summary, drafter: str) -> None:
+    """The prompt with the most tokens a step, and the table, as a picture."""
     console = Console(record=True, width=SVG_WIDTH, file=io.StringIO(), force_terminal=True, color_system="truecolor")
-    best = max(comparisons, key=lambda comparison: comparison.ratio)
-    console.print(_heading(comparisons.index(best) + 1, best.prompt))
-    console.print(_columns(best.plain, best.speculative, drafter, console))
+    best = max(summary.comparisons, key=lambda comparison: comparison.speculative.stats.tokens_per_step)
+    console.print(_heading(summary.comparisons.index(best) + 1, best.prompt))
+    console.print(_columns(best.plain, best.speculative, drafter, console, rates=summary.steady))
     console.print(_verdict(best))
-    console.print(summary_table(comparisons))
+    print_summary(console, summary)
     picture = console.export_svg(title="draftwood demo", theme=MONOKAI)
     # A picture should load nothing: the viewer's own monospaced font will do.
     path.write_text(re.sub(r"@font-face\s*\{.*?\}", "", picture, flags=re.DOTALL), encoding="utf-8")
@@ -148,33 +160,44 @@ def _heading(number: int, prompt: DemoPrompt) -> Text:
 
 
 def _columns(
-    plain: Transcript, speculative: Transcript, drafter: str, console: Console, room: int | None = None
+    plain: Transcript,
+    speculative: Transcript,
+    drafter: str,
+    console: Console,
+    room: int | None = None,
+    *,
+    rates: bool = True,
 ) -> RenderableType:
     grid = Table.grid(expand=True)
     grid.add_column(ratio=1)
     grid.add_column(ratio=1)
     width = console.width // 2 - 4
     sides = ((plain, "plain"), (speculative, f"speculative ({drafter})"))
-    grid.add_row(*(_panel(side, title, console, width, room) for side, title in sides))
+    grid.add_row(*(_panel(side, title, console, width, room, rates=rates) for side, title in sides))
     return grid
 
 
-def _panel(side: Transcript, title: str, console: Console, width: int, room: int | None) -> Panel:
+def _panel(side: Transcript, title: str, console: Console, width: int, room: int | None, *, rates: bool) -> Panel:
     lines = coloured(side.pieces).wrap(console, width)
     shown = lines if room is None else lines[-room:]
-    return Panel(Group(*shown), title=title, subtitle=_rate(side), title_align="left", subtitle_align="left")
+    about = _rate(side) if rates else _counts(side)
+    return Panel(Group(*shown), title=title, subtitle=about, title_align="left", subtitle_align="left")
 
 
 def _rate(side: Transcript) -> str:
     if not side.stats.steps:
         return "waiting"
-    return f"{side.stats.num_tokens} tokens, {side.stats.steps} steps, {side.stats.tokens_per_second:.1f} tok/s"
+    return f"{_counts(side)}, {side.stats.tokens_per_second:.1f} tok/s"
+
+
+def _counts(side: Transcript) -> str:
+    return f"{side.stats.num_tokens} tokens, {side.stats.steps} steps"
 
 
 def _verdict(comparison: Comparison) -> Text:
+    """What holds whether or not the machine was steady; ratios are for the summary, which knows whether it was."""
     same = ("Identical tokens", "green") if comparison.identical else ("THE ANSWERS DIFFER", "bold red")
-    stats = comparison.speculative.stats
-    return Text.assemble(same, f" · {stats.tokens_per_step:.2f} tokens/step · {comparison.ratio:.2f}x as fast")
+    return Text.assemble(same, f" · {comparison.speculative.stats.tokens_per_step:.2f} tokens/step")
 
 
 def _yes(value: bool) -> str:

@@ -13,6 +13,7 @@ import typer
 
 from draftwood.cli.screen import explain, say
 from draftwood.errors import DraftwoodError
+from draftwood.machine import why_unwritable
 from draftwood.request import SamplingParams
 
 if TYPE_CHECKING:
@@ -148,6 +149,12 @@ def _guarded(function: Callable[..., None], values: dict[str, Any]) -> None:
         raise typer.Exit(1) from error
     except MemoryError as error:
         explain("There is not enough memory for this; try a smaller --cache-tokens or a smaller model.")
+        raise typer.Exit(1) from error
+    except Exception as error:
+        reason = why_unwritable(error)
+        if reason is None:
+            raise
+        explain(f"Nothing more can be written: {reason}. Make room, or choose a folder you can write to.")
         raise typer.Exit(1) from error
     except KeyboardInterrupt as stop:
         say("\nStopped.")

@@ -13,7 +13,7 @@ from draftwood.model import store
 
 def models_table() -> Table:
     """Models we can fetch."""
-    table = Table("Name", "Here", "Needs", "Licence", "What it is")
+    table = _table("Name", "Here", "Needs", "Licence", "What it is")
     for model in store.installed_models():
         here = "no" if model.path is None else "yes"
         table.add_row(model.alias, here, model.needs, model.licence, model.description)
@@ -22,24 +22,22 @@ def models_table() -> Table:
 
 def parts_tables() -> Iterator[Table]:
     """Drafters, trees, weight formats and laws."""
-    from draftwood.assembly import LOOKUPS, MODEL_DRAFTER, SHIPPED, TREES
+    from draftwood.assembly import LOOKUPS, MODEL_DRAFTER, SHIPPED, SHIPPED_SAYS, TREES
     from draftwood.model.weights import FORMATS, ON_ACCELERATORS
 
-    drafters = Table("Name", "Settings", "Guesses", title="Drafters (--drafter)", title_justify="left")
+    drafters = _table("Name", "Settings", "Guesses", title="Drafters (--drafter)")
     for name, entry in LOOKUPS.items():
         drafters.add_row(name, _settings(entry.defaults, entry.on_gpu), entry.description)
     drafters.add_row(MODEL_DRAFTER, "--tree", "what a smaller model of the same vocabulary says")
     for name in SHIPPED:
-        drafters.add_row(name, "--tree", "a network trained for the embedded model, which comes with this package")
+        drafters.add_row(name, "--tree", f"{SHIPPED_SAYS[name]}; in this package, trained for smollm2")
     drafters.add_row("FOLDER or hub id", "--tree", "a trained network in any of the published layouts")
     yield drafters
-    trees = Table(
-        "Name", "Settings", "Shape", title="Trees (--tree, with models and trained networks)", title_justify="left"
-    )
+    trees = _table("Name", "Settings", "Shape", title="Trees (--tree, with models and trained networks)")
     for name, entry in TREES.items():
         trees.add_row(name, _settings(entry.defaults), entry.description)
     yield trees
-    formats = Table("Name", "What is stored", "Where", title="Weights (--weights)", title_justify="left")
+    formats = _table("Name", "What is stored", "Where", title="Weights (--weights)")
     for name, kind in {**FORMATS, **ON_ACCELERATORS}.items():
         places = [place for place, there in (("CPU", FORMATS), ("GPU", ON_ACCELERATORS)) if name in there]
         formats.add_row(name, kind.says, ", ".join(places))
@@ -52,7 +50,7 @@ def laws_table() -> Table:
     from draftwood.verifiers import LAWS
 
     columns = ("Name", "Lossless", "Made for", "Settings", "What it keeps")
-    laws = Table(*columns, title="Acceptance laws (--law)", title_justify="left")
+    laws = _table(*columns, title="Acceptance laws (--law)")
     for name, entry in LAWS.items():
         law = entry()
         laws.add_row(name, "yes" if law.lossless else "NO", str(law.scope), _settings(entry.defaults), entry.says)
@@ -67,6 +65,15 @@ def costs_table(costs: StepCosts) -> Table:
         times = [costs.at(rows, context) for context in costs.contexts]
         cells = [f"{1e3 * t:7.2f} ms  {t / one:5.2f}×" for t, one in zip(times, single, strict=True)]
         table.add_row(str(rows), *cells)
+    return table
+
+
+def _table(first: str, *others: str, title: str | None = None) -> Table:
+    """Nothing in it is cut off: names stay whole, and what is too long for a narrow terminal goes on below."""
+    table = Table(title=title, title_justify="left")
+    table.add_column(first, no_wrap=True)
+    for other in others:
+        table.add_column(other, overflow="fold")
     return table
 
 

@@ -27,7 +27,7 @@ ADAMW_LR = 1e-3  # where it takes matrices too
 WEIGHT_DECAY = 0.02
 WARMUP, DECAY = 0.05, 0.5
 EPOCHS = 3
-SAVE_EVERY = 100  # steps
+SAVE_EVERY = 100  # steps; and at the latest after `TrainConfig.save_seconds`
 GO_ON = "Run the same command again to go on."
 
 
@@ -76,6 +76,9 @@ class TrainFlags:
     ] = None
     schedule: Annotated[str, _option("wsd (half of the steps decaying) or cosine.", "Training")] = "wsd"
     evaluate_every: Annotated[int, _option("Steps between looks at the held-out texts.", "Training")] = 100
+    checkpoint_every: Annotated[
+        int, _option("Steps between checkpoints; there is one at least every minute besides.", "Training")
+    ] = SAVE_EVERY
     patience: Annotated[int | None, _option("End after so many looks without anything better.", "Training")] = None
     time_limit: Annotated[float | None, _option("Save and stop training after so many seconds.", "Training")] = None
     compile: Annotated[bool, _option("Let torch compile the network.", "Machine")] = False
@@ -134,7 +137,7 @@ class TrainFlags:
                 weight_decay=WEIGHT_DECAY,
             ),
             schedule=Schedule(self.schedule, WARMUP, DECAY),  # type: ignore[arg-type]  # checked there
-            save_every=SAVE_EVERY,
+            save_every=self.checkpoint_every,
             evaluate_every=self.evaluate_every,
             patience=self.patience,
             seed=self.seed,

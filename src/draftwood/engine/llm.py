@@ -134,6 +134,9 @@ class LLM:
     `model` is an alias ("smollm2"), a folder, a .gguf file or a hub id. Requests from any number of threads and
     event loops share one batch. Use it as a context manager, or call `close()`.
 
+    Without a `drafter` it decodes plainly; the command line's default is another one, `--drafter ngram`. `threads` is
+    the same as `EngineConfig(threads=…)`.
+
     `offers` are further drafters that requests may name, besides `none`; with them, if only an empty list, requests may
     also bring predictions.
     """
@@ -147,10 +150,12 @@ class LLM:
         law: str | Verifier = "auto",
         tree: str | None = None,
         config: EngineConfig | None = None,
+        threads: int | None = None,
         controller: Controller | None = None,
         progress: Progress = lambda *_: None,
         allow_pickle: bool = False,
     ) -> None:
+        config = (config or EngineConfig()).with_threads(threads)
         self._controller = controller
         self._allow_pickle = allow_pickle  # of a drafter's files that exist in no other form; tensors only, even then
         self._progress = progress
@@ -158,7 +163,7 @@ class LLM:
         if isinstance(law, str) and law != AUTO:
             build_verifier(law)  # refuse a name nobody knows before anything is read
         self.checkpoint = open_checkpoint(model) if isinstance(model, str | Path) else model
-        self.config = settle(config or EngineConfig(), self.checkpoint, drafter)
+        self.config = settle(config, self.checkpoint, drafter)
         self.tokenizer = self.checkpoint.tokenizer()
         parts = Parts(drafter, tree, law, offers)
         self.engine = ComputeThread.shared().call(lambda: self._build_engine(parts))
@@ -215,15 +220,21 @@ class LLM:
         return min(self.checkpoint.config.max_positions, self.engine.scheduler.tables.capacity)
 
     def calibrate(self, say: Callable[[str], None] = lambda _: None) -> StepCosts:
-        """Measure what steps cost here, keep the table for later runs too, and budget by it from now on."""
+        """Measure what steps cost here, keep the table for later runs too, and budget by it from now on.
+
+        A table of a busy machine (`StepCosts.doubt` says why) is not used.
+        """
 
         def measure() -> StepCosts:
             if self.engine.scheduler.has_work:
                 raise InvalidRequest("Calibrate while no requests are running: they would be measured as well.")
             costs = calibrate(self.engine.target, say)
-            for drafter in self._trimmed:
-                drafter.costs = costs
-            self.engine.controller = self._controller or default_controller(self.engine.target, self.engine.drafter)
+            trusted = costs if costs.doubt is None else None
+            if trusted is not None:
+                for drafter in self._trimmed:
+                    drafter.costs = trusted
+            engine = self.engine
+            engine.controller = self._controller or default_controller(engine.target, engine.drafter, trusted)
             return costs
 
         return ComputeThread.shared().call(measure)

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..machine import why_unwritable
 from . import store
 from .config import ModelConfig
 from .gguf import GgufFile, read_gguf, read_groups
@@ -107,6 +108,12 @@ def _from_hub(name: str) -> Path:
             f"accept its terms and run `hf auth login`; or {advice}."
         ) from error
     except OSError as error:
+        reason = why_unwritable(error)
+        if reason is not None:
+            raise CheckpointError(
+                f"{name} could not be stored: {reason}. Make room, or set HF_HOME to a folder with room that you can "
+                f"write to, and run it again: files that are complete are kept. Or {advice}."
+            ) from error
         raise CheckpointError(f"{name} could not be downloaded: {_first_line(error)}; or {advice}.") from error
 
 

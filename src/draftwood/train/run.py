@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 import shutil
 from collections.abc import Callable, Mapping
@@ -23,8 +22,8 @@ from draftwood.assembly import load_runner
 from draftwood.config import DTYPES, EngineConfig
 from draftwood.engine.llm import LLM
 from draftwood.engine.worker import ComputeThread
-from draftwood.errors import InvalidRequest
-from draftwood.machine import give_back_memory
+from draftwood.errors import DraftwoodError, InvalidRequest, StorageError
+from draftwood.machine import give_back_memory, why_unwritable
 from draftwood.model.checkpoint import Checkpoint, open_checkpoint
 from draftwood.nets.export import PRECISIONS, export
 from draftwood.nets.parts import Mlp
@@ -115,8 +114,34 @@ class Outcome:
 def run(job: TrainJob, say: Say = print, log: Say | None = None) -> Outcome:
     """Answer, train, evaluate and export, or whatever of it is still to be done.
 
-    The trainer's own lines go to `log`; without one it draws a bar on the terminal.
+    The trainer's own lines go to `log`; without one it draws a bar on the terminal. Where nothing can be written,
+    because the disk is full or the folder not ours, it raises a StorageError that says what is kept.
     """
+    try:
+        return _run(job, say, log)
+    except DraftwoodError:
+        raise
+    except Exception as error:
+        reason = why_unwritable(error)
+        if reason is None:
+            raise
+        raise StorageError(
+            f"The run stopped because {job.folder} cannot be written: {reason}. {_kept(job)} Make room, or make the "
+            "folder writable, and run the same command again to go on."
+        ) from error
+
+
+def _kept(job: TrainJob) -> str:
+    """What the next run will find."""
+    saved = state.checkpoints(job.place / CHECKPOINTS)
+    if saved:
+        return f"Training up to step {int(saved[-1].name.removeprefix(state.PREFIX))} is kept."
+    if [*job.folder.glob("answers-*.safetensors"), *job.folder.glob("answers-*.waves/*.safetensors")]:
+        return "The answers so far are kept; training has no checkpoint yet."
+    return "Nothing had been kept yet."
+
+
+def _run(job: TrainJob, say: Say, log: Say | None) -> Outcome:
     prompts = _prompts(job)
     facts = _facts(job, prompts)
     _check_same(job, facts)
@@ -125,7 +150,7 @@ def run(job: TrainJob, say: Say = print, log: Say | None = None) -> Outcome:
         return Outcome(job.place / DRAFTER, finished)
     checkpoint = open_checkpoint(job.model)
     job.place.mkdir(parents=True, exist_ok=True)
-    (job.place / JOB).write_text(json.dumps(facts, indent=1) + "\n")
+    state.write_text(job.place / JOB, json.dumps(facts, indent=1) + "\n")
     corpus = corpus_of(job, checkpoint, say, prompts)
     learnt, held = _split(job, corpus)
     net, summary, held_figures = _train(job, checkpoint, learnt, held, say, log)
@@ -161,9 +186,7 @@ def _invented(job: TrainJob) -> list[str]:
             found = [text for wave in invent_prompts(llm, job.invent, seed=job.training.seed) for text in wave]
         _let_go()
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_suffix(".partial")
-        draft.write_text(json.dumps(found, indent=0))
-        os.replace(draft, path)
+        state.write_text(path, json.dumps(found, indent=0))
     return json.loads(path.read_text())
 
 
@@ -258,8 +281,11 @@ def _let_go() -> None:
 def _save_whole(corpus: Corpus, path: Path) -> None:
     """Whole or not at all."""
     draft = path.with_suffix(".partial")
-    corpus.save(draft)
-    os.replace(draft, path)
+    try:
+        corpus.save(draft)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _texts(corpus: Corpus) -> Texts:

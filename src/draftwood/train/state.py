@@ -98,15 +98,11 @@ def save(folder: Path, snapshot: Snapshot, keep: int = 2) -> Path:
     final = folder / f"{PREFIX}{snapshot.step:09d}"
     draft = folder / f".{final.name}.partial"
     draft.mkdir()
-    save_file({name: _apart(tensor) for name, tensor in snapshot.module.items()}, draft / WEIGHTS)
-    tensors: dict[str, Tensor] = {}
-    parts = ("optimizer", "rng", "cursor", "best", "progress")
-    record = {name: pack(getattr(snapshot, name), tensors) for name in parts}
-    save_file(tensors, draft / REST)
-    (draft / RECORD).write_text(json.dumps({"step": snapshot.step} | record))
-    digests = {name: _digest(draft / name) for name in (WEIGHTS, REST, RECORD)}
-    (draft / MANIFEST).write_text(json.dumps(digests))
-    _to_disk([*draft.iterdir(), draft])
+    try:
+        _write(snapshot, draft)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)  # on a full disk its room is needed
+        raise
     if final.exists():
         final.rename(folder / f".{final.name}.old.partial")
     draft.rename(final)
@@ -116,6 +112,29 @@ def save(folder: Path, snapshot: Snapshot, keep: int = 2) -> Path:
     for path in (*(path for path in steps if path not in kept), *folder.glob(f".{PREFIX}*.partial")):
         shutil.rmtree(path)
     return final
+
+
+def _write(snapshot: Snapshot, folder: Path) -> None:
+    """All files of a checkpoint, on disk."""
+    save_file({name: _apart(tensor) for name, tensor in snapshot.module.items()}, folder / WEIGHTS)
+    tensors: dict[str, Tensor] = {}
+    parts = ("optimizer", "rng", "cursor", "best", "progress")
+    record = {name: pack(getattr(snapshot, name), tensors) for name in parts}
+    save_file(tensors, folder / REST)
+    (folder / RECORD).write_text(json.dumps({"step": snapshot.step} | record))
+    digests = {name: _digest(folder / name) for name in (WEIGHTS, REST, RECORD)}
+    (folder / MANIFEST).write_text(json.dumps(digests))
+    _to_disk([*folder.iterdir(), folder])
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a file at once: on a full disk the old one stays."""
+    draft = path.with_name(f".{path.name}.partial")
+    try:
+        draft.write_text(text)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -162,9 +181,12 @@ def save_best(folder: Path, module: nn.Module, step: int, score: float) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     draft = folder / f".{BEST}.partial"
     weights = {name: _apart(tensor) for name, tensor in module.state_dict().items()}
-    save_file(weights, draft, metadata={"step": str(step), "score": repr(score)})
-    _to_disk([draft])
-    draft.replace(folder / BEST)
+    try:
+        save_file(weights, draft, metadata={"step": str(step), "score": repr(score)})
+        _to_disk([draft])
+        draft.replace(folder / BEST)
+    finally:
+        draft.unlink(missing_ok=True)
     return folder / BEST
 
 
@@ -197,7 +219,7 @@ class Journal:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / METRICS
         lines = path.read_text().splitlines() if path.exists() else []
-        path.write_text("".join(line + "\n" for line in lines if _step_of(line) <= step))
+        write_text(path, "".join(line + "\n" for line in lines if _step_of(line) <= step))
         self._file = path.open("a")
         self._events: Any = None
         if importlib.util.find_spec("tensorboard"):

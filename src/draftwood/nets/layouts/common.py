@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from draftwood.errors import CheckpointError, IncompatibleParts
+from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.config import ModelConfig
 from draftwood.nets.layouts.files import DrafterFiles
 from draftwood.nets.parts import DraftHead, LowRankHead
@@ -29,6 +31,23 @@ def refused(files: DrafterFiles, reason: str) -> CheckpointError:
 def misfit(files: DrafterFiles, reason: str) -> IncompatibleParts:
     """The files may be sound, but not for this target."""
     return IncompatibleParts(f"The drafter {files.name} does not fit this target: {reason}.")
+
+
+@contextmanager
+def misfit_explained(files: DrafterFiles, target: Checkpoint) -> Iterator[None]:
+    """Say first which model a drafter was trained for, if it says so and does not fit this one."""
+    try:
+        yield
+    except IncompatibleParts as error:
+        if files.target_name is None:
+            raise
+        size = files.target_hidden_size
+        known = f" (hidden size {size})" if size else ""
+        raise IncompatibleParts(
+            f"This drafter was trained for {files.target_name}{known}; the target is {target.name} (hidden size "
+            f"{target.config.hidden_size}). {error} Train one for this target (`draftwood train`), or take one "
+            "that needs no training, such as ngram."
+        ) from error
 
 
 class Tensors:

@@ -25,9 +25,32 @@ class DrafterFiles:
     shapes: Mapping[str, tuple[int, ...]]
     read: Callable[[str], Tensor]
 
+    @property
+    def target_name(self) -> str | None:
+        """The model it was trained for, where its configuration names one."""
+        ours, speculators = _table(self.config, "draftwood"), _table(self.config, "speculators_config")
+        named = (
+            ours.get("target"),
+            _table(speculators, "verifier").get("name_or_path"),
+            self.config.get("base_model_name_or_path"),
+        )
+        return next((name for name in named if isinstance(name, str) and name), None)
+
+    @property
+    def target_hidden_size(self) -> int | None:
+        """The hidden size of that model, where it follows from the configuration."""
+        layers = _table(self.config, "transformer_layer_config")
+        stated = (self.config.get("target_hidden_size"), layers.get("hidden_size"), self.config.get("hidden_size"))
+        return next((size for size in stated if isinstance(size, int)), None)
+
     def has(self, prefix: str) -> bool:
         """Whether there is a tensor whose name begins so."""
         return any(name.startswith(prefix) for name in self.shapes)
+
+
+def _table(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = config.get(key)
+    return value if isinstance(value, Mapping) else {}
 
 
 def open_drafter(path: str | Path, *, allow_pickle: bool = False) -> DrafterFiles:

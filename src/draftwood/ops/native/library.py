@@ -21,7 +21,7 @@ from pathlib import Path
 import torch  # loads the OpenMP runtime that the kernels must share with torch  # noqa: F401
 
 from draftwood.errors import DraftwoodError
-from draftwood.machine import home, processor_features
+from draftwood.machine import advise_home, home, processor_features
 from draftwood.ops.native.structs import declare
 
 SWITCH = "DRAFTWOOD_NATIVE"
@@ -54,8 +54,10 @@ def _attempt() -> tuple[Kernels | None, str | None]:
         return None, f"{SWITCH}=0 turned them off"
     try:
         return load(Path(wish) if wish else build()), None
-    except (BuildError, OSError) as error:
+    except BuildError as error:
         return None, str(error)
+    except OSError as error:  # without a number it is the loader's own sentence
+        return None, str(error) if error.errno is None else advise_home(error)
 
 
 def load(path: Path) -> Kernels:
