@@ -233,6 +233,7 @@ def test_a_race_ends_with_a_winner_and_the_same_text(opened: Opener, llm: LLM, o
         ((64, 6.98, 1.0), (64, 1.0, 2.59), "unsteady", None),
         ((64, 1.17, 1.0), (64, 1.0, 1.0), "unsteady", None),
         ((64, 2.7, 1.0), (64, 1.0, 2.59), "speculative", 2.7),  # within what clocks differ by
+        ((64, 3.8, 1.0), (64, 1.0, 3.5), "unsteady", None),
         ((15, 4.0, 1.0), (15, 2.0, 2.5), "short", None),
         ((64, 0.09, 1.0), (64, 0.04, 2.5), "short", None),
         ((0, 0.0, None), (0, 0.0, None), "short", None),
