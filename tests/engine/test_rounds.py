@@ -19,7 +19,7 @@ from draftwood.engine import rounds
 from draftwood.engine.rounds import APART, LONG_TABLES, PATIENCE, Size
 from draftwood.growers import Beam, Coupled, Independent, Levels, chain
 from draftwood.growers.pickers import Best
-from draftwood.protocols import Span
+from draftwood.protocols import Span, TimedStep
 from draftwood.request import SamplingParams
 from draftwood.train.online import AdaptConfig, Adapter
 from draftwood.train.optim import OptimConfig
@@ -303,6 +303,15 @@ def test_a_round_is_reported_with_the_length_of_its_sequences(monkeypatch: pytes
     lengths = [report.context for report in heard]
     assert lengths[0] >= 3
     assert [b - a for a, b in itertools.pairwise(lengths)] == [report.emitted for report in heard[:-1]]
+
+
+def test_the_last_round_that_nothing_disturbed_is_kept_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness, heard = RoundHarness(DRAFTERS["ngram"](), "match"), []
+    monkeypatch.setattr(harness.engine.controller, "observe", heard.append)
+    assert harness.engine.last_step is None
+    harness.run([Ask((1, 2, 3), SamplingParams(max_tokens=12))])
+    timed = [report for report in heard if report.step_seconds is not None and report.num_sampling]
+    assert harness.engine.last_step == TimedStep(timed[-1], timed[-1].step_seconds)
 
 
 def test_rounds_without_graphs_are_the_same() -> None:

@@ -114,6 +114,10 @@ def test_a_steps_predicted_time_stands_beside_the_measured_one(folder: Path, dra
 def test_there_is_no_last_step_before_the_first(folder: Path) -> None:
     with LLM(folder, offers=[], config=SMALL) as llm, serving(llm) as served, served.http() as http:
         assert next(events(http.get("/live?count=1")))["last_step"] is None
+        served.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 1})
+        assert next(events(http.get("/live?count=1")))["last_step"] is None, (
+            "a step that reads a prompt is no decode step"
+        )
 
 
 @pytest.mark.parametrize("query", ["every=0.05", "every=11", "every=nan", "every=x", "count=0", "every=inf"])

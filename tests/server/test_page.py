@@ -113,6 +113,20 @@ def test_an_answer_streams_and_is_the_engines_own(opened: Opener, llm: LLM) -> N
     assert page.locator(".turn").count() == 4
 
 
+def test_formatted_answers_stream_too(opened: Opener, llm: LLM) -> None:
+    page = opened(settings=SHORT | {"formatted": True})
+    busy = ".turn.assistant[aria-busy] .formatted .token"
+    with slowed(llm):
+        page.fill("#message", PROMPT)
+        page.press("#message", "Enter")
+        page.wait_for_selector(busy, state="attached")
+        seen = page.locator(busy).count()
+        page.locator(busy).nth(seen).wait_for(state="attached")
+    page.wait_for_selector(".turn.assistant:not([aria-busy])")
+    kinds = page.locator(f"{ANSWER} .token").evaluate_all("all => all.map(one => one.dataset.kind)")
+    assert {"plain", "accepted"} <= set(kinds) <= KINDS
+
+
 def test_tokens_say_how_they_came(opened: Opener) -> None:
     page = opened()
     ask(page)
@@ -219,6 +233,7 @@ def test_a_race_ends_with_a_winner_and_the_same_text(opened: Opener, llm: LLM, o
         ((64, 6.98, 1.0), (64, 1.0, 2.59), "unsteady", None),
         ((64, 1.17, 1.0), (64, 1.0, 1.0), "unsteady", None),
         ((64, 2.7, 1.0), (64, 1.0, 2.59), "speculative", 2.7),  # within what clocks differ by
+        ((64, 3.8, 1.0), (64, 1.0, 3.5), "unsteady", None),
         ((15, 4.0, 1.0), (15, 2.0, 2.5), "short", None),
         ((64, 0.09, 1.0), (64, 0.04, 2.5), "short", None),
         ((0, 0.0, None), (0, 0.0, None), "short", None),
@@ -272,6 +287,7 @@ def test_drafters_that_never_branch_say_so_and_who_does(opened: Opener, chromium
     page.click("#tree-hint >> text=ngram:nodes=8,branches=2")
     assert page.input_value("#drafter") == "ngram:nodes=8,branches=2"
     assert page.inner_text("#tree-hint") == ""
+    assert page.evaluate("document.activeElement.id") == "tree-picture"
     page.select_option("#drafter", "none")
     assert page.inner_text("#tree-hint") == ""
     with serving(llm, "ngram:shortest=1") as alone:
@@ -509,11 +525,11 @@ def test_predicted_and_measured_cost_stand_side_by_side(opened: Opener) -> None:
         live | {"last_step": {"sequences": 1, "rows": 5, "predicted_seconds": p, "measured_seconds": m}}
         for p, m in steps
     ]
-    body = "".join(f"data: {json.dumps(event)}\n\n" for event in told)
+    body = "retry: 600000\n\n" + "".join(f"data: {json.dumps(event)}\n\n" for event in told)
     page.route(seen.value.url, lambda route: route.fulfill(content_type="text/event-stream", body=body))
     page.reload()
-    page.wait_for_selector("#cost-predicted:text-is('12.1 ms')")
-    assert page.inner_text("#cost-measured") == "24.2 ms"
+    page.wait_for_selector("#cost-measured:text-is('24.2 ms')")
+    assert page.inner_text("#cost-predicted") == "12.1 ms"
     assert "5 rows, 1 answer" in page.inner_text("#cost-words")
     assert "0.92 times the prediction (median of 3 steps)" in page.inner_text("#cost-words")
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from draftwood.server.files import FOLDER
 from serving import Serving
 
 if TYPE_CHECKING:
@@ -135,6 +136,13 @@ def ask(page: Page, text: str = "anything") -> None:
     page.wait_for_selector(".turn.assistant:last-child:not([aria-busy])")
 
 
+def test_no_module_of_the_page_makes_markup_from_strings() -> None:
+    for path in FOLDER.glob("*.js"):
+        assert not re.search(
+            r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function", path.read_text()
+        )
+
+
 @pytest.mark.parametrize("text", FORMATTED)
 def test_markdown_becomes_elements(blank: Page, text: str) -> None:
     assert blank.evaluate(RENDER, text) == FORMATTED[text]
@@ -229,6 +237,27 @@ def test_tokens_stay_marked_in_formatted_text(page: Page) -> None:
     for key, expected in zip(keys, ("So ", "very", " good", ":", "x = ", ":", "Done"), strict=True):
         page.keyboard.press(key)
         assert page.locator(".turn.assistant .current").evaluate("one => one.textContent") == expected
+
+
+def test_long_lines_and_rejected_guesses_fit_a_phone(page: Page) -> None:
+    page.set_viewport_size({"width": 360, "height": 640})
+    tree = {
+        "tokens": [1, 2, 3],
+        "texts": ["a", "w" * 60, "v" * 60],
+        "parents": [-1, 0, 0],
+        "p": [None, 0.5, 0.5],
+        "q": [None] * 3,
+        "accepted": [True, False, False],
+    }
+    text = f"# {'h' * 90}\n\n- {'i' * 90}\n  > `{'c' * 90}`\n\n```\n{'x' * 200}\n```\n\n[{'l' * 90}](https://a.example)"
+    answers_with(page, [*plain_steps(text, 25), step(99, [emitted("b", "correction")], tree)])
+    page.evaluate("document.getElementById('rejected').click()")
+    ask(page, text)
+    assert page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth") <= 0
+    assert page.evaluate("(m => m.scrollWidth - m.clientWidth)(document.getElementById('messages'))") <= 0
+    assert page.evaluate("(one => one.scrollWidth - one.clientWidth)(document.querySelector('pre'))") > 0, (
+        "code scrolls"
+    )
 
 
 def test_code_is_monospaced_and_can_be_copied(page: Page) -> None:

@@ -21,5 +21,11 @@ function words(settings) {
   if (!drafter || drafter === "none" || branching.includes(drafter)) return [];
   const chain = `The drafter ${drafter} guesses chains: one path, without branches. `;
   if (!branching.length) return [`${chain}For trees, start the server with a drafter that branches, such as --offer ${SOME}.`];
-  return [`${chain}For trees, use `, ...branching.map((name) => button(name, () => settings.use("drafter", name)))];
+  return [`${chain}For trees, use `, ...branching.map((name) => button(name, () => choose(settings, name)))];
+}
+
+/** @param {Settings} settings @param {string} name */
+function choose(settings, name) {
+  settings.use("drafter", name);
+  byId("tree-picture").focus(); // the button is gone
 }

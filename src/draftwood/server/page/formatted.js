@@ -18,6 +18,7 @@ export class Formatted {
     this.element = element;
     this.leaves = leaves;
     this.text = "";
+    this.drawings = 0;
     this.settled = 0; // where the last block starts
     /** @type {Element | null} */
     this.last = null;
@@ -27,6 +28,7 @@ export class Formatted {
   update(text) {
     if (text === this.text) return;
     this.text = text;
+    this.drawings += 1;
     const found = blocks(Passage.of(text.slice(this.settled), this.settled));
     this.last?.remove();
     const drawn = found.map((block) => this.#block(block));
@@ -37,6 +39,7 @@ export class Formatted {
 
   /** The text is whole: what looked like the end of a block while it grew may not have been one. @param {string} text */
   finish(text) {
+    if (this.drawings === 1 && text === this.text) return;
     this.element.replaceChildren();
     this.last = null;
     this.settled = 0;

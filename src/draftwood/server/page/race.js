@@ -156,8 +156,10 @@ class Lane {
     this.element = el("article", { class: "lane" }, el("h3", {}, name), this.track, this.label, facts, this.text.element);
   }
 
+  /** From the first token on: before that the prompt was read, which is the same work for both. */
   get figures() {
-    return figures(this.text.steps);
+    const all = figures(this.text.steps);
+    return { ...all, seconds: all.decoding };
   }
 
   /** @param {AsyncGenerator<Chunk>} chunks */
@@ -197,9 +199,9 @@ class Lane {
     this.track.setAttribute("aria-valuetext", this.label.textContent);
   }
 
-  /** Tokens it had so long after the start. @param {number} seconds */
+  /** Tokens it had so long after its first. @param {number} seconds */
   #tokensAt(seconds) {
-    let [passed, tokens] = [0, 0];
+    let [passed, tokens] = [-(this.text.steps[0]?.seconds ?? 0), 0];
     for (const step of this.text.steps) {
       passed += step.seconds;
       if (passed > seconds + 1e-9) break;
@@ -208,7 +210,7 @@ class Lane {
     return tokens;
   }
 
-  /** Where it was so long after the start. @param {number} seconds */
+  /** Where it was so long after its first token. @param {number} seconds */
   replay(seconds) {
     this.#mark(this.#tokensAt(seconds), `${duration(Math.min(seconds, this.figures.seconds))} · replayed`);
   }
@@ -228,11 +230,15 @@ class Lane {
 class Replay {
   /** @param {Lane} finished @param {Lane} running */
   constructor(finished, running) {
-    const began = performance.now();
     const { tokens } = finished.figures;
     finished.aim(tokens);
     running.aim(tokens);
-    this.handle = setInterval(() => finished.replay((performance.now() - began) / 1000), FRAME);
+    let began = 0;
+    this.handle = setInterval(() => {
+      if (!running.text.steps.length) return;
+      began ||= performance.now();
+      finished.replay((performance.now() - began) / 1000);
+    }, FRAME);
   }
 
   end() {

@@ -5,8 +5,8 @@
 
 import { shortened, visible } from "./format.js";
 
-const MOST = 3; // branches told at one place
-const LONGEST = 24; // characters of each
+const MOST = 2; // branches told at one place
+const LONGEST = 20; // characters of each
 
 /**
  * For every token that a step emitted: the branches guessed in its place that were rejected, likeliest first as the

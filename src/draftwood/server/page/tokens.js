@@ -252,6 +252,7 @@ export function figures(steps) {
   return {
     tokens,
     seconds,
+    decoding,
     guessed,
     kept,
     perStep: steps.length ? tokens / steps.length : null,
