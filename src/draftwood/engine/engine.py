@@ -24,7 +24,7 @@ from draftwood.model.batch import ForwardBatch, ForwardOutput
 from draftwood.model.runner import ModelRunner
 from draftwood.protocols import Budget, Controller, Drafter, Features, Randomness, StepReport, Verifier
 from draftwood.request import Event
-from draftwood.sampling import target_distribution, token_logprobs
+from draftwood.sampling import target_distribution, token_logprobs, unusable
 from draftwood.telemetry import Timers
 from draftwood.tree import DraftLaw, HostVerdict, TokenTree
 
@@ -114,7 +114,8 @@ class Engine:
         self.controller.observe(report)
         logprobs = token_logprobs(logits, tree, verdict, view)
         traces = step_traces(logits, tree, verdict, view, len(plan.items), report.num_rows)
-        return self.scheduler.commit(plan, outcome, logprobs, traces, prompt_logprobs(plan, scored))
+        bad = unusable(logits, p, verdict)
+        return self.scheduler.commit(plan, outcome, logprobs, traces, prompt_logprobs(plan, scored), bad)
 
     def _score(self, plan: Plan, tree: TokenTree, span: Tensor) -> tuple[ForwardBatch, ForwardOutput]:
         """The target's logits at every tree node, in the tree's order, then at the plan's `scored_rows`."""
