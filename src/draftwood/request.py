@@ -10,6 +10,10 @@ from enum import StrEnum
 from draftwood.errors import InvalidRequest
 
 SEED_LIMIT = 1 << 63
+# Beyond these a float32 logit would overflow, and a row of infinities has no distribution.
+LARGEST_BIAS = 1e30
+LEAST_TEMPERATURE = 1e-6  # whatever is smaller means 0
+PENALTIES = 1e-6, 1e6  # repetition penalties
 
 
 class FinishReason(StrEnum):
@@ -65,6 +69,8 @@ class SamplingParams:
         object.__setattr__(self, "stop", _as_tuple(self.stop))
         object.__setattr__(self, "bad_words", _as_tuple(self.bad_words))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if _number(self.temperature) and 0 < self.temperature < LEAST_TEMPERATURE:
+            object.__setattr__(self, "temperature", 0.0)
         for message in self._problems():
             raise InvalidRequest(message)
 
@@ -75,8 +81,8 @@ class SamplingParams:
             (_number(self.top_p) and 0 < self.top_p <= 1, "top_p must lie in (0, 1]"),
             (_number(self.min_p) and 0 <= self.min_p <= 1, "min_p must lie in [0, 1]"),
             (
-                _number(self.repetition_penalty) and self.repetition_penalty > 0,
-                "repetition_penalty must be a finite number > 0 (1 switches it off)",
+                _number(self.repetition_penalty) and PENALTIES[0] <= self.repetition_penalty <= PENALTIES[1],
+                "repetition_penalty must be a number from {:g} to {:g} (1 switches it off)".format(*PENALTIES),
             ),
             (
                 _number(self.presence_penalty) and abs(self.presence_penalty) <= 2,
@@ -117,8 +123,9 @@ class SamplingParams:
                 "stop_token_ids must be integers >= 0",
             ),
             (
-                all(_integer(t) and t >= 0 and _number(b) for t, b in self.logit_bias.items()),
-                "logit_bias must map token ids to finite numbers",
+                all(_integer(t) and t >= 0 and _number(b) for t, b in self.logit_bias.items())
+                and all(abs(b) <= LARGEST_BIAS for b in self.logit_bias.values()),
+                f"logit_bias must map token ids to numbers from {-LARGEST_BIAS:g} to {LARGEST_BIAS:g}",
             ),
         )
         return [f"{message}." for holds, message in (*checks, *self._guessing_checks()) if not holds]

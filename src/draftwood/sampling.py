@@ -167,6 +167,16 @@ def _ranked(p: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     return p.sort(-1, descending=True).values if bool(unsettled.any()) else ranked
 
 
+def unusable(logits: Tensor, p: Tensor, verdict: Verdict) -> frozenset[int]:
+    """Sequences whose next token has no distribution: logits that are not numbers, or forbidden altogether.
+
+    Looked at is the last row of each accepted path: what is no number stays so for every later token of its sequence.
+    """
+    last = verdict.path.gather(1, verdict.length[:, None])[:, 0]
+    fine = logits[last].amax(-1).isfinite() & p[last].amax(-1).isfinite()
+    return frozenset(b for b, usable in enumerate(fine.tolist()) if not usable)
+
+
 def token_logprobs(logits: Tensor, tree: TokenTree, verdict: Verdict, view: BatchView) -> list[list[TokenLogprob]]:
     """Log-probabilities of every token the verdict emits, for the sequences that ask for them; others get []."""
     asked = [params.logprobs for params in view.params]

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import threading
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -215,6 +216,18 @@ def test_what_is_loaded_is_not_searched_for_garbage_until_it_may_be_some(folder:
     del llm
     gc.collect()
     assert engine() is None
+
+
+def test_a_minimum_length_is_kept_by_lossless_laws_only(llm: LLM) -> None:
+    end = next(iter(llm.tokenizer.eos_ids))
+    eager = SamplingParams(max_tokens=12, logit_bias={end: 50.0})
+    assert llm.generate("abc", eager).stats.num_tokens == 1
+    patient = llm.generate("abc", replace(eager, min_tokens=7))
+    assert (patient.stats.num_tokens, patient.token_ids[-1], patient.finish_reason) == (8, end, FinishReason.STOP)
+    with pytest.raises(IncompatibleParts, match="min_tokens forbids"):
+        llm.generate("abc", replace(eager, min_tokens=7, law="typical"))
+    unending = llm.intake.answers("abc", SamplingParams(max_tokens=9, min_tokens=9, ignore_eos=True))[1][0]
+    assert (unending.params.min_tokens, unending.max_length) == (0, 12)
 
 
 def test_bad_words_are_never_written(llm: LLM) -> None:

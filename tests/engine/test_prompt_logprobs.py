@@ -108,9 +108,11 @@ NOT_ON_GPU = pytest.mark.skipif(GPU, reason="another tiny model runs there, in b
 
 
 @NOT_ON_GPU
+@pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize("regime", ["one batch", "chunks of five", "starved"])
 @pytest.mark.parametrize("name", ["ngram", "model", "eagle3"])
-def test_rounds_tell_the_same(name: str, regime: str) -> None:
+def test_rounds_tell_the_same(name: str, regime: str, by_hand: bool) -> None:
+    """Also while a request among them needs the host for its answer."""
     hard = REGIMES[regime]
     drafters = {
         "ngram": lambda: ngram(nodes=4, longest=3, shortest=1)(torch.float64),
@@ -118,6 +120,8 @@ def test_rounds_tell_the_same(name: str, regime: str) -> None:
         "eagle3": lambda: with_net("eagle3", chain(3))(torch.float64),
     }
     wanted = with_arrivals(asks(), every=2)
+    if by_hand:
+        wanted[3] = replace(wanted[3], params=replace(wanted[3].params, logprobs=1))
     harness = RoundHarness(drafters[name](), "match", hard)
     answers = harness.run(wanted)
     assert generated(answers) == generated(Harness(runner(), NoDrafter(), LAWS["match"]()).run(asks(lambda i: False)))

@@ -142,6 +142,55 @@ def test_a_minimum_length_that_cannot_be_is_refused(least) -> None:
         SamplingParams(max_tokens=12, min_tokens=least)
 
 
+@pytest.mark.parametrize("draft", ["none", "chain", "bushy"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_no_numbers_end_their_request_and_no_other(draft: str, temperature: float) -> None:
+    """From some position on, the model has nothing to say to request 2; the law may not say something instead."""
+    wanted = asks(SamplingParams(temperature=temperature))
+    plain = Harness(tiny_runner(), no_drafter(torch.float64), Match()).run(wanted)
+    target = tiny_runner()
+    forward = target.forward
+
+    def broken(batch, needs=frozenset()):
+        out = forward(batch, needs)
+        sequence = torch.searchsorted(batch.row_offsets, batch.logit_rows, right=True) - 1
+        pages = torch.tensor(target.cache.tables.pages(2) if 2 in target.cache.tables else [-2])
+        own = (batch.block_table[sequence, :1] == pages[:1]).any(-1)
+        out.logits[own & (batch.positions[batch.logit_rows] >= 12)] = float("nan")
+        return out
+
+    target.forward = broken  # type: ignore[method-assign]
+    drafter = no_drafter(torch.float64) if draft == "none" else DRAFTS[draft](torch.float64)
+    harness = Harness(target, drafter, Match())
+    answers = harness.run(wanted)
+    for i in range(6):
+        if i == 2:
+            assert harness.finish_reason(i) == FinishReason.ERROR
+            assert any("not finite" in (event.error or "") for event in harness.events)
+            assert generated(answers)[i] == generated(plain)[i][: len(generated(answers)[i])]
+        else:
+            assert generated(answers)[i] == generated(plain)[i]
+            assert harness.finish_reason(i) == FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    "extreme",
+    [
+        SamplingParams(temperature=1e-40),
+        SamplingParams(temperature=1e-6, logit_bias={3: 1e30, 4: -1e30}),
+        SamplingParams(temperature=1e300),
+        SamplingParams(temperature=1.0, repetition_penalty=1e-6),
+        SamplingParams(temperature=1e-6, repetition_penalty=1e6, logit_bias={5: 1e30}),
+    ],
+    ids=str,
+)
+def test_extreme_parameters_still_have_a_distribution(extreme: SamplingParams) -> None:
+    harness = Harness(tiny_runner(dtype=torch.float32), DRAFTS["chain"](torch.float32), Match())
+    answers = harness.run(asks(extreme))
+    assert [harness.finish_reason(i) for i in range(6)] == [FinishReason.LENGTH] * 6
+    assert all(len(said) == 18 for said in generated(answers))
+
+
 def test_max_tokens_and_the_context_window_end_an_answer() -> None:
     from tiny import tiny_config
 

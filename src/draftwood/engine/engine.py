@@ -25,7 +25,7 @@ from draftwood.model.batch import ForwardBatch, ForwardOutput
 from draftwood.model.runner import ModelRunner
 from draftwood.protocols import Budget, Controller, Drafter, Features, Randomness, StepReport, TimedStep, Verifier
 from draftwood.request import Event
-from draftwood.sampling import target_distribution, token_logprobs
+from draftwood.sampling import target_distribution, token_logprobs, unusable
 from draftwood.telemetry import Timers
 from draftwood.tree import DraftLaw, HostVerdict, TokenTree
 
@@ -118,7 +118,8 @@ class Engine:
         self.controller.observe(report)
         logprobs = token_logprobs(logits, tree, verdict, view)
         traces = step_traces(logits, tree, verdict, view, len(plan.items), report.num_rows)
-        events = self.scheduler.commit(plan, outcome, logprobs, traces, prompt_logprobs(plan, scored))
+        scored_prompts, bad = prompt_logprobs(plan, scored), unusable(logits, p, verdict)
+        events = self.scheduler.commit(plan, outcome, logprobs, traces, scored_prompts, bad)
         if report.num_rows == report.num_sampling + report.drafted:  # no prompt was read
             self.last_step = TimedStep(report, time.perf_counter() - began)
         return events

@@ -88,6 +88,10 @@ class Intake:
         text, tokens = self.encode(prompt)
         self._check_tokens(tokens, params)
         params = self._guessers.fitted(params)
+        if params.min_tokens and not (params.stop or self._stop_ids(params)):
+            params = replace(
+                params, min_tokens=0
+            )  # nothing can end it early: it may run where requests without one run
         request_id = next(self._request_ids)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         first = self._answer(request_id, tokens, params, seed, tenant)
@@ -122,8 +126,6 @@ class Intake:
 
     def _answer(self, request_id: int, tokens: list[int], params: SamplingParams, seed: int, tenant: str) -> Answer:
         law = self._guessers.laws.law_of(params.law)
-        # A grammar says when it is complete by nothing but the end of text.
-        end_of_text = frozenset() if params.ignore_eos and params.grammar is None else self.tokenizer.eos_ids
         return Answer(
             id=next(self._sequence_ids),
             request_id=request_id,
@@ -132,7 +134,7 @@ class Intake:
             params=params,
             seed=seed,
             max_length=min(len(tokens) + params.max_tokens, self.max_length),
-            stop_ids=end_of_text | set(params.stop_token_ids),
+            stop_ids=self._stop_ids(params),
             bad_words=tuple(tuple(ids) for word in params.bad_words for ids in self._spellings(word)),
             text=TextStream(Detokenizer(self.tokenizer), params.stop),
             arrived=time.perf_counter(),
@@ -154,6 +156,11 @@ class Intake:
             text=TextStream(Detokenizer(self.tokenizer), first.params.stop),
             constraint=self._constraint(first.params),
         )
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        """A grammar says when it is complete by nothing but the end of text, so that counts even if it is ignored."""
+        ignored = params.ignore_eos and params.grammar is None
+        return frozenset(params.stop_token_ids) | (frozenset() if ignored else self.tokenizer.eos_ids)
 
     def _constraint(self, params: SamplingParams) -> Constraint | None:
         return None if params.grammar is None else self._grammars.start(params.grammar)

@@ -21,6 +21,11 @@ from draftwood.protocols import Budget, Load
 from draftwood.request import Event, FinishReason, StepTrace, TokenLogprob
 from draftwood.tree import HostVerdict
 
+NO_DISTRIBUTION = (
+    "The model gave logits that are not finite, so there is no next token. Its weights may be damaged, or its numbers "
+    "too large for the type it computes in: try dtype float32."
+)
+
 
 @dataclass(frozen=True)
 class SchedulerConfig:
@@ -148,10 +153,12 @@ class Scheduler:
         logprobs: list[list[TokenLogprob]] | None = None,
         traces: list[StepTrace | None] | None = None,
         prompt_logprobs: Mapping[int, list[TokenLogprob]] | None = None,
+        unusable: frozenset[int] = frozenset(),
     ) -> list[Event]:
         """Give every sequence what the step earned it; the one place where sequences change.
 
-        `prompt_logprobs`: of the tokens behind `plan.scored`, by the item's index.
+        `prompt_logprobs`: of the tokens behind `plan.scored`, by the item's index. `unusable`: those of `plan.sampling`
+        whose next token the model gave no distribution for; they end with an error.
         """
         gains = {i: b for b, i in enumerate(plan.sampling)}
         events = []
@@ -161,6 +168,8 @@ class Scheduler:
             b = gains.get(i)
             if b is None:
                 self.tables.advance(item.seq.id, item.end, item.seq.tokens)
+            elif b in unusable:
+                events.append(self._end_with_error(item.seq, NO_DISTRIBUTION))
             else:
                 event = self._give(item, outcome, b, logprobs[b] if logprobs else [])
                 events.append(_traced(event, traces[b]) if traces else event)
@@ -173,13 +182,9 @@ class Scheduler:
             reason = seq.receive(outcome.tokens[b], accepted, outcome.drafted[b], now, outcome.drift[b])
             event = seq.event(len(seq.tokens) - before, accepted, reason, now, logprobs)
         except Exception as failure:  # one answer's text must not take its neighbours down
-            named = isinstance(failure, DraftwoodError)
-            error = str(failure) if named else f"{type(failure).__name__}: {failure}"
-            code = failure.code if isinstance(failure, DraftwoodError) else None
-            self._end(seq)
-            return Event(
-                seq.request_id, seq.index, (), (), "", FinishReason.ERROR, seq.stats(now), error=error, error_code=code
-            )
+            if isinstance(failure, DraftwoodError):
+                return self._end_with_error(seq, str(failure), failure.code)
+            return self._end_with_error(seq, f"{type(failure).__name__}: {failure}")
         # What ended the answer cut accepted tokens off, and there may be no pages behind it.
         self.tables.advance(seq.id, min(item.end + accepted, len(seq.tokens)), seq.tokens)
         if event.finished:
@@ -187,6 +192,12 @@ class Scheduler:
         elif not self.config.rounds_ahead:
             self.tables.trim(seq.id)
         return event
+
+    def _end_with_error(self, seq: Sequence, error: str, code: str | None = None) -> Event:
+        self._end(seq)
+        stats = seq.stats(self.clock())
+        ended = FinishReason.ERROR
+        return Event(seq.request_id, seq.index, (), (), "", ended, stats, error=error, error_code=code)
 
     def _pending(self, seq: Sequence) -> int:
         return len(seq.tokens) - self.tables.num_cached(seq.id)
