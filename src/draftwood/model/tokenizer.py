@@ -20,6 +20,10 @@ import tokenizers
 from ..errors import CheckpointError, TokenizerError
 from . import chat, gguf_vocabulary
 from .config import gguf_eos_ids, token_ids
+from .text_bound import BYTE_ALPHABET, TextBound, text_bound
+
+_LONG_TEXT = 10_000  # characters; a long text is encoded without the GIL, so that other threads go on
+_LARGEST_ID = 2**32 - 1  # that the library can be asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +120,35 @@ class Tokenizer:
                 "decode its source with errors='replace' before passing it."
             ) from None
         prefix = self._conventions.prefix_ids if special else ()
-        return [*prefix, *self._backend.encode(text, add_special_tokens=special).ids]
+        return [*prefix, *self._encode(text, special)]
+
+    def _encode(self, text: str, special: bool) -> list[int]:
+        if len(text) <= _LONG_TEXT:
+            return self._backend.encode(text, add_special_tokens=special).ids
+        return self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
+
+    @cached_property
+    def longest_piece(self) -> int:
+        """Bytes of the longest token of the vocabulary, markers included."""
+        return max((len(self._piece(token, False)) for token in range(self.vocab_size)), default=0)
+
+    def max_bytes(self, tokens: int) -> int | None:
+        """The longest text, in bytes of UTF-8, that can have this many tokens or fewer; None if there is no longest.
+
+        There is none where the pipeline drops any amount of text: it strips spaces, or has no token for some bytes.
+        """
+        return None if self._bound is None else self._bound.max_bytes(tokens)
+
+    def fewest_tokens(self, text: str) -> int:
+        """A number of tokens that `text` certainly has, found from its bytes without encoding it; 0 if none is certain.
+
+        Unlike `max_bytes`, this also says something where a few bytes have no token: those of the text are not counted.
+        """
+        return 0 if self._bound is None else self._bound.fewest_tokens(text)
+
+    @cached_property
+    def _bound(self) -> TextBound | None:
+        return text_bound(self._backend)
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """The text of `ids`: exactly what a `Detokenizer` streams for them, however they are split."""
@@ -147,6 +179,8 @@ class Tokenizer:
 
     def piece(self, token: int, *, skip_special: bool = True) -> bytes:
         """The bytes one id stands for; none for ids that only pad the embedding."""
+        if not 0 <= token < self.vocab_size:  # any number of these can be asked for: they are not kept
+            return self._piece(token, skip_special)
         pieces = self._pieces[skip_special]
         if token not in pieces:
             pieces[token] = self._piece(token, skip_special)
@@ -156,7 +190,7 @@ class Tokenizer:
         added = self._added.get(token)
         if added is not None:
             return b"" if added.special and skip_special else added.content.encode()
-        spelled = self._backend.id_to_token(token) if token >= 0 else None
+        spelled = self._backend.id_to_token(token) if 0 <= token <= _LARGEST_ID else None
         return b"" if spelled is None else self._spelling.bytes_of(spelled)
 
     @property
@@ -214,19 +248,9 @@ class _Spelling:
         return token.replace("▁", " ").encode()
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-ins: visible Latin-1 characters are themselves, the rest follow from U+0100."""
-    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    hidden = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(256 + rank): byte for rank, byte in enumerate(hidden)}
-
-
-_BYTE_ALPHABET = _byte_alphabet()
-
-
 def _from_byte_level(token: str) -> bytes:
     try:
-        return bytes(_BYTE_ALPHABET[character] for character in token)
+        return bytes(BYTE_ALPHABET[character] for character in token)
     except KeyError:  # a token outside the alphabet was added as plain text
         return token.encode()
 
