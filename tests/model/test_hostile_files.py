@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 import io
 import json
@@ -161,14 +162,14 @@ def test_a_gguf_file_runs_nothing(tmp_path: Path, marker: Path, write_gguf: Call
 
 
 DRAFTERS: dict[str, dict[str, Any]] = {
-    **{f"speculators {kind}": {"speculators_model_type": kind} for kind in ("eagle3", "peagle", "eagle", "dflash", "mtp")},
+    **{name: {"speculators_model_type": name} for name in ("eagle3", "peagle", "eagle", "dflash", "dspark", "mtp")},
     "modelopt": {"eagle_config": {}},
     "z-lab": {"dflash_config": {}},
     "deepspec": {"block_size": 4, "target_layer_ids": [1]},
     "pard": {"pard_token": 3},
     "medusa": {"medusa_num_heads": 2},
     "hydra": {"hydra_num_heads": 2},
-    "eagle3": {"architectures": ["LlamaForCausalLMEagle3"]},
+    "official eagle3": {"architectures": ["LlamaForCausalLMEagle3"]},
     "student": {"draftwood": {"student": True}},
     "masked student": {"draftwood": {"student": True}, "pard_token": 3},
     "language model": {},
@@ -216,3 +217,250 @@ def test_the_command_line_runs_nothing(tmp_path: Path, marker: Path, command: tu
     folder = poison(tiny_folder(tmp_path / "tiny"), marker)
     result = CliRunner().invoke(app, [word.replace("FOLDER", str(folder)) for word in command], input="y\n" * 100)
     assert result.exception is None or isinstance(result.exception, SystemExit | DraftwoodError)
+
+
+def test_every_call_into_transformers_forbids_remote_code() -> None:
+    root = Path(__file__).parents[2]
+    calls = [
+        (path.name, call)
+        for folder in ("src", "benchmarks", "examples", "tests")
+        for path in (root / folder).rglob("*.py")
+        for call in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "from_pretrained"
+    ]
+    models = [(name, call) for name, call in calls if not ast.unparse(call.func).endswith("Embedding.from_pretrained")]
+    assert models
+    for name, call in models:
+        assert any(key.arg == "trust_remote_code" and ast.unparse(key.value) == "False" for key in call.keywords), name
+
+
+# --- malformed files: one kind of error, before memory is taken
+
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "max_position_embeddings",
+)  # fmt: skip
+WRONG: list[Any] = [-1, 10**9 * 8, 10**12, 10**400, 1.5, math.nan, math.inf, "8", [8], {"a": 1}, True]
+
+
+@pytest.mark.parametrize("key", SIZES)
+def test_a_size_that_is_none_is_refused_by_name(key: str) -> None:
+    ours = {
+        "num_hidden_layers": "num_layers",
+        "num_attention_heads": "num_heads",
+        "num_key_value_heads": "num_kv_heads",
+    }
+    names = {key, ours.get(key, key)}
+    for value in [0, *WRONG] if key != "head_dim" else WRONG:
+        with pytest.raises(CheckpointError) as caught:
+            ModelConfig.from_hf(HF_CONFIG | {key: value})
+        assert any(name in str(caught.value) for name in names)
+        assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("key", ["rms_norm_eps", "rope_theta"])
+def test_a_number_that_is_none_is_refused_by_name(key: str) -> None:
+    for value in (-1, 0, 10**400, math.nan, math.inf, "8", [8], True):
+        with pytest.raises(CheckpointError, match=f"{key}|norm_eps|rope theta"):
+            ModelConfig.from_hf(HF_CONFIG | {key: value})
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": 0},
+        {"rope_type": "yarn", "factor": 1e300, "original_max_position_embeddings": 32},
+        {"rope_type": "yarn", "factor": math.nan, "original_max_position_embeddings": 32},
+        {"rope_type": "yarn", "factor": 4.0, "mscale": 1, "mscale_all_dim": -1e9},
+        {"rope_type": "longrope", "original_max_position_embeddings": 1, "short_factor": [1.0] * 8},
+        {"rope_type": "longrope", "long_factor": [1.0] * 1_000_000, "short_factor": [1.0] * 8},
+        {"rope_type": "longrope", "original_max_position_embeddings": 32, "long_factor": ["x"] * 8},
+        {"rope_type": "longrope", "original_max_position_embeddings": 32, "long_factor": [0.0] * 8},
+        {"rope_type": "linear", "factor": "4"},
+        {"rope_type": ["linear"], "factor": 4},
+        {"rope_type": "llama3", "factor": 8, "low_freq_factor": math.inf, "original_max_position_embeddings": 64},
+        "linear",
+        ["linear"],
+    ],
+)
+def test_a_rope_that_is_none_is_refused(rope: Any) -> None:
+    with pytest.raises(CheckpointError, match="This model cannot be run"):
+        ModelConfig.from_hf(HF_CONFIG | {"rope_scaling": rope})
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[" * 100_000, '{"a":' * 100_000, "[" * 900 + "]" * 900, "1" * 100_000, "{", '"', "\x00", "nul", "{} {}"],
+    ids=["deep list", "deep table", "list", "long number", "half", "quote", "zero", "null", "two"],
+)
+def test_json_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    folder = tiny_folder(tmp_path / "tiny")
+    for name in ("config.json", "generation_config.json"):
+        whole = (folder / name).read_text() if (folder / name).exists() else "{}"
+        (folder / name).write_text(text)
+        with pytest.raises(CheckpointError, match=name):
+            open_checkpoint(folder)
+        (folder / name).write_text(whole)
+    (folder / "tokenizer.json").write_text(text)
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json"):
+        Tokenizer.from_folder(folder)
+
+
+def test_large_files_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tiny_folder(tmp_path / "tiny")
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        path = folder / name
+        before = path.read_bytes() if path.exists() else None
+        with path.open("wb") as file:
+            file.truncate(1 << 40)  # takes no room on the disk
+        with pytest.raises(DraftwoodError, match=f"{name} has more than"):
+            open_checkpoint(folder).tokenizer()
+        path.unlink() if before is None else path.write_bytes(before)
+    os.mkfifo(folder / "generation_config.json")  # reading it would wait for ever
+    with pytest.raises(CheckpointError, match="no regular file"):
+        open_checkpoint(folder)
+    assert files.MAX_JSON < 1 << 30
+
+
+ODD: list[Any] = [
+    None,
+    0,
+    -1,
+    1.5,
+    math.nan,
+    10**12,
+    10**400,
+    "",
+    "x" * 5000,
+    [],
+    [[]],
+    {},
+    {"a": {}},
+    True,
+    ["default"],
+]
+
+
+def mutated(value: Any, rng: random.Random) -> Any:
+    """The same table with one value somewhere in it replaced, removed or doubled."""
+    if rng.random() < 0.2 or not value or not isinstance(value, dict | list):
+        return rng.choice(ODD)
+    if isinstance(value, list):
+        at = rng.randrange(min(len(value), 50))
+        return [*value[:at], mutated(value[at], rng), *value[at + rng.randrange(2) :]]
+    key = rng.choice(sorted(value)[:200])
+    action = rng.random()
+    if action < 0.1:
+        return {name: entry for name, entry in value.items() if name != key}
+    return {**value, (rng.choice(["", "type", key * 2]) if action < 0.2 else key): mutated(value[key], rng)}
+
+
+def test_mutated_configurations_fail_in_one_way_only() -> None:
+    rng, read = random.Random(0), 0
+    scalings = [{"rope_scaling": scaling} for scaling in SCALINGS]
+    families = [{"model_type": "mistral", "sliding_window": 8}, {"model_type": "qwen2", "use_sliding_window": True}]
+    started = time.thread_time()
+    for _ in range(1500):
+        config = HF_CONFIG | rng.choice([{}, *scalings, *families])
+        for _ in range(rng.randrange(1, 4)):
+            config = mutated(config, rng)
+            config = config if isinstance(config, dict) else {}
+        try:
+            read += ModelConfig.from_hf(config).num_layers > 0
+        except CheckpointError:
+            continue
+    assert read > 100
+    assert time.thread_time() - started < 10
+
+
+def test_mutated_tokenizers_fail_in_one_way_only(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    rng, read = random.Random(1), 0
+    save_folder(tmp_path)
+    byte_level = json.loads((tmp_path / "tokenizer.json").read_text())
+    sentencepiece = json.loads(Tokenizer.from_gguf(sentencepiece_fields())._backend.to_str())
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text()) | {"chat_template": [{"name": "default"}]}
+    for turn in range(400):
+        whole = mutated(rng.choice([byte_level, sentencepiece]), rng) if turn % 3 else byte_level
+        (tmp_path / "tokenizer.json").write_text(json.dumps(whole))
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings if turn % 3 else mutated(settings, rng)))
+        (tmp_path / "generation_config.json").write_text(
+            json.dumps(mutated({"eos_token_id": [1]}, rng) if turn % 5 else {})
+        )
+        try:
+            tokenizer = Tokenizer.from_folder(tmp_path)
+            tokenizer.decode(tokenizer.encode("Hello <|im_start|> world é " * 20))
+            tokenizer.max_bytes(4)
+            assert tokenizer.longest_piece < 10_000
+            read += 1
+        except (TokenizerError, CheckpointError):
+            continue
+    capfd.readouterr()  # the library writes about its panics
+    assert read > 40
+
+
+def test_mutated_gguf_tables_fail_in_one_way_only() -> None:
+    rng, read = random.Random(2), 0
+    for _ in range(300):
+        fields = mutated(rng.choice([byte_level_fields, sentencepiece_fields_of])("smollm"), rng)
+        try:
+            tokenizer = Tokenizer.from_gguf(fields if isinstance(fields, dict) else {})
+            read += bool(tokenizer.encode("Hello world")) or True
+        except (TokenizerError, CheckpointError):
+            continue
+    assert read > 20
+
+
+def sentencepiece_fields_of(rule: str) -> dict[str, Any]:
+    return sentencepiece_fields() | {"tokenizer.ggml.pre": rule}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "reason"), [("(a+)+$", "retry-limit"), ("(", r"tokenizer\.json cannot be read"), ("a" * 10**6, "")]
+)
+def test_a_regular_expression_of_a_tokenizer_does_not_run_on(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], pattern: str, reason: str
+) -> None:
+    content = json.loads((save_folder(tmp_path) / "tokenizer.json").read_text())
+    split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, content["pre_tokenizer"]]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    started = time.thread_time()
+    if reason:
+        with pytest.raises(TokenizerError, match=reason):
+            Tokenizer.from_folder(tmp_path).encode("a" * 500 + "b")
+    else:
+        assert Tokenizer.from_folder(tmp_path).encode("a" * 500 + "b")
+    assert time.thread_time() - started < 4
+    capfd.readouterr()  # the library writes about its panics
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (
+            {"dflash_config": {"target_layer_ids": [1]}, "num_hidden_layers": 4000, "intermediate_size": 1 << 20},
+            "num_hidden_layers, intermediate_size",
+        ),
+        ({"dflash_config": 5}, "malformed"),
+        ({"dflash_config": {"target_layer_ids": [1]}, "block_size": 10**9}, "block_size"),
+        ({"dflash_config": {"target_layer_ids": 10**9}, "block_size": 4}, "list of target layers"),
+        ({"speculators_model_type": ["eagle3"]}, "malformed|recognised"),
+        (
+            {
+                "speculators_model_type": "eagle3",
+                "transformer_layer_config": [1],
+                "eagle_aux_hidden_state_layer_ids": [1],
+            },
+            "malformed|transformer_layer_config",
+        ),
+        ({"architectures": [5]}, "malformed|architectures"),
+        ({"draftwood": {"student": True}, "num_hidden_layers": 10**9}, "num_hidden_layers"),
+    ],
+)
+def test_a_malformed_drafter_is_refused(tmp_path: Path, config: dict[str, Any], reason: str) -> None:
+    folder = tiny_folder(tmp_path / "drafter")
+    content = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(content | config))
+    target = open_checkpoint(tiny_folder(tmp_path / "target"))
+    with pytest.raises(DraftwoodError, match=reason):
+        build_drafter(str(folder), None, target, EngineConfig(device="cpu"))

@@ -299,6 +299,7 @@ def _hf_rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _hf_max_positions(config: Mapping[str, Any]) -> int:
     stated = _integer(config, "max_position_embeddings")
+    require(stated > 0, f"its configuration has max_position_embeddings = {stated}, which must be positive")
     parameters = _hf_rope_parameters(config)
     original = _optional_integer(parameters, "original_max_position_embeddings") or stated
     if parameters["rope_type"] == "dynamic":
