@@ -148,7 +148,8 @@ class Tokenizer:
     @cached_property
     def longest_piece(self) -> int:
         """Bytes of the longest token of the vocabulary, markers included."""
-        return max((len(self._piece(token, False)) for token in range(self.vocab_size)), default=0)
+        ids = self._backend.get_vocab(with_added_tokens=True).values()
+        return max((len(self._piece(token, False)) for token in ids), default=0)
 
     def max_bytes(self, tokens: int) -> int | None:
         """The longest text, in bytes of UTF-8, that can have this many tokens or fewer; None if there is no longest.
