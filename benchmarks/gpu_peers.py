@@ -51,7 +51,11 @@ def transformers_answer(mode: str, given: argparse.Namespace) -> Answer:
     from transformers import AutoModelForCausalLM
 
     def load(folder: Path) -> Any:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).to(given.device).eval()
+        return (
+            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, trust_remote_code=False)
+            .to(given.device)
+            .eval()
+        )
 
     model = load(given.standin)
     extra: dict[str, Any] = {}

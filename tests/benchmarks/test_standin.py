@@ -141,10 +141,12 @@ def test_engines_and_tokenizers_read_it(tmp_path: Path) -> None:
         with LLM(tmp_path / name, config=config) as llm:
             answers.append(llm.generate([TEXT], SamplingParams(max_tokens=24, ignore_eos=True))[0].token_ids)
             ids = llm.tokenizer.encode("Is the sky blue? 42 times!")
-        theirs = AutoTokenizer.from_pretrained(tmp_path / name)
+        theirs = AutoTokenizer.from_pretrained(tmp_path / name, trust_remote_code=False)
         assert theirs.encode("Is the sky blue? 42 times!", add_special_tokens=False) == ids
     assert answers[0] == answers[1]
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "large", dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "large", dtype=torch.float32, trust_remote_code=False
+    ).eval()
     with torch.inference_mode():
         logits = model(torch.tensor([TEXT])).logits[0]
     wanted = written_out_logits(open_checkpoint(tmp_path / "small"), TEXT)

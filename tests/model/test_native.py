@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import stat
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -255,6 +257,86 @@ def test_a_library_is_built_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     first = library.build(quick)
     monkeypatch.setattr(subprocess, "run", _only_versions(subprocess.run))
     assert library.build(quick) == first
+
+
+QUICK = ("-O0",)
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A folder with a library in it, of a compiler that only writes what it was told."""
+    compiler = tmp_path / "cc"
+    compiler.write_text('#!/bin/sh\nfor last; do [ "$before" = -o ] && echo "$0" > "$last"; before=$last; done\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    monkeypatch.setenv("DRAFTWOOD_HOME", str(tmp_path / "home"))
+    return library.build(QUICK)
+
+
+def test_the_folder_of_a_library_is_private_whatever_the_umask(kept: Path) -> None:
+    assert stat.S_IMODE(kept.parent.stat().st_mode) == 0o700
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o700
+    before = os.umask(0o002)
+    try:
+        kept.unlink()
+        assert not stat.S_IMODE(library.build(QUICK).stat().st_mode) & 0o022
+    finally:
+        os.umask(before)
+
+
+def test_a_damaged_library_is_compiled_again(kept: Path) -> None:
+    whole = kept.read_bytes()
+    kept.write_bytes(whole[: len(whole) // 2])
+    again = library.build(QUICK)
+    assert again == kept
+    assert again.read_bytes() == whole
+
+
+def test_a_library_that_others_could_have_written_is_not_loaded(kept: Path) -> None:
+    planted = kept.parent / "planted.so"
+    for folder_mode, file_mode in ((0o777, 0o700), (0o770, 0o700), (0o700, 0o722)):
+        os.utime(kept, (1, 1))
+        planted.touch()
+        kept.chmod(file_mode)
+        kept.parent.chmod(folder_mode)
+        kept = library.build(QUICK)
+        assert kept.stat().st_mtime > 1  # a new one
+        assert stat.S_IMODE(kept.parent.stat().st_mode) == 0o700
+        assert planted.exists() == (folder_mode == 0o700)
+
+
+def test_links_are_not_followed(kept: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / kept.name
+    kept.rename(elsewhere)
+    kept.symlink_to(elsewhere)
+    again = library.build(QUICK)
+    assert again == kept
+    assert not again.is_symlink()
+    kept.parent.rename(tmp_path / "real")
+    kept.parent.symlink_to(tmp_path / "real")
+    assert library.build(QUICK).parent == tmp_path / "home" / f"native-{os.geteuid()}"
+
+
+def test_folders_of_other_users_are_refused_with_advice(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    (kept.parent.parent / "native-12345").mkdir()
+    with pytest.raises(library.BuildError, match=r"native-12345 belong to other users.*DRAFTWOOD_HOME"):
+        library.build(QUICK)
+
+
+def test_a_home_that_everyone_writes_to_is_refused_with_advice(kept: Path, tmp_path: Path) -> None:
+    (tmp_path / "home").chmod(0o777)
+    with pytest.raises(library.BuildError, match=r"home can be written to by everyone.*DRAFTWOOD_HOME"):
+        library.build(QUICK)
+    (tmp_path / "home").chmod(0o1777)  # as /tmp, where nobody can rename what is ours
+    assert library.build(QUICK) == kept
+
+
+def test_a_home_that_cannot_be_made_is_told_with_advice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DRAFTWOOD_HOME", str(tmp_path / "file" / "home"))
+    with pytest.raises(library.BuildError, match="DRAFTWOOD_HOME"):
+        library.build(QUICK)
 
 
 def _only_versions(run):

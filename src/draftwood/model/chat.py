@@ -1,12 +1,11 @@
 """Conversations to prompts, by the template that came with the model.
 
-A template is a program from a stranger: it runs in Jinja's immutable sandbox, with the same few helpers that
-Hugging Face gives it, so that it renders what the model was trained on.
+A template is a program from a stranger: it runs in a sandbox with a budget (`sandbox.py`), with the same few helpers
+that Hugging Face gives it, so that it renders what the model was trained on.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
@@ -15,9 +14,12 @@ from typing import Any, NoReturn
 from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ..errors import TokenizerError
+from .sandbox import BoundedSandbox, budget, size_of
+
+MAX_TEMPLATE = 1 << 18  # characters; published ones have up to some twenty thousand
+_LARGEST_REQUEST = 1 << 28  # more of a conversation does not enlarge what its template may spend
 
 
 def render(
@@ -33,11 +35,14 @@ def render(
     variables: dict[str, Any] = {**special_tokens, "messages": [dict(message) for message in messages]}
     variables |= {"tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}
     try:
-        return _compile(template).render(variables)
+        compiled = _compile(template)
+        with budget(size_of([variables["messages"], tools], _LARGEST_REQUEST)):
+            return compiled.render(variables)
     except TemplateError as error:
         raise TokenizerError(f"The model's chat template refused the conversation: {error.message}") from error
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise TokenizerError(f"The model's chat template failed on the conversation: {error!r}") from error
+    except Exception as error:  # a template can fail in any way: RecursionError, SyntaxError, MemoryError
+        said = f"{error!r:.300}"
+        raise TokenizerError(f"The model's chat template failed on the conversation: {said}") from error
 
 
 def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
@@ -51,13 +56,15 @@ def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
 
 @lru_cache(maxsize=16)
 def _compile(template: str) -> Template:
-    environment = ImmutableSandboxedEnvironment(
+    if len(template) > MAX_TEMPLATE:
+        raise TemplateError(f"it has {len(template):,} characters, and {MAX_TEMPLATE:,} is the limit")
+    environment = BoundedSandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
     )
-    environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
-    return environment.from_string(template)
+    with budget(0):
+        return environment.from_string(template)
 
 
 class _Generation(Extension):
@@ -68,11 +75,6 @@ class _Generation(Extension):
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _tojson(value: Any, indent: int | None = None, ensure_ascii: bool = False, **options: Any) -> str:
-    # Jinja's own filter escapes HTML, which no model was trained on.
-    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii, **options)
 
 
 def _raise_exception(message: str) -> NoReturn:

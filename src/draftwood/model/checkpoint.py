@@ -8,7 +8,6 @@ not in a forward. Pickles are never read: loading one runs its code.
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from ..errors import CheckpointError
 from ..machine import why_unwritable
 from . import store
 from .config import ModelConfig
+from .files import read_json, read_object
 from .gguf import GgufFile, read_gguf, read_groups
 from .weights import Matrix
 
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
 HUB_PATTERNS = ["*.safetensors", "*.json", "tokenizer.model", "*.jinja", "merges.txt"]
+MAX_CONFIG = 1 << 22  # bytes of a config.json
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
 
@@ -188,17 +189,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         ggufs = sorted(file.name for file in folder.glob("*.gguf"))
         hint = f"; to run {ggufs[0]}, give that file itself" if ggufs else ""
         raise CheckpointError(f"{folder} has no config.json, so it is not a model folder{hint}.")
-    config = _read_json(path)
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} should hold one JSON object. Download or convert the model again.")
-    return config
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. Download or convert the model again.") from error
+    return read_object(path, MAX_CONFIG)
 
 
 def _tensor_files(folder: Path) -> dict[str, Path]:
@@ -213,10 +204,10 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def _indexed_files(folder: Path, index: Path) -> dict[str, Path]:
-    content = _read_json(index)
+    content = read_json(index)
     names = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(names, dict):
-        raise CheckpointError(f"{index} has no weight_map. Download or convert the model again.")
+    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+        raise CheckpointError(f"{index} has no weight_map of names. Download or convert the model again.")
     outside = sorted(file for file in set(names.values()) if Path(str(file)).name != file)
     if outside:
         raise CheckpointError(f"{index} points outside its folder, to {outside[0]}; it is not to be trusted.")
@@ -253,7 +244,7 @@ class GgufCheckpoint:
     def __init__(self, path: Path, name: str | None = None) -> None:
         self.name = name or str(path)
         self._path, self._file = path, read_gguf(path)
-        if self._file.fields.get("split.count", 1) > 1:
+        if self._file.fields.get("split.count") not in (None, 0, 1):
             raise CheckpointError(
                 f"{path} is one part of a split GGUF file; join the parts first (llama-gguf-split --merge)."
             )

@@ -15,6 +15,7 @@ from ..errors import TokenizerError
 from .config import GGUF_CONTROL
 
 _UNKNOWN, _USER_DEFINED, _UNUSED = 2, 4, 5
+_LONGEST_PIECE = 512  # characters; SentencePiece makes up to 16, unless it is told otherwise
 _SPACE = "▁"  # SentencePiece's visible space
 
 _LLAMA3_WORDS = (
@@ -159,6 +160,8 @@ def _merges_by_score(vocabulary: Mapping[str, int], scores: Sequence[float]) -> 
     """SentencePiece joins two neighbours whose union is a token, best score first: here, as merges."""
     if len(scores) < len(vocabulary):
         raise TokenizerError("The GGUF file has neither merges nor a score for each token; convert it again.")
+    if max(map(len, vocabulary)) > _LONGEST_PIECE:  # each is cut everywhere
+        raise TokenizerError(f"The GGUF file has a token of more than {_LONGEST_PIECE} characters; convert it again.")
     ranked = []
     for token, index in vocabulary.items():
         for cut in range(1, len(token)):

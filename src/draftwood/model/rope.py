@@ -7,13 +7,15 @@ model rounds them to whatever it computes in.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import reprlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, DraftwoodError
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
@@ -22,6 +24,22 @@ def require(condition: bool, reason: str) -> None:
     """Refuse a model for a reason that reads well after "This model cannot be run:"."""
     if not condition:
         raise CheckpointError(f"This model cannot be run: {reason}.")
+
+
+def shown(value: object) -> str:
+    """A value of a file in an error's sentence: cut where it is long or deep."""
+    return reprlib.repr(value)
+
+
+@contextmanager
+def refusing_malformed(what: str) -> Iterator[None]:
+    """Whatever else a malformed file makes fail, beyond what is checked by name, is a `CheckpointError` too."""
+    try:
+        yield
+    except DraftwoodError:
+        raise
+    except (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RuntimeError, MemoryError) as error:
+        raise CheckpointError(f"This model cannot be run: {what} is malformed ({error!r:.200}).") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +74,7 @@ class RopeConfig:
         )
         require(self.theta > 1, f"rope theta is {self.theta}, which must be above 1")
         require(self.factor > 0, f"rope scaling factor is {self.factor}, which must be positive")
+        self._check_numbers()
         if self.kind in ("llama3", "yarn", "longrope"):
             require(
                 self.original_max_positions > 0,
@@ -67,6 +86,24 @@ class RopeConfig:
                 f"llama3 rope needs 0 < low_freq_factor < high_freq_factor, not {self.low_freq_factor} and "
                 f"{self.high_freq_factor}",
             )
+
+    def _check_numbers(self) -> None:
+        numbers = [self.theta, self.factor, self.low_freq_factor, self.high_freq_factor, self.beta_fast, self.beta_slow]
+        optional = [self.attention_factor, self.mscale, self.mscale_all_dim]
+        given = [*numbers, *(number for number in optional if number is not None)]
+        require(all(map(math.isfinite, given)), f"its rope parameters are not all finite numbers: {shown(given)}")
+        require(
+            min(self.beta_fast, self.beta_slow) > 0,
+            f"rope beta_fast and beta_slow are {self.beta_fast} and {self.beta_slow}, which must be positive",
+        )
+        require(
+            min(self.mscale or 0, self.mscale_all_dim or 0) >= 0,
+            f"rope mscale and mscale_all_dim are {self.mscale} and {self.mscale_all_dim}, which must not be negative",
+        )
+        require(
+            all(math.isfinite(factor) and factor > 0 for factor in (*self.short_factor, *self.long_factor)),
+            "rope short_factor and long_factor must be positive numbers",
+        )
 
     def inverse_frequencies(self, head_dim: int) -> tuple[Tensor, float]:
         """The float64 [head_dim / 2] angles per position, and the scale to put on cos and sin."""
@@ -131,6 +168,7 @@ def _longrope(rope: RopeConfig, plain: Tensor) -> tuple[Tensor, float]:
     )
     if rope.attention_factor is not None:
         return plain / factors, rope.attention_factor
+    require(rope.original_max_positions > 1, "longrope needs original_max_position_embeddings above 1")
     stretch = math.log(max(rope.factor, 1.0)) / math.log(rope.original_max_positions)
     return plain / factors, math.sqrt(1 + stretch)
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import codecs
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,12 +18,15 @@ from typing import Any
 
 import tokenizers
 
-from ..errors import CheckpointError, TokenizerError
+from ..errors import DraftwoodError, TokenizerError
 from . import chat, gguf_vocabulary
 from .config import gguf_eos_ids, token_ids
+from .files import check_size, read_object, read_text
 from .text_bound import BYTE_ALPHABET, TextBound, text_bound
 
+MAX_VOCABULARY_FILE = 1 << 27  # bytes of a tokenizer.json; the largest published ones have a quarter of it
 _LONG_TEXT = 10_000  # characters; a long text is encoded without the GIL, so that other threads go on
+_LARGEST_VOCABULARY = 1 << 24  # far above any published one
 _LARGEST_ID = 2**32 - 1  # that the library can be asked for
 
 
@@ -54,17 +58,25 @@ class Tokenizer:
         self._added = backend.get_added_tokens_decoder()
         self._pieces: tuple[dict[int, bytes], dict[int, bytes]] = {}, {}  # by whether special tokens are left out
         self.vocab_size = max([backend.get_vocab_size(with_added_tokens=True) - 1, *self._added]) + 1
+        if self.vocab_size > _LARGEST_VOCABULARY:
+            raise TokenizerError(
+                f"The tokenizer has ids up to {self.vocab_size - 1}, and {_LARGEST_VOCABULARY} tokens are the most."
+            )
         self.eos_ids = conventions.eos_ids
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Tokenizer:
         """Read the tokenizer files of a Hugging Face checkpoint."""
-        folder = Path(path)
-        backend = _folder_backend(folder)
+        with _explained(f"The tokenizer in {path} cannot be used"):
+            return cls._from_folder(Path(path))
+
+    @classmethod
+    def _from_folder(cls, folder: Path) -> Tokenizer:
         settings = {
-            **_read_json(folder / "special_tokens_map.json"),
-            **_read_json(folder / "tokenizer_config.json"),
+            **read_object(folder / "special_tokens_map.json"),
+            **read_object(folder / "tokenizer_config.json"),
         }
+        backend = _folder_backend(folder, settings)
         special = _special_tokens(settings)
         eos = {*folder_eos_ids(folder), backend.token_to_id(special.get("eos_token", ""))}
         conventions = Conventions(
@@ -77,6 +89,11 @@ class Tokenizer:
     @classmethod
     def from_gguf(cls, fields: Mapping[str, Any]) -> Tokenizer:
         """Rebuild the tokenizer stated in a GGUF file's metadata."""
+        with _explained("The tokenizer in the GGUF file cannot be used"):
+            return cls._from_gguf(fields)
+
+    @classmethod
+    def _from_gguf(cls, fields: Mapping[str, Any]) -> Tokenizer:
         backend = gguf_vocabulary.build_tokenizer(fields)
         tokens = fields["tokenizer.ggml.tokens"]
         ids = {name: fields.get(f"tokenizer.ggml.{key}_token_id") for name, key in _GGUF_SPECIAL.items()}
@@ -86,7 +103,7 @@ class Tokenizer:
             eos_ids=frozenset(gguf_eos_ids(fields)),
             prefix_ids=prefix,
             special_tokens=special,
-            chat_template=fields.get("tokenizer.chat_template"),
+            chat_template=_as_template(fields.get("tokenizer.chat_template")),
             unused_ids=gguf_vocabulary.unused_ids(fields),
         )
         return cls(backend, conventions)
@@ -123,14 +140,16 @@ class Tokenizer:
         return [*prefix, *self._encode(text, special)]
 
     def _encode(self, text: str, special: bool) -> list[int]:
-        if len(text) <= _LONG_TEXT:
-            return self._backend.encode(text, add_special_tokens=special).ids
-        return self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
+        with _explained("The text cannot be encoded", "Shorten it, or download the model's tokenizer again."):
+            if len(text) <= _LONG_TEXT:
+                return self._backend.encode(text, add_special_tokens=special).ids
+            return self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
 
     @cached_property
     def longest_piece(self) -> int:
         """Bytes of the longest token of the vocabulary, markers included."""
-        return max((len(self._piece(token, False)) for token in range(self.vocab_size)), default=0)
+        ids = self._backend.get_vocab(with_added_tokens=True).values()
+        return max((len(self._piece(token, False)) for token in ids), default=0)
 
     def max_bytes(self, tokens: int) -> int | None:
         """The longest text, in bytes of UTF-8, that can have this many tokens or fewer; None if there is no longest.
@@ -294,49 +313,71 @@ def _drops_space(step: Mapping[str, Any]) -> bool:
 
 def folder_eos_ids(folder: Path) -> tuple[int, ...]:
     """Every id that `generation_config.json` or `config.json` says ends a text."""
-    files = [_read_json(folder / name) for name in ("generation_config.json", "config.json")]
+    files = [read_object(folder / name) for name in ("generation_config.json", "config.json")]
     return tuple(sorted({index for file in files for index in token_ids(file.get("eos_token_id"))}))
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    """The table in a file, or an empty one if there is no file."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. Download or convert the model again.") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} should hold one JSON object. Download or convert the model again.")
-    return content
-
-
-def _folder_backend(folder: Path) -> tokenizers.Tokenizer:
+def _folder_backend(folder: Path, settings: Mapping[str, Any]) -> tokenizers.Tokenizer:
     path = folder / "tokenizer.json"
     if not path.exists():
-        return _converted(folder)
+        return _converted(folder, settings)
+    text = read_text(path, MAX_VOCABULARY_FILE, TokenizerError)
+    with _explained(f"{path} cannot be read", "Download it again."):
+        return tokenizers.Tokenizer.from_str(text)
+
+
+@contextmanager
+def _explained(what: str, remedy: str = "Download or convert the model again.") -> Iterator[None]:
+    """Whatever the library raises, as a `TokenizerError`; its panics derive from `BaseException` alone."""
     try:
-        return tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception for anything wrong in the file
-        raise TokenizerError(f"{path} cannot be read: {error}. Download it again.") from error
+        yield
+    except (DraftwoodError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        reason = f"{error!s:.300}".rstrip(" .") or type(error).__name__
+        raise TokenizerError(f"{what}: {reason}. {remedy}") from error
 
 
-def _converted(folder: Path) -> tokenizers.Tokenizer:
-    """Slow formats (SentencePiece, vocab.json) have one careful converter, in transformers."""
+def _converted(folder: Path, settings: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    """Slow formats (SentencePiece, vocab.json) have one careful converter, in transformers.
+
+    The class is chosen here among a few of transformers' own; by a folder's `auto_map` it would run the folder's code.
+    """
     sources = [name for name in ("tokenizer.model", "vocab.json") if (folder / name).exists()]
     if not sources:
         raise TokenizerError(f"{folder} has no tokenizer.json; copy the model's tokenizer files into it.")
     try:
-        from transformers import AutoTokenizer
+        from transformers import (
+            GPT2TokenizerFast,  # pyright: ignore[reportAttributeAccessIssue]
+            LlamaTokenizerFast,
+            Qwen2TokenizerFast,  # pyright: ignore[reportAttributeAccessIssue]
+        )
     except ImportError:
         raise TokenizerError(
             f"{folder} has {sources[0]} but no tokenizer.json. Install transformers, which can convert it, "
             "or save the tokenizer as tokenizer.json first."
         ) from None
-    try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True).backend_tokenizer
-    except Exception as error:  # whatever the converter trips over, the user's remedy is the same
-        raise TokenizerError(f"transformers could not convert {folder / sources[0]}: {error}") from error
+    classes = {"GPT2": GPT2TokenizerFast, "Llama": LlamaTokenizerFast, "Qwen2": Qwen2TokenizerFast}
+    kind = _slow_kind(folder, settings, sources[0])
+    if kind not in classes:
+        raise TokenizerError(
+            f"{folder} has {sources[0]} but no tokenizer.json, and its tokenizer_class {kind!r:.100} is none of those "
+            f"that are converted here ({', '.join(classes)}). Save the tokenizer as tokenizer.json first."
+        )
+    check_size(folder / sources[0], MAX_VOCABULARY_FILE, TokenizerError)
+    with _explained(f"transformers could not convert {folder / sources[0]}"):
+        loaded = classes[kind].from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+        return loaded.backend_tokenizer
+
+
+def _slow_kind(folder: Path, settings: Mapping[str, Any], source: str) -> str:
+    stated = str(settings.get("tokenizer_class") or "").removesuffix("Fast")
+    if stated not in ("", "PreTrainedTokenizer", "TokenizersBackend"):
+        return stated.removesuffix("Tokenizer")
+    if source == "tokenizer.model":
+        return "Llama"
+    family = str(read_object(folder / "config.json").get("model_type"))
+    return "Qwen2" if family.startswith("qwen") else "GPT2"
 
 
 _GGUF_SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
@@ -351,8 +392,15 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 def _folder_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     path = folder / "chat_template.jinja"
     if path.exists():
-        return path.read_text(encoding="utf-8")
-    template = settings.get("chat_template") or _read_json(folder / "chat_template.json").get("chat_template")
+        return read_text(path, 4 * chat.MAX_TEMPLATE, TokenizerError)
+    template = settings.get("chat_template") or read_object(folder / "chat_template.json").get("chat_template")
     if isinstance(template, list):  # several named templates; plain chat is "default"
-        template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
-    return template
+        named = [entry for entry in template if isinstance(entry, dict)]
+        template = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
+    return _as_template(template)
+
+
+def _as_template(template: object) -> str | None:
+    if template is None or isinstance(template, str):
+        return template
+    raise TokenizerError(f"The model's chat_template is a {type(template).__name__} where text is needed.")

@@ -113,7 +113,7 @@ def parse(body: bytes) -> Any:
 
 @contextmanager
 def _collector_paused() -> Iterator[None]:
-    """No search for garbage meanwhile: among new objects there is none, and looking takes ten times as long as parsing."""
+    """No search for garbage meanwhile: new objects are none, and looking takes ten times as long as parsing."""
     if not gc.isenabled():
         yield
         return

@@ -145,6 +145,7 @@ def _corrector(
         raise refused(tensors.files, f"its markov_head_type is {kind}, which is recognised, but not supported yet")
     tensors.require(["markov_head.markov_w1.weight", "markov_head.markov_w2.weight"])
     rank = rank or tensors.shape("markov_head.markov_w1.weight")[1]
+    tensors.take("markov_head.markov_w1.weight", (config.vocab_size, rank))  # refused before memory is taken for it
     table = Markov(config.vocab_size, head.size, rank)
     tensors.fill(table, "markov_head.")
     with torch.no_grad():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,12 +15,14 @@ from torch import Tensor, nn
 from draftwood.errors import CheckpointError, IncompatibleParts
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.config import ModelConfig
+from draftwood.model.rope import shown
 from draftwood.nets.layouts.files import DrafterFiles
 from draftwood.nets.parts import DraftHead, LowRankHead
 from draftwood.nets.words import TargetWords
 
 EMBEDDING_ROUNDING = 0.02  # a stored copy of the target's embedding may differ by so much of it and still be a copy
 _OF_THE_TARGET = ("verifier_lm_head.weight", "verifier_norm.weight")
+_LARGEST = 1 << 14  # number of guesses, heads or layers that is believed
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -167,7 +170,23 @@ def draft_config(files: DrafterFiles, given: Mapping[str, Any], target: ModelCon
         config = dataclasses.replace(config, rope=target.rope)
     if any(window is not None for window in config.windows):
         raise refused(files, "its layers attend through a sliding window, which drafters do not do here yet")
+    _check_stored(files, config)
     return _with_proven_parts(config, tensors)
+
+
+def _check_stored(files: DrafterFiles, config: ModelConfig) -> None:
+    """Refuse layers larger than all that the files hold, before memory is taken for them."""
+    heads = config.num_heads + config.num_kv_heads
+    layer = 2 * config.hidden_size * heads * config.head_dim
+    if any("mlp." in name for name in files.shapes):
+        layer += 3 * config.hidden_size * config.intermediate_size
+    stored = sum(math.prod(shape) for shape in files.shapes.values())
+    if config.num_layers * layer > stored:
+        raise refused(
+            files,
+            f"its configuration (num_hidden_layers, intermediate_size, heads) asks for {config.num_layers * layer:,} "
+            f"weights, and its files hold {stored:,} numbers",
+        )
 
 
 def _with_proven_parts(config: ModelConfig, tensors: Tensors) -> ModelConfig:
@@ -193,7 +212,9 @@ def whole_number(files: DrafterFiles, given: Mapping[str, Any], key: str) -> int
     """A positive number that the configuration must state."""
     value = given.get(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise refused(files, f"its configuration has {key} = {value!r} where a positive whole number is needed")
+        raise refused(files, f"its configuration has {key} = {shown(value)} where a positive whole number is needed")
+    if value > _LARGEST:
+        raise refused(files, f"its configuration has {key} = {shown(value)}, and {_LARGEST} is the largest supported")
     return value
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from draftwood.errors import CheckpointError
 from draftwood.model.config import ModelConfig
+from draftwood.model.rope import refusing_malformed
 from draftwood.nets.block import BlockNet
 from draftwood.nets.layouts.block import block_deepspec, block_speculators, block_zlab
 from draftwood.nets.layouts.common import misfit, refused
@@ -100,6 +101,11 @@ _LATER_TENSORS = {
 
 def recognise(files: DrafterFiles) -> Layout:
     """Which layout it is; kinds that we know of and cannot run yet are refused by name."""
+    with refusing_malformed(f"the config.json of {files.name}"):
+        return _recognise(files)
+
+
+def _recognise(files: DrafterFiles) -> Layout:
     config = files.config
     ours = config.get("draftwood")
     if isinstance(ours, dict) and ours.get("student"):
@@ -174,7 +180,8 @@ def build_net(files: DrafterFiles, target: ModelConfig, words: TargetWords) -> D
         raise refused(files, f"it is {layout}, a model of its own and no network on a target; use it as a draft model")
     if words.config.vocab_size != target.vocab_size or words.config.hidden_size != target.hidden_size:
         raise misfit(files, "the target's words and its configuration are of two different targets")
-    return _BUILDERS[layout](files, target, words)
+    with refusing_malformed(f"the config.json of {files.name}"):
+        return _BUILDERS[layout](files, target, words)
 
 
 def self_test(net: nn.Module, words: TargetWords) -> None:

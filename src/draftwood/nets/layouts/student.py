@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from draftwood.model.checkpoint import Checkpoint, expected_shape
 from draftwood.model.config import ModelConfig
+from draftwood.model.rope import refusing_malformed
 from draftwood.nets.layouts.common import misfit, refused
 from draftwood.nets.layouts.files import DrafterFiles
 from draftwood.nets.shared import SHARED, SharedWords
@@ -11,6 +12,11 @@ from draftwood.nets.shared import SHARED, SharedWords
 
 def student_words(files: DrafterFiles, target: Checkpoint) -> SharedWords:
     """The whole model: layers from the files, embedding and head from the target."""
+    with refusing_malformed(f"the config.json of {files.name}"):
+        return _student_words(files, target)
+
+
+def _student_words(files: DrafterFiles, target: Checkpoint) -> SharedWords:
     config = ModelConfig.from_hf(files.config)
     for what in ("hidden_size", "vocab_size", "tied_head"):
         theirs, own = getattr(target.config, what), getattr(config, what)

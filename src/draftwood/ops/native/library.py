@@ -1,8 +1,8 @@
 """Compile the C files beside this one with the system's compiler, once, and load the result.
 
-The library is kept in the user's cache under a name made of everything it depends on. Without a compiler there are no
-kernels, and models run on torch's own operations. DRAFTWOOD_NATIVE=0 turns the kernels off, DRAFTWOOD_NATIVE=PATH takes
-a library that was built before (`build()` returns its path) and needs no compiler.
+The library is kept in the user's cache (`cache.py`) under a name made of everything it depends on. Without a compiler
+there are no kernels, and models run on torch's own operations. DRAFTWOOD_NATIVE=0 turns the kernels off,
+DRAFTWOOD_NATIVE=PATH takes a library that was built before (`build()` returns its path) and needs no compiler.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from pathlib import Path
 
 import torch  # loads the OpenMP runtime that the kernels must share with torch  # noqa: F401
 
-from draftwood.errors import DraftwoodError
-from draftwood.machine import advise_home, home, processor_features
+from draftwood.machine import advise_home, processor_features
+from draftwood.ops.native import cache as kept
+from draftwood.ops.native.cache import BuildError
 from draftwood.ops.native.structs import declare
 
 SWITCH = "DRAFTWOOD_NATIVE"
@@ -31,10 +32,6 @@ FLAGS = (
 )  # fmt: skip
 _HERE = Path(__file__).parent
 Kernels = ctypes.CDLL
-
-
-class BuildError(DraftwoodError):
-    """The kernels could not be compiled here."""
 
 
 def kernels() -> Kernels | None:
@@ -78,10 +75,8 @@ def build(flags: tuple[str, ...] = FLAGS) -> Path:
         *(s.read_text() for s in sources),
     ]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-    target = home() / "native" / f"kernels-{key}.so"
-    if not target.is_file():
-        _compile(compiler, flags, [s for s in sources if s.suffix == ".c"], target)
-    return target
+    folder = kept.private_folder()
+    return kept.find(folder, key) or _compile(compiler, flags, [s for s in sources if s.suffix == ".c"], folder, key)
 
 
 def _compiler() -> list[str]:
@@ -96,15 +91,14 @@ def _compiler_version(compiler: list[str]) -> str:
     return subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False).stdout
 
 
-def _compile(compiler: list[str], flags: tuple[str, ...], sources: list[Path], target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder, ThreadPoolExecutor() as pool:
-        objects = [Path(folder, f"{source.stem}.o") for source in sources]
+def _compile(compiler: list[str], flags: tuple[str, ...], sources: list[Path], folder: Path, key: str) -> Path:
+    with tempfile.TemporaryDirectory(dir=folder) as scratch, ThreadPoolExecutor() as pool:
+        objects = [Path(scratch, f"{source.stem}.o") for source in sources]
         commands = [[*compiler, *flags, "-c", str(s), "-o", str(o)] for s, o in zip(sources, objects, strict=True)]
         list(pool.map(_run, commands))
-        library = Path(folder, target.name)
+        library = Path(scratch, "kernels.so")
         _run([*compiler, *flags, "-shared", *map(str, objects), "-o", str(library), "-lm"])
-        library.replace(target)  # in one step: another process may be doing the same
+        return kept.keep(library, folder, key)
 
 
 def _run(command: list[str]) -> None:
