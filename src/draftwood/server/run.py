@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 from collections.abc import Iterable, Iterator
@@ -89,8 +90,9 @@ def _listen(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
+        reason = os.strerror(error.errno).lower() if error.errno else error
         hint = "another program may be using the port: choose another one with --port."
-        raise InvalidRequest(f"The server cannot listen at {host}:{port} ({error.strerror}); {hint}") from error
+        raise InvalidRequest(f"The server cannot listen at {host}:{port} ({reason}); {hint}") from error
 
 
 def set_up_logging() -> None:
