@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -89,10 +90,14 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=2048)
+    except socket.gaierror as error:
+        raise InvalidRequest(f"'{host}' is no address: {error.strerror}. Choose another one with --host.") from error
     except OSError as error:
-        reason = os.strerror(error.errno).lower() if error.errno else error
-        hint = "another program may be using the port: choose another one with --port."
-        raise InvalidRequest(f"The server cannot listen at {host}:{port} ({reason}); {hint}") from error
+        reason = os.strerror(error.errno or 0).lower()
+        hint = (
+            "choose another port with --port" if error.errno == errno.EADDRINUSE else "choose another --host or --port"
+        )
+        raise InvalidRequest(f"The server cannot listen at {host}:{port}: {reason}; {hint}.") from error
 
 
 def set_up_logging() -> None:
