@@ -358,3 +358,23 @@ def test_a_port_in_use_is_noticed_before_a_model_is_loaded(tmp_path: Path) -> No
         port = taken.getsockname()[1]
         with pytest.raises(InvalidRequest, match=f"127.0.0.1:{port}.*--port"):
             run_serve(EngineFlags(model=str(tmp_path / "no such model")), ServeFlags(port=port))
+
+
+def test_requests_that_take_long_to_prepare_hold_up_no_others(served: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grammars that take long to compile, and long texts, wait for one another only."""
+    release = threading.Event()
+    grammars = served.llm.intake._grammars
+    start = grammars.start
+    monkeypatch.setattr(grammars, "start", lambda grammar: (release.wait(20), start(grammar))[1])
+    question = {"prompt": "a", "max_tokens": 2, "guided_choice": ["yes", "no"]}
+    slow = [threading.Thread(target=served.post, args=("/v1/completions", question)) for _ in range(12)]
+    for thread in slow:
+        thread.start()
+    try:
+        _until(lambda: served.service.desk.open_answers >= 12)
+        assert served.post("/v1/completions", {"prompt": "a", "max_tokens": 2}).status_code == 200
+        assert not release.is_set()
+    finally:
+        release.set()
+        for thread in slow:
+            thread.join()

@@ -24,7 +24,6 @@ from draftwood.server.errors import ApiError
 from draftwood.server.keys import Caller
 
 T = TypeVar("T")
-LONG = 64 << 10  # bytes of a request from which on its prompt counts as long
 SHARE = 2
 News = tuple[int, Event]  # which prompt of the request, and what happened
 Watcher = Callable[["Ticket", News], None]
@@ -62,7 +61,7 @@ class Arrival:
     request_id: str
     caller: Caller
     deadline: float  # seconds
-    body_bytes: int
+    takes_long: bool  # to prepare: a long prompt, or a grammar to compile
 
 
 @dataclass(eq=False)
@@ -158,9 +157,9 @@ class Desk:
 
     def __init__(self, llm: LLM, config: ServerConfig, watcher: Watcher, *, sole_caller: bool) -> None:
         self._sole_caller = sole_caller
-        # Long prompts wait for one another, and no short one waits for them.
+        # Requests that take long to prepare wait for one another, and no others wait for them.
         self._prompts = ThreadPoolExecutor(4, "draftwood-prompts")
-        self._long_prompts = ThreadPoolExecutor(1, "draftwood-long-prompts")
+        self._long_prompts = ThreadPoolExecutor(2, "draftwood-long-prompts")
         self.llm = llm
         self.config = config
         self.tickets: set[Ticket] = set()
@@ -230,7 +229,7 @@ class Desk:
 
     async def prepared(self, arrival: Arrival, prepare: Callable[[], T]) -> T:
         """What `prepare` makes of a request, on a thread."""
-        pool = self._long_prompts if arrival.body_bytes > LONG else self._prompts
+        pool = self._long_prompts if arrival.takes_long else self._prompts
         return await asyncio.get_running_loop().run_in_executor(pool, prepare)
 
     def _submit(self, ticket: Ticket, deadline: float) -> Ticket:

@@ -35,6 +35,9 @@ from draftwood.server.writers import ChatWriter, CompletionWriter, Writer
 from draftwood.verifiers import LAWS
 
 
+LONG = 64 << 10  # bytes of a request from which on its prompt counts as long
+
+
 class Service:
     """Answers requests with one engine."""
 
@@ -93,9 +96,9 @@ class Service:
     async def converse(self, body: ChatRequest, request: Request, writer: Writer) -> Response:
         """Go on with a conversation; `writer` decides which API's objects the answer is written in."""
         self.check_model(body.model)
-        arrival = self._arrival(body, request)
         toolbox = ToolBox.of(body)
-        params = _salted(chat_params(body, toolbox, self.llm.max_length), arrival.caller)
+        params = _salted(chat_params(body, toolbox, self.llm.max_length), request.state.caller)
+        arrival = self._arrival(body, request, params)
 
         def prepare() -> list[list[Answer]]:
             return self._answers([self._chat_tokens(body.messages, toolbox)], params, arrival.caller)
@@ -106,8 +109,8 @@ class Service:
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
         """Go on with texts."""
         self.check_model(body.model)
-        arrival = self._arrival(body, request)
-        params = _salted(completion_params(body), arrival.caller)
+        params = _salted(completion_params(body), request.state.caller)
+        arrival = self._arrival(body, request, params)
         prompts = _prompts(body)
         count = len(prompts) * params.n
         echoes: list[Echo] = []
@@ -149,10 +152,11 @@ class Service:
     def _chat_tokens(self, messages: Sequence[Message], toolbox: ToolBox | None) -> list[int]:
         return self.llm.intake.encode_text(chat_text(self.llm.tokenizer, messages, toolbox), special=False)
 
-    def _arrival(self, body: Sampling, request: Request) -> Arrival:
+    def _arrival(self, body: Sampling, request: Request, params: SamplingParams) -> Arrival:
         deadline = self.config.deadline if body.deadline is None else body.deadline
         state = request.state
-        return Arrival(state.request_id, state.caller, deadline, state.body_bytes)
+        takes_long = state.body_bytes > LONG or params.grammar is not None
+        return Arrival(state.request_id, state.caller, deadline, takes_long)
 
     async def _respond(
         self,
