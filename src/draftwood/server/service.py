@@ -34,7 +34,6 @@ from draftwood.server.tracing import Tracer
 from draftwood.server.writers import ChatWriter, CompletionWriter, Writer
 from draftwood.verifiers import LAWS
 
-
 LONG = 64 << 10  # bytes of a request from which on its prompt counts as long
 
 
