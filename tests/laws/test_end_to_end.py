@@ -176,7 +176,7 @@ def test_paths_that_a_full_step_has_no_room_for(law: str) -> None:
 
 @dataclass(frozen=True)
 class FixedNoise:
-    """Races run on the noise of their keys, as shipped; everything else is enumerated."""
+    """Races run on the noise of their keys, as shipped; picks are enumerated, and may not use a raced key."""
 
     rng: Enumerator
 
@@ -184,6 +184,7 @@ class FixedNoise:
         return self.rng.pick(weights, keys)
 
     def race(self, weights: Tensor, keys: Tensor, winners: int = 1) -> Tensor:
+        self.rng.used.update(keys.tolist())
         return KeyedRng().race(weights, keys, winners)
 
 
