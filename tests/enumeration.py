@@ -139,8 +139,8 @@ class SharedNoise(Enumerator):
     def _run(self, weights: list[float], key: int, winners: int) -> list[int]:
         if key in self.raced:
             same, places = self.raced[key]
-            assert same == weights and len(places) >= winners, "two different races share a key: that is not modelled"
-            return places[:winners]
+            assert (same, len(places)) == (weights, winners), "two different races share a key: that is not modelled"
+            return places
         assert sum(w > 0 for w in weights) >= winners, "fewer runners than winners"
         places = self._until_token_0(weights, key, winners) if weights[0] > 0 else []
         while len(places) < winners:

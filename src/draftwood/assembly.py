@@ -62,12 +62,11 @@ from draftwood.nets.words import TargetWords
 from draftwood.protocols import Drafter, Grower, Verifier
 from draftwood.rng import KeyedRng
 from draftwood.tree import DraftLaw
-from draftwood.verifiers import LAWS, ByRequest, default_law
+from draftwood.verifiers import AUTO, LAWS, ByRequest, default_law
 
 DEFAULT_TREE = "chain"
 TRAINED = Path(__file__).parent / "trained"  # drafters that come with the package, for the embedded model
 SHIPPED = tuple(sorted(folder.name for folder in TRAINED.glob("*") if (folder / "config.json").is_file()))
-AUTO = "auto"
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,7 @@ class NodeLaw:
     name: str
     scope = Scope()
     lossless = True
+    reproducible = False  # its draws depend on the tree, and the tree on budgets, which depend on load and timings
 
     def refuses(self, law: DraftLaw) -> str | None:
         """Whatever lies outside its scope."""

@@ -22,6 +22,7 @@ class Match:
     """Accept a node when it is what the target itself draws there."""
 
     lossless = True
+    reproducible = True
     scope = Scope()
 
     def __init__(self, name: str = "match") -> None:
