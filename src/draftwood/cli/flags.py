@@ -100,7 +100,9 @@ class SamplingFlags:
     seed: Annotated[
         int | None,
         _option(
-            "The same seed gives the same answer (with --law auto, match or coupled); drawn if not given.", "Sampling"
+            "The same seed gives the same answer with --law auto, match or coupled (on a GPU: and --strict); drawn if "
+            "not given.",
+            "Sampling",
         ),
     ] = None
     stop: Annotated[list[str] | None, _option("End before this text; may be given several times.", "Sampling")] = None

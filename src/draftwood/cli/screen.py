@@ -121,10 +121,10 @@ def figures(stats: SpeculationStats) -> str:
 
 
 def seed_note(stats: SpeculationStats) -> str:
-    """What a seed is worth under a law whose tokens depend on the trees."""
+    """What a seed is worth where the tokens depend on trees or on what else is computed."""
     return (
-        f"With the law '{stats.law}' this seed may give other tokens another time; without --law, or with match, it "
-        "gives the same."
+        f"With the law '{stats.law}' and these settings this seed may give other tokens another time; it gives the "
+        "same with --strict and without --law."
     )
 
 

@@ -33,6 +33,7 @@ class Guessers:
     offered: OfferedDrafters | None  # whom a request may name; None: nobody, and no predictions either
     laws: ByRequest
     suits_itself: bool  # the engine's law was chosen for its drafter, so a request with other guesses gets another
+    strict: bool  # the target's logits do not depend on what else is computed in a step
 
     def fitted(self, params: SamplingParams) -> SamplingParams:
         """The same with a law that is exact for the guesses it will get; refused where there is none."""
@@ -53,9 +54,13 @@ class Guessers:
         """
         suits = self.suits_itself and self.laws.default.refuses(drafts) is None
         name = None if suits else default_law(drafts)
-        if params.seed is None or reproducible(self.laws.law_of(name), params):
+        if params.seed is None or _decided_by_seed(self.laws.law_of(name), params):
             return name
         return "match"
+
+    def reproducible(self, params: SamplingParams) -> bool:
+        """Whether fitted `params` give the same tokens for a seed, whatever the load and the other requests."""
+        return self.strict and _decided_by_seed(self.laws.law_of(params.law), params)
 
     def _drafts(self, params: SamplingParams) -> DraftLaw:
         if self.offered is None:
@@ -78,8 +83,8 @@ class Guessers:
             )
 
 
-def reproducible(law: Verifier, params: SamplingParams) -> bool:
-    """Whether the seed alone decides the answer: by the law, or because nothing is drawn and no law can tell."""
+def _decided_by_seed(law: Verifier, params: SamplingParams) -> bool:
+    """Whether the tokens do not depend on the trees: by the law, or because nothing is drawn."""
     return law.reproducible or (law.lossless and params.greedy)
 
 
@@ -151,7 +156,7 @@ class Intake:
             arrived=time.perf_counter(),
             law=law.name,
             lossless=law.lossless,
-            reproducible=reproducible(law, params),
+            reproducible=self._guessers.reproducible(params),
             prediction=tuple(self.encode_text(params.prediction, special=False)) if params.prediction else (),
             constraint=self._constraint(params),
             tenant=tenant,
