@@ -1,4 +1,4 @@
-"""Two enumerating sources of randomness, and the exact criterion of losslessness.
+"""Enumerating sources of randomness, and the exact criterion of losslessness.
 
 `law_of(run)` replays `run(rng)` through every outcome of its draws, depth first, so the shipped control flow itself is
 what is measured: `round_law` is the law of one round, grower and `verify` included. `node_law` is the quick way for
@@ -6,11 +6,16 @@ laws that are told by their odds: all draft trees the grower can draw stand side
 odds are asked once, and the two draws of `NodeLaw.verify` are added up. `assert_lossless` checks criterion (1): with
 h(s) the probability that a round emits the string s, the sum over the prefixes s of y of h(s) p(y | s) is p(y), for
 every string y one longer than the tree.
+
+`Enumerator` refuses a key that was used before, by a pick or by a race: a pick's number is the noise of token 0 in a
+race with the same key. `SharedNoise` computes what such draws do together instead, and `shared_law` is the law of a
+round under it: trees that race with the target's noise (`Coupled`), verified by a law that picks.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Sequence
@@ -63,12 +68,107 @@ class Enumerator:
         return torch.tensor([self._choose(w, k) for w, k in zip(rows, keys.tolist(), strict=True)], dtype=torch.int64)
 
     def race(self, weights: Tensor, keys: Tensor, winners: int = 1) -> Tensor:
-        """A race ends like draws without replacement; that two races share noise is not modelled here."""
+        """A race ends like draws without replacement; its first place uses the key itself."""
         left, places = weights.clone(), []
         for place in range(winners):
-            places.append(self.pick(left, keys * 1000 + place))
+            places.append(self.pick(left, keys * 1000 + place if place else keys))
             left = left.scatter(1, places[-1][:, None], 0.0)
         return torch.stack(places, 1)
+
+
+Powers = list[tuple[float, float]]  # (c, a): the sum of c u^a
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """What the draws so far have told of one uniform number u: a density between two borders."""
+
+    density: Powers = field(default_factory=lambda: [(1.0, 0.0)])
+    low: float = 0.0
+    high: float = 1.0
+
+    @property
+    def mass(self) -> float:
+        return sum(c / (a + 1) * (self.high ** (a + 1) - self.low ** (a + 1)) for c, a in self.density)
+
+    def between(self, low: float, high: float) -> Uniform | None:
+        low, high = max(low, self.low), min(high, self.high)
+        return Uniform(self.density, low, high) if low < high else None
+
+    def times(self, powers: Powers) -> Uniform:
+        product = [(c * d, a + b) for c, a in self.density for d, b in powers]
+        return Uniform(product, self.low, self.high)
+
+
+@dataclass
+class SharedNoise(Enumerator):
+    """Draws of one key are functions of one random variable: the joint law of picks and a race, in closed form.
+
+    A pick looks where u lies on the cumulated weights. A race gives token i the time E_i / w_i with E_0 = -log u, so
+    the others, which run at the rates w_i, are all slower than token 0 with probability u^(their rates / w_0).
+    """
+
+    known: dict[int, Uniform] = field(default_factory=dict)
+    raced: dict[int, tuple[list[float], list[int]]] = field(default_factory=dict)  # by key: weights and places
+
+    def _choose(self, weights: Sequence[float], key: int) -> int:
+        borders = [0.0, *itertools.accumulate(w / sum(weights) for w in weights)]
+        borders[-1] = 1.0
+        number = self.known.get(key, Uniform())
+        return self._branch(key, [number.between(*cell) for cell in itertools.pairwise(borders)])
+
+    def _branch(self, key: int, outcomes: Sequence[Uniform | None]) -> int:
+        """Take one of the outcomes, each told by what u is known to be after it."""
+        chances = [0.0 if outcome is None else outcome.mass for outcome in outcomes]
+        now = self.known.get(key, Uniform()).mass
+        assert abs(sum(chances) - now) <= 1e-12, "the outcomes of a draw are not all there is"
+        chosen = self._free([chance if chance > 1e-15 else 0.0 for chance in chances])
+        outcome = outcomes[chosen]
+        assert outcome is not None
+        self.known[key] = outcome
+        return chosen
+
+    def _free(self, weights: Sequence[float]) -> int:
+        """A choice that nothing else depends on."""
+        return super()._choose(weights, -1 - len(self.options))
+
+    def race(self, weights: Tensor, keys: Tensor, winners: int = 1) -> Tensor:
+        rows = [self._run(w, k, winners) for w, k in zip(weights.tolist(), keys.tolist(), strict=True)]
+        return torch.tensor(rows, dtype=torch.int64)
+
+    def _run(self, weights: list[float], key: int, winners: int) -> list[int]:
+        if key in self.raced:
+            same, places = self.raced[key]
+            assert (same, len(places)) == (weights, winners), "two different races share a key: that is not modelled"
+            return places
+        assert sum(w > 0 for w in weights) >= winners, "fewer runners than winners"
+        places = self._until_token_0(weights, key, winners) if weights[0] > 0 else []
+        while len(places) < winners:
+            places.append(self._free([0.0 if i in places else w for i, w in enumerate(weights)]))
+        self.raced[key] = (weights, places)
+        return places
+
+    def _until_token_0(self, weights: list[float], key: int, winners: int) -> list[int]:
+        """The places up to that of token 0, or all of them if it comes later."""
+        before = self.known.get(key, Uniform())
+        rates, product, running, places = [sum(weights[1:])], 1.0, [(1.0, 0.0)], []
+        while len(places) < winners:
+            arrives = [
+                (product / math.prod(other - rate for other in rates if other != rate), rate / weights[0])
+                for rate in rates
+            ]
+            passed = [*running, *((-c, a) for c, a in arrives)]  # one more token is faster than token 0
+            outcomes: list[Uniform | None] = [before.times(arrives)]
+            for i, w in enumerate(weights[1:], 1):
+                runs = w > 0 and i not in places
+                outcomes.append(before.times([(c * w / rates[-1], a) for c, a in passed]) if runs else None)
+            places.append(self._branch(key, outcomes))
+            if places[-1] == 0:
+                break
+            w = weights[places[-1]]
+            running, product = [(c * w / rates[-1], a) for c, a in passed], product * w
+            rates.append(sum(x for i, x in enumerate(weights) if i and i not in places))
+        return places
 
 
 def _check_weights(weights: Tensor) -> None:
@@ -76,12 +176,14 @@ def _check_weights(weights: Tensor) -> None:
     assert bool(torch.isfinite(weights).all()), "a weight is not a number"
 
 
-def outcomes_of(run: Callable[[Enumerator], Hashable], used: Collection[int] = ()) -> list[tuple[Hashable, Enumerator]]:
+def outcomes_of(
+    run: Callable[[Enumerator], Hashable], used: Collection[int] = (), source: type[Enumerator] = Enumerator
+) -> list[tuple[Hashable, Enumerator]]:
     """What `run` returns for every outcome of its draws, and the source each came from; `used` keys are taken."""
     outcomes: list[tuple[Hashable, Enumerator]] = []
     script: list[int] = []
     while True:
-        rng = Enumerator(script, used=set(used))
+        rng = source(script, used=set(used))
         outcomes.append((run(rng), rng))
         script = rng.script[: len(rng.options)]
         while script and script[-1] + 1 == rng.options[len(script) - 1]:
@@ -91,10 +193,12 @@ def outcomes_of(run: Callable[[Enumerator], Hashable], used: Collection[int] = (
         script[-1] += 1
 
 
-def law_of(run: Callable[[Enumerator], Hashable], used: Collection[int] = ()) -> dict[Hashable, float]:
+def law_of(
+    run: Callable[[Enumerator], Hashable], used: Collection[int] = (), source: type[Enumerator] = Enumerator
+) -> dict[Hashable, float]:
     """The exact law of what `run` returns."""
     law: dict[Hashable, float] = defaultdict(float)
-    for outcome, rng in outcomes_of(run, used):
+    for outcome, rng in outcomes_of(run, used, source):
         law[outcome] += rng.weight
     return dict(law)
 
@@ -331,6 +435,17 @@ def round_law(grower: Grower, verifier: Verifier, p: Rows, q: Rows, nodes: int =
         for text, chance in law_of(run, drawn.used).items():
             law[text] += drawn.weight * chance
     return dict(law)
+
+
+def shared_law(grower: Grower, verifier: Verifier, p: Rows, q: Rows) -> Law:
+    """`round_law`, but draws with one key share their noise instead of being refused."""
+    view = view_of()
+
+    def run(rng: Enumerator) -> Prefix:
+        tree, _ = grower.grow(TableModel(q), view, Budget(100), rng).build()
+        return emitted(tree, verifier.verify(tree, target_rows(tree, p), view, rng))
+
+    return law_of(run, source=SharedNoise)
 
 
 def accepted_of(h: Law) -> float:

@@ -47,6 +47,7 @@ KEYS = {
     "lossless",
     "drift",
     "seed",
+    "reproducible",
 }
 
 
@@ -161,9 +162,11 @@ def draft_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_json_says_by_which_law_and_what_it_did(
     folder: str, draft_folder: str, flags: tuple[str, ...], law: str, lossless: bool
 ) -> None:
-    arguments = ("generate", "Hello", "-m", folder, "-d", f"model:{draft_folder}", "-n", "16", "-t", "1", "--seed", "3")
-    record = json.loads(run(*arguments, "--json", *flags).stdout)
+    arguments = ("generate", "Hello", "-m", folder, "-d", f"model:{draft_folder}", "-n", "16", "-t", "1")
+    seed = ("--seed", "3") if "--law" in flags else ()  # a seed alone asks for `match`, see below
+    record = json.loads(run(*arguments, "--json", *flags, *seed).stdout)
     assert (record["law"], record["lossless"]) == (law, lossless)
+    assert record["reproducible"] == (law == "coupled")
     if law == "mixture":
         assert record["drift"] > 0
     else:
@@ -227,6 +230,18 @@ def test_a_drawn_seed_is_told_and_gives_the_same_answer_again(folder: str) -> No
     first = json.loads(run(*arguments).stdout)
     again = json.loads(run(*arguments, "--seed", str(first["seed"])).stdout)
     assert again["token_ids"] == first["token_ids"]
+
+
+def test_a_seed_decides_the_answer_of_drawn_trees_unless_a_law_is_named(folder: str, draft_folder: str) -> None:
+    drawn = ("-d", f"model:{draft_folder}", "--tree", "sampled-chain", "-t", "1", "-n", "12", "--seed", "2")
+    plain = json.loads(run("generate", "Hello", "-m", folder, "--json", *drawn[4:]).stdout)
+    record = json.loads(run("generate", "Hello", "-m", folder, "--json", *drawn).stdout)
+    assert (record["law"], record["reproducible"], record["seed"]) == ("match", True, 2)
+    assert record["token_ids"] == plain["token_ids"]
+    told = run("generate", "Hello", "-m", folder, *drawn).stderr
+    named = run("generate", "Hello", "-m", folder, *drawn, "--law", "block").stderr
+    assert "seed" not in told
+    assert "With the law 'block' and these settings this seed may give other tokens another time" in named
 
 
 def test_every_drafter_gives_the_same_tokens(folder: str) -> None:

@@ -8,7 +8,17 @@ import math
 import pytest
 import torch
 
-from draftwood.rng import KeyedRng, Purpose, derive, fold_seed, pick_reference, token_uniforms, uniforms
+from draftwood.rng import (
+    KeyedRng,
+    Purpose,
+    derive,
+    fold_seed,
+    pick_reference,
+    round_keys,
+    target_keys,
+    token_uniforms,
+    uniforms,
+)
 from keys import key_for
 
 MASK = (1 << 64) - 1
@@ -40,6 +50,44 @@ def test_parts_and_their_order_matter() -> None:
     assert len(set(keys.tolist())) == 3
     assert derive(seeds, 1, 2).tolist() != derive(seeds, 2, 1).tolist()
     assert fold_seed(1, 2) == derive(torch.tensor([1]), 2).item()
+
+
+def keys_of_answers(seeds: torch.Tensor, lengths: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Every key of the answers with these seeds: positions and rounds `lengths`, 4 columns with 3 trials a round."""
+    each, at = (x.flatten() for x in torch.meshgrid(seeds, lengths, indexing="ij"))
+    columns = torch.arange(4)[:, None].expand(4, 3).reshape(1, -1).expand(len(each), -1)
+    trials = torch.arange(3).expand(len(each), 4, 3).reshape(len(each), -1)
+    drafts = round_keys(each, at, Purpose.DRAFT)[:, None].expand_as(columns)
+    return {
+        "target": target_keys(each, at),
+        "accept": round_keys(each, at, Purpose.ACCEPT),
+        "residual": round_keys(each, at, Purpose.RESIDUAL),
+        "draft": derive(drafts, columns, trials).flatten(),
+    }
+
+
+def test_no_two_draws_share_a_key() -> None:
+    """16 requests with n = 8, lengths 1 to 300: all their draws, and of each request the seeds of its answers too."""
+    answers = [[seed, *(fold_seed(seed, Purpose.SAMPLE, i) for i in range(1, 8))] for seed in range(16)]
+    every = []
+    for seeds in answers:
+        keys = torch.cat(list(keys_of_answers(torch.tensor(seeds), torch.arange(1, 301)).values()))
+        assert len(keys) == 8 * 300 * (3 + 12)
+        assert not set(seeds) & set(keys.tolist())
+        every.append(keys)
+    assert len(torch.cat(every).unique()) == 16 * len(every[0])
+
+
+@pytest.mark.parametrize("seed", [0, 1, 41, -7, 2**63 - 1])
+def test_the_keys_of_the_target_are_the_documented_ones(seed: int) -> None:
+    """The answers of `match` and of plain decoding for a seed hang on these keys: they must never change."""
+    for position in (1, 2, 5, 1000):
+        key = seed & MASK
+        for part in (1, position):
+            key = splitmix(((key ^ part) * 0x9E3779B97F4A7C15 + 0xBF58476D1CE4E5B9) & MASK)
+        assert target_keys(torch.tensor([seed]), torch.tensor([position])).item() & MASK == key
+        assert derive(torch.tensor([seed]), Purpose.TARGET, position).item() & MASK == key
+    assert fold_seed(seed, Purpose.SAMPLE, 3) == derive(torch.tensor([seed]), 5, 3).item()
 
 
 def test_picks_have_the_proportions_of_their_weights() -> None:

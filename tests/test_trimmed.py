@@ -27,6 +27,7 @@ from draftwood.verifiers import LAWS, NodeLaw
 from enumeration import (
     Drafts,
     Enumerator,
+    Law,
     Rows,
     TableModel,
     assert_lossless,
@@ -240,20 +241,41 @@ def test_chosen_trees_with_match() -> None:
     assert len(sizes) > 1
 
 
-@pytest.mark.parametrize("law", ["block", "walk", "layer"])
-def test_trees_of_a_batch_may_decide_where_the_others_are_cut(law: str) -> None:
+THREE_OF_FOUR = costs_of(1.0, 1.1, 1.2, 1.4, 1.45, 3.0)  # rows that are worth their time
+
+
+@pytest.mark.parametrize(
+    ("law", "grower", "costs"),
+    [
+        ("block", Levels((1, 1), Independent()), THREE_OF_FOUR),
+        ("walk", Levels((1, 1), Independent()), THREE_OF_FOUR),
+        ("layer", Levels((1, 1), Independent()), THREE_OF_FOUR),
+        ("layer", Levels((2, 1), Independent()), rising(0.05)),
+        ("kseq", Levels((2, 1), Independent()), rising(0.05)),
+        ("layer-kseq", Levels((2, 1), Independent()), rising(0.05)),
+        ("layer-kseq", Paths(2, 2), rising(0.08, 0.01)),
+    ],
+)
+def test_trees_of_a_batch_may_decide_where_the_others_are_cut(law: str, grower: Grower, costs: StepCosts) -> None:
     """Two sequences, one forward: the law of both answers together is the product of what each should be."""
-    q, p, grower = moody(2), random_rows(3, 2), Levels((1, 1), Independent())
-    costs = costs_of(1.0, 1.1, 1.2, 1.4, 1.45, 3.0)  # room for three of the four
+    q, p = moody(2), random_rows(3, 2)
     drafts = drafts_of(grower, q)
     single = [drafts.tree.take(torch.tensor([b]))[0] for b in range(drafts.tree.num_trees)]
     joint: dict[tuple[tuple[int, ...], tuple[int, ...]], float] = {}
     sizes: dict[int, set[int]] = {}
+    known: dict[tuple[tuple[int, ...], ...], Law] = {}
+
+    def own_law(tree: TokenTree) -> Law:
+        drawn = () if tree.drawn is None else tuple(tree.drawn.tolist())
+        name = (tuple(tree.tokens.tolist()), tuple(tree.parents.tolist()), tuple(tree.q_row.tolist()), drawn)
+        if name not in known:
+            known[name] = node_law(LAWS[law](), Drafts(tree, torch.ones(1, dtype=torch.float64), 2), p)
+        return known[name]
+
     for a, b in itertools.product(range(len(single)), repeat=2):
         kept = cut(pack([single[a], single[b]]), costs)
         sizes.setdefault(b, set()).add(int(kept.sizes[1]))
-        own = [Drafts(kept.take(torch.tensor([i]))[0], torch.ones(1, dtype=torch.float64), 2) for i in (0, 1)]
-        h, k = (node_law(LAWS[law](), each, p) for each in own)
+        h, k = (own_law(kept.take(torch.tensor([i]))[0]) for i in (0, 1))
         for s, t in itertools.product(h, k):
             weight = float(drafts.chance[a] * drafts.chance[b]) * h[s] * k[t]
             joint[s, t] = joint.get((s, t), 0.0) + weight

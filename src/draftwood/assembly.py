@@ -70,7 +70,7 @@ from draftwood.nets.words import TargetWords
 from draftwood.protocols import Drafter, Grower, Verifier
 from draftwood.rng import KeyedRng
 from draftwood.tree import DraftLaw
-from draftwood.verifiers import LAWS, ByRequest, default_law
+from draftwood.verifiers import AUTO, LAWS, ByRequest, default_law
 
 DEFAULT_TREE = "chain"
 TRAINED = Path(__file__).parent / "trained"  # drafters that come with the package, for the embedded model
@@ -82,7 +82,6 @@ SHIPPED_SAYS: Mapping[str, str] = {
     "hydra": "Hydra: several heads, each sees the tokens guessed before its own",
     "student": "a small language model between the target's own embedding and head",
 }
-AUTO = "auto"
 
 
 @dataclass(frozen=True)

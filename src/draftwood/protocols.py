@@ -249,6 +249,7 @@ class Verifier(Protocol):
 
     name: str
     lossless: bool
+    reproducible: bool  # seed, prompt and model alone decide the tokens, whatever trees it is given
 
     def refuses(self, law: DraftLaw) -> str | None:
         """Why it would not be exact for such trees, or None if it is."""

@@ -52,7 +52,7 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    seed: int | None = None  # None: another one every time
+    seed: int | None = None  # the same answer again, unless a law is named, see `SpeculationStats.reproducible`
     n: int = 1
     logprobs: int | None = None  # None: none; k: the chosen token's and the k best alternatives'
     prompt_logprobs: int | None = None  # the same for each token of the prompt but the first
@@ -275,6 +275,8 @@ class SpeculationStats:
     law: str = "match"
     lossless: bool = True  # whether the law keeps the model's own distribution
     drift: float | None = 0.0  # how far it may have moved it: total variation of the whole text; None: nobody knows
+    seed: int = 0  # of its draws
+    reproducible: bool = True  # whether the same seed gives the same tokens, whatever the load and the other requests
 
     @property
     def tokens_per_step(self) -> float:

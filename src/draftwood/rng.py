@@ -2,8 +2,9 @@
 
 A key is one 64-bit integer a row, folded from (request seed, purpose, position, …) by `derive`. Nothing here has
 state, so batching, chunking and preemption cannot change a draw. What keeps a law exact is that no key is ever
-used for two draws: whatever a round may draw again later must carry the round in its key, and the committed
-length does, because every round commits at least one token.
+used for two draws. Every key therefore starts with the seed and a purpose, which says what the next part means: a
+position for TARGET (`target_keys`), the committed length for ROUND (`round_keys`), an answer for SAMPLE. What a later
+round may draw again carries the length, which grows because every round commits at least one token.
 
 Plain torch says what everything must be; C on a CPU and Triton on CUDA compute the same integers in one go.
 """
@@ -31,6 +32,7 @@ class Purpose(IntEnum):
     RESIDUAL = 3
     DRAFT = 4
     SAMPLE = 5  # the seed of the i-th answer of a request with n > 1
+    ROUND = 6  # what one round draws: the committed length follows, then ACCEPT, RESIDUAL or DRAFT
 
 
 def _signed(value: int) -> int:
@@ -83,6 +85,16 @@ def derive_reference(keys: Tensor, *parts: int | Tensor) -> Tensor:
     for part in parts:
         keys = _mix((keys ^ part) * _signed(GOLDEN) + _signed(MIX_A))
     return keys
+
+
+def target_keys(seeds: Tensor, positions: Tensor) -> Tensor:
+    """The keys of the target's own tokens at `positions`, of the same shape as `seeds`."""
+    return derive(seeds, Purpose.TARGET, positions)
+
+
+def round_keys(seeds: Tensor, lengths: Tensor, purpose: Purpose) -> Tensor:
+    """The keys of what rounds draw for `purpose` after `lengths` committed tokens. [B], [B] -> [B]."""
+    return derive(seeds, Purpose.ROUND, lengths, purpose)
 
 
 def fold_seed(seed: int, *parts: int) -> int:

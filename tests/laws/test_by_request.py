@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from draftwood.assembly import build_verifier
 from draftwood.engine.controller import FixedBudget
 from draftwood.errors import IncompatibleParts, InvalidRequest
 from draftwood.growers import Best, Independent, Levels
-from draftwood.protocols import Verifier
+from draftwood.protocols import Budget, Load, StepReport, Verifier
 from draftwood.tree import POINT_CHAIN, DraftLaw, Draw, TokenTree, Verdict
 from draftwood.verifiers import LAWS, ByRequest
 from enumeration import law_of, random_rows, target_rows, view_of
@@ -198,7 +199,7 @@ def llm(folder: Path):
         yield made
 
 
-def params_of(law: str | None, seed: int, **changes) -> SamplingParams:
+def params_of(law: str | None, seed: int | None, **changes) -> SamplingParams:
     return SamplingParams(temperature=1.0, max_tokens=16, seed=seed, law=law, **changes)
 
 
@@ -223,7 +224,7 @@ def test_a_batch_of_many_laws(folder: Path, llm: LLM) -> None:
 
 def test_statistics_name_the_law_and_what_it_did(llm: LLM) -> None:
     def stats(law: str | None):
-        return llm.generate(PROMPTS[0], params_of(law, 3)).stats
+        return llm.generate(PROMPTS[0], params_of(law, None if law is None else 3)).stats
 
     assert [(s.law, s.lossless, s.drift) for s in map(stats, (None, "block", "match"))] == [
         ("block", True, 0.0),
@@ -319,7 +320,55 @@ def test_without_a_solver_the_optimal_law_is_refused(monkeypatch: pytest.MonkeyP
 
 def test_auto_suits_the_drafts_for_a_request_too(folder: Path) -> None:
     with start(folder, tree="sampled:widths=2x1", law="match") as trees:
-        assert trees.generate("x", params_of("auto", 4)).stats.law == "layer"
+        assert trees.generate("x", params_of("auto", None)).stats.law == "layer"
+        assert trees.generate("x", params_of("auto", 4)).stats.law == "match"
+
+
+class Restless:
+    """Another budget in every step, and never the same twice in a row, as timings and load would have it."""
+
+    def __init__(self) -> None:
+        self._luck = random.Random(1)
+
+    def budget(self, load: Load) -> Budget:
+        return Budget(self._luck.randrange(6))
+
+    def observe(self, report: StepReport) -> None:
+        pass
+
+
+def repeats(llm: LLM, asked: SamplingParams) -> list[Result]:
+    """The same request six times, each time beside other requests than before."""
+    found = []
+    for i in range(6):
+        beside = [(PROMPTS[j % len(PROMPTS)], params_of(None, None)) for j in range(i % 3)]
+        found.append(all_at_once(llm, [(PROMPTS[0], asked), *beside])[0])
+    return found
+
+
+@pytest.mark.parametrize("tree", ["sampled-chain:depth=3", "hybrid", "paths:paths=2,depth=2"])
+def test_a_seed_gives_one_answer_or_the_answer_says_that_it_may_not(folder: Path, tree: str) -> None:
+    """Drawn trees, budgets that change and neighbours that change: only a law that was named depends on them."""
+    config, drafter = replace(SMALL, dtype="float32"), f"model:{folder.parent / 'draft'}"
+    with LLM(folder, drafter=drafter, tree=tree, config=config, controller=Restless()) as llm:
+        own = llm.laws.name
+        seeded = repeats(llm, replace(params_of(None, 7, n=2), max_tokens=10))
+        named = repeats(llm, replace(params_of(own, 7), max_tokens=10))
+        free, greedy = llm.generate("x", params_of(None, None)), llm.generate("x", SamplingParams(seed=7, max_tokens=4))
+    assert own != "match"
+    assert len({tuple(c.token_ids for c in r.completions) for r in seeded}) == 1
+    assert {(r.stats.law, r.stats.reproducible, r.stats.seed) for r in seeded} == {("match", True, 7)}
+    assert len({r.token_ids for r in named}) > 1
+    assert {(r.stats.law, r.stats.reproducible) for r in named} == {(own, False)}
+    assert (free.stats.law, free.stats.reproducible) == (own, False)
+    assert (greedy.stats.law, greedy.stats.reproducible) == (own, True)
+
+
+def test_no_answer_is_reproducible_where_rounding_depends_on_the_batch(folder: Path) -> None:
+    """Products in float64 are torch's, which sum by the number of rows: `--strict` would refuse them."""
+    with LLM(folder, config=SMALL) as llm:
+        assert not llm.engine.target.model.strict
+        assert not llm.generate("x", params_of("match", 7)).stats.reproducible
 
 
 @pytest.mark.parametrize("law", ["", 3, ("match",)])

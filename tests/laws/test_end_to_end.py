@@ -246,7 +246,7 @@ def test_a_minimum_length_is_part_of_the_law(case: str) -> None:
 
 @dataclass(frozen=True)
 class FixedNoise:
-    """Races run on the noise of their keys, as shipped; everything else is enumerated."""
+    """Races run on the noise of their keys, as shipped; picks are enumerated, and may not use a raced key."""
 
     rng: Enumerator
 
@@ -254,6 +254,7 @@ class FixedNoise:
         return self.rng.pick(weights, keys)
 
     def race(self, weights: Tensor, keys: Tensor, winners: int = 1) -> Tensor:
+        self.rng.used.update(keys.tolist())
         return KeyedRng().race(weights, keys, winners)
 
 
@@ -288,8 +289,10 @@ def test_lookup_from_the_text_itself_keeps_the_law(law: str) -> None:
         (Levels((2,), Hybrid()), "walk"),
         (Paths(2, 1), "gbv"),
         (Levels((2, 1), Hybrid()), "layer"),
+        (Levels((2,), WithoutReplacement()), "traversal"),
+        (Levels((2,), Independent()), "layer-proportional"),
     ],
-    ids=["match", "walk", "block", "hybrid", "gbv", "layer"],
+    ids=["match", "walk", "block", "hybrid", "gbv", "layer", "traversal", "layer-proportional"],
 )
 def test_the_whole_sampling_stack_applies_along_every_nodes_own_path(grower, law: str) -> None:
     """Penalties, bad words and truncation at a tree node see that node's path, not the committed text alone."""
@@ -298,6 +301,43 @@ def test_the_whole_sampling_stack_applies_along_every_nodes_own_path(grower, law
     assert max(abs(h.get(y, 0.0) - p) for y, p in want.items()) <= 1e-9
     assert min(p for p in want.values() if p > 0) > 0
     assert any(p == 0 for p in want.values()), "the stack removes nothing: it is not tested"
+
+
+def grammatical_law(vocabulary: int, params: SamplingParams) -> dict[tuple[int, ...], float]:
+    """`own_law` under the grammar of `NoStutter`, its two rules written out again."""
+    law = {}
+    for y in itertools.product(range(vocabulary), repeat=params.max_tokens):
+        chance = 1.0
+        for i, token in enumerate(y):
+            banned = {y[i - 1]} if i else set()
+            banned |= {t for t in range(vocabulary) if i % 3 == 2 and t % 2}
+            logits = [
+                -math.inf if t in banned else x for t, x in enumerate(logits_after((*PROMPT, *y[:i]), vocabulary))
+            ]
+            chance *= processed(tuple(logits), PROMPT, y[:i], params)[token]
+        law[y] = chance
+    return law
+
+
+@pytest.mark.parametrize(
+    ("grower", "law"),
+    [
+        (Levels((1, 1), Independent()), "block"),
+        (Levels((2,), Independent()), "walk"),
+        (Levels((2,), Independent()), "kseq"),
+        (Levels((2,), WithoutReplacement()), "traversal"),
+        (Levels((2, 1), Hybrid()), "layer"),
+        (Paths(2, 1), "layer-kseq"),
+        (Paths(2, 1), "gbv"),
+    ],
+    ids=["block", "walk", "kseq", "traversal", "layer", "layer-kseq", "gbv"],
+)
+def test_a_grammar_with_penalties_under_laws_that_draw(grower, law: str) -> None:
+    """The drafter knows no grammar: what it draws in vain must not tilt what is said instead."""
+    params = SamplingParams(temperature=2.5, repetition_penalty=1.3, presence_penalty=0.4, max_tokens=3, grammar="4")
+    h, want = engine_law(drafts_with(grower, 4), law, 4, params), grammatical_law(4, params)
+    assert max(abs(h.get(y, 0.0) - p) for y, p in want.items()) <= 1e-9
+    assert sum(p > 0 for p in want.values()) == 4 * 3 + 2 * 3, "pairs of different tokens, then an even one"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Criterion (1) to 1e-12 for every lossless law and every draw it does not refuse, through the shipped growers.
 
-Trees that share the target's noise (`Coupled`) are not here: the enumerator knows no shared noise, and what is to be
-shown of them is more than a law, the very text of plain decoding (tests/engine/test_equals_plain_decoding.py).
+Trees that share the target's noise (`Coupled`) are not here: test_shared_noise.py has them with laws that draw, and
+with `match` they give the very text of plain decoding (tests/engine/test_equals_plain_decoding.py).
 """
 
 from __future__ import annotations

@@ -16,12 +16,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftwood.growers import Best, Children, Frontier, Independent, Levels, Paths, WithoutReplacement
+from draftwood.growers import Best, Children, Coupled, Frontier, Independent, Levels, Paths, WithoutReplacement
 from draftwood.ops.residual import Draws, Rejected
 from draftwood.protocols import Budget, Grower
-from draftwood.rng import Purpose, derive
+from draftwood.rng import Purpose, derive, round_keys
 from draftwood.tree import Draw, TokenTree
 from draftwood.verifiers import LAWS, Block, GreedyPaths, NodeLaw, Odds, block, gbv, layer, rules
+from draftwood.verifiers import law as verifiers_law
 from enumeration import (
     Drafts,
     Enumerator,
@@ -37,6 +38,7 @@ from enumeration import (
     prefixes_of,
     random_rows,
     round_law,
+    shared_law,
     target_rows,
     view_of,
 )
@@ -371,13 +373,26 @@ def test_the_same_noise_for_the_draft_and_the_verdict(monkeypatch: pytest.Monkey
     """A key that does not carry the purpose: noticed by the enumerator, as two draws of one key."""
 
     def pick(self: Frontier, weights: Tensor, trial: int) -> Tensor:
-        keys = derive(self.view.seeds, self.view.lengths, Purpose.ACCEPT)
+        keys = round_keys(self.view.seeds, self.view.lengths, Purpose.ACCEPT)
         return self.rng.pick(weights.flatten(0, 1), keys).view_as(self.columns)
 
     monkeypatch.setattr(Frontier, "pick", pick)
     p, q = random_rows(1, 3), random_rows(2, 3)
     with pytest.raises(AssertionError, match="share a key"):
         round_law(Levels((1,), Independent()), LAWS["token"](), p, q)
+
+
+@pytest.mark.parametrize("tree", [Levels((1, 1), Coupled()), Levels((2, 1), Coupled())], ids=["chain", "tree"])
+def test_the_length_folded_where_purposes_are(tree: Grower, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ACCEPT at length 1 was TARGET at position 2: with coupled trees the second token was wrong by 4 to 11 %."""
+    monkeypatch.setattr(verifiers_law, "round_keys", lambda seeds, lengths, purpose: derive(seeds, lengths, purpose))
+    p, q = constant(0.5, 0.3, 0.2), constant(0.4, 0.35, 0.25)
+    h = shared_law(tree, LAWS["walk"](), p, q)
+    assert law_error(h, p, 3) > 1e-2
+    second = sum(chance * (s[1] == 0 if len(s) > 1 else 0.5) for s, chance in h.items())
+    assert second > 0.53, "the target says 0.5"
+    with pytest.raises(AssertionError, match="share a key"):
+        round_law(tree, LAWS["walk"](), p, q)
 
 
 def test_the_same_noise_for_two_siblings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import openai
 import pytest
@@ -142,6 +143,23 @@ def test_an_automatic_law_suits_itself_to_other_guesses(folder) -> None:
         assert len({tuple(r.token_ids for r in found) for found in results}) == 1
         with pytest.raises(IncompatibleParts, match="one path"):
             llm.generate("a", SamplingParams(prediction="b", law="block"))
+
+
+@pytest.mark.parametrize("route", ["chat", "responses"])
+def test_usage_says_whether_a_seed_gives_the_same_answer_again(client: openai.OpenAI, route: str) -> None:
+    def ask(law: str | None) -> Any:
+        body = {"seed": 3, "speculation": {"law": law, "report": "summary"}}
+        if route == "chat":
+            return client.chat.completions.create(
+                model=NAME, messages=MESSAGES, max_tokens=8, temperature=1, extra_body=body
+            )
+        return client.responses.create(model=NAME, input="abc", max_output_tokens=16, temperature=1, extra_body=body)
+
+    for law, holds in ((None, True), ("match", True), ("walk", False)):
+        answer = ask(law)
+        assert answer.usage.model_extra["reproducible"] is holds
+        block = answer.model_extra["metrics"]["speculative_decoding"]
+        assert (block["reproducible"], block["lossless"], block["law"]) == (holds, True, law or "match")
 
 
 @settings(max_examples=200, deadline=None)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -99,18 +98,25 @@ class SamplingFlags:
     top_p: Annotated[float, _option("Keep the likeliest tokens that make up this probability.", "Sampling")] = 1.0
     top_k: Annotated[int, _option("Keep this many tokens; 0: all.", "Sampling")] = 0
     min_p: Annotated[float, _option("Keep tokens at least this likely, relative to the best.", "Sampling")] = 0.0
-    seed: Annotated[int | None, _option("The same seed gives the same answer; drawn if not given.", "Sampling")] = None
+    seed: Annotated[
+        int | None,
+        _option(
+            "The same seed gives the same answer with --law auto, match or coupled (on a GPU: and --strict); drawn if "
+            "not given.",
+            "Sampling",
+        ),
+    ] = None
     stop: Annotated[list[str] | None, _option("End before this text; may be given several times.", "Sampling")] = None
 
     def params(self) -> SamplingParams:
-        """Checked, and with a seed that can be told afterwards."""
+        """Checked."""
         return SamplingParams(
             max_tokens=self.max_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=self.top_k,
             min_p=self.min_p,
-            seed=secrets.randbits(63) if self.seed is None else self.seed,
+            seed=self.seed,
             stop=tuple(self.stop or ()),
         )
 

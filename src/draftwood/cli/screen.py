@@ -105,6 +105,8 @@ class Transcript:
             "law": stats.law,
             "lossless": stats.lossless,
             "drift": stats.drift,
+            "seed": stats.seed,
+            "reproducible": stats.reproducible,
             "finish_reason": str(self.finish_reason),
         }
 
@@ -115,6 +117,14 @@ def figures(stats: SpeculationStats) -> str:
         f"{stats.num_tokens} tokens in {stats.steps} steps · {stats.tokens_per_step:.2f} tokens/step · "
         f"{stats.acceptance:.0%} of {stats.drafted} guesses accepted · {stats.tokens_per_second:.1f} tokens/s"
         f"{'' if stats.lossless else f' · NOT the model’s own words: {lossy_note(stats)}'}"
+    )
+
+
+def seed_note(stats: SpeculationStats) -> str:
+    """What a seed is worth where the tokens depend on trees or on what else is computed."""
+    return (
+        f"With the law '{stats.law}' and these settings this seed may give other tokens another time; it gives the "
+        "same with --strict and without --law."
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from draftwood.cli.flags import EngineFlags
-from draftwood.cli.screen import AnswerPrinter, Transcript, figures, say, stderr, write_json
+from draftwood.cli.screen import AnswerPrinter, Transcript, figures, say, seed_note, stderr, write_json
 from draftwood.errors import InvalidRequest
 from draftwood.machine import reading_ahead
 from draftwood.model import store
@@ -149,6 +149,9 @@ def setting(flags: EngineFlags) -> dict[str, Any]:
 def report(transcript: Transcript, flags: EngineFlags, params: SamplingParams, *, as_json: bool) -> None:
     """The figures of an answer: one JSON line, or a line for whoever watches."""
     if as_json:
-        write_json(transcript.record() | setting(flags) | {"seed": params.seed})
-    elif stderr().is_terminal:
+        write_json(transcript.record() | setting(flags))
+        return
+    if stderr().is_terminal:
         say(figures(transcript.stats))
+    if params.seed is not None and not transcript.stats.reproducible:
+        say(seed_note(transcript.stats))

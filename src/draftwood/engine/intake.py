@@ -20,7 +20,7 @@ from draftwood.protocols import Constraint, Verifier
 from draftwood.request import SamplingParams
 from draftwood.rng import Purpose, fold_seed
 from draftwood.tree import POINT_TREE, DraftLaw
-from draftwood.verifiers import ByRequest, default_law
+from draftwood.verifiers import AUTO, ByRequest, default_law
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, object]]  # a text, its tokens, or a conversation
 
@@ -33,19 +33,34 @@ class Guessers:
     offered: OfferedDrafters | None  # whom a request may name; None: nobody, and no predictions either
     laws: ByRequest
     suits_itself: bool  # the engine's law was chosen for its drafter, so a request with other guesses gets another
+    strict: bool  # the target's logits do not depend on what else is computed in a step
 
     def fitted(self, params: SamplingParams) -> SamplingParams:
         """The same with a law that is exact for the guesses it will get; refused where there is none."""
         drafts = self._drafts(params)
         if self.offered is not None and self.offered.drafter_of(params.drafter) is self.offered.default:
             params = replace(params, drafter=None)  # no wish of its own: it may run where everybody runs
+        if params.law == AUTO or (params.law is None and self.suits_itself):
+            params = replace(params, law=self._suited_law(params, drafts))
         law = self.laws.law_of(params.law)
-        if params.law is None and self.suits_itself and law.refuses(drafts) is not None:
-            params = replace(params, law=default_law(drafts))
-            law = self.laws.law_of(params.law)
         check_exact(law, drafts)
         self._check_lossless(law, params)
         return params
+
+    def _suited_law(self, params: SamplingParams, drafts: DraftLaw) -> str | None:
+        """The law for a request that names none; None: the engine's own.
+
+        With a seed it is one whose tokens do not depend on the tree: budgets, and so trees, follow load and timings.
+        """
+        suits = self.suits_itself and self.laws.default.refuses(drafts) is None
+        name = None if suits else default_law(drafts)
+        if params.seed is None or _decided_by_seed(self.laws.law_of(name), params):
+            return name
+        return "match"
+
+    def reproducible(self, params: SamplingParams) -> bool:
+        """Whether fitted `params` give the same tokens for a seed, whatever the load and the other requests."""
+        return self.strict and _decided_by_seed(self.laws.law_of(params.law), params)
 
     def _drafts(self, params: SamplingParams) -> DraftLaw:
         if self.offered is None:
@@ -68,6 +83,11 @@ class Guessers:
             raise IncompatibleParts(
                 f"The law '{law.name}' may keep tokens that {forbidding}; use a lossless one, such as match."
             )
+
+
+def _decided_by_seed(law: Verifier, params: SamplingParams) -> bool:
+    """Whether the tokens do not depend on the trees: by the law, or because nothing is drawn."""
+    return law.reproducible or (law.lossless and params.greedy)
 
 
 class Intake:
@@ -140,6 +160,7 @@ class Intake:
             arrived=time.perf_counter(),
             law=law.name,
             lossless=law.lossless,
+            reproducible=self._guessers.reproducible(params),
             prediction=tuple(self.encode_text(params.prediction, special=False)) if params.prediction else (),
             constraint=self._constraint(params),
             tenant=tenant,

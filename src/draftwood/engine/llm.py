@@ -168,7 +168,8 @@ class LLM:
         parts = Parts(drafter, tree, law, offers)
         self.engine = ComputeThread.shared().call(lambda: self._build_engine(parts))
         offered = self.engine.drafter if isinstance(self.engine.drafter, OfferedDrafters) else None
-        guessers = Guessers(self.engine.drafter.law, offered, self.laws, suits_itself=law == AUTO)
+        strict = self.engine.target.model.strict
+        guessers = Guessers(self.engine.drafter.law, offered, self.laws, suits_itself=law == AUTO, strict=strict)
         self.intake = Intake(self.checkpoint, guessers, self.max_length, self.engine.scheduler.tables.capacity)
         self._worker = Worker(self.engine)
         gc.freeze()  # looking for garbage in all that was loaded takes a tenth of a second each time, and steps wait

@@ -32,6 +32,7 @@ class Sequence:
     arrived: float
     law: str = "match"
     lossless: bool = True
+    reproducible: bool = True
     prediction: tuple[int, ...] = ()
     constraint: Constraint | None = None
     tenant: str = ""  # on whose behalf it runs: free places go to the tenant that has the fewest
@@ -137,6 +138,8 @@ class Sequence:
             law=self.law,
             lossless=self.lossless,
             drift=None if math.isnan(self.drift) else self.drift,
+            seed=self.seed,
+            reproducible=self.reproducible,
         )
 
     def event(

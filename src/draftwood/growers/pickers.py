@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftwood.ops.choice import ranked
 from draftwood.protocols import BatchView, Randomness
-from draftwood.rng import Purpose, derive
+from draftwood.rng import Purpose, derive, round_keys, target_keys
 from draftwood.sampling import draft_distribution
 from draftwood.tree import Draw
 
@@ -70,13 +70,13 @@ class Frontier:
 
     def pick(self, weights: Tensor, trial: int) -> Tensor:
         """A token for each node in proportion to `weights` [B, k, V]; `trial` tells its siblings apart. [B, k]."""
-        rounds = derive(self.view.seeds, self.view.lengths, Purpose.DRAFT)
+        rounds = round_keys(self.view.seeds, self.view.lengths, Purpose.DRAFT)
         keys = derive(rounds[:, None].expand_as(self.columns), self.columns, trial)
         return self.rng.pick(weights.flatten(0, 1), keys.reshape(-1)).view_as(self.columns)
 
     def pick_for_each(self, q: Tensor, parents: Tensor) -> Tensor:
         """A token for each of several draws behind the same nodes, `parents` [B, n] columns, `q` [B, n, V]. [B, n]."""
-        rounds = derive(self.view.seeds, self.view.lengths, Purpose.DRAFT)
+        rounds = round_keys(self.view.seeds, self.view.lengths, Purpose.DRAFT)
         number = torch.arange(parents.shape[1], device=parents.device).expand_as(parents)
         keys = derive(rounds[:, None].expand_as(parents), parents, number)
         return self.rng.pick(q.flatten(0, 1), keys.reshape(-1)).view_as(parents)
@@ -84,7 +84,7 @@ class Frontier:
     def race(self, winners: int) -> Tensor:
         """What the target would draw after each node if it were the draft: its own noise, on q. [B, k, winners]."""
         positions = self.view.lengths[:, None] + self.depth
-        keys = derive(derive(self.view.seeds, Purpose.TARGET)[:, None].expand_as(positions), positions)
+        keys = target_keys(self.view.seeds[:, None].expand_as(positions), positions)
         raced = self.rng.race(self.q.flatten(0, 1), keys.reshape(-1), winners)
         return raced.view(*self.columns.shape, winners)
 

@@ -43,17 +43,19 @@ class Figures:
 
     accepted: list[int] = field(default_factory=list)
     drafted: list[int] = field(default_factory=list)
+    stats: SpeculationStats = field(default_factory=SpeculationStats)
     _before: int = 0
 
     def add(self, event: Event) -> None:
         """An event with tokens is a step."""
+        self.stats = event.stats
         if event.token_ids:
             self.accepted.append(sum(event.accepted))
             self.drafted.append(event.stats.drafted - self._before)
             self._before = event.stats.drafted
 
     def report(self, *, detailed: bool) -> dict[str, Any]:
-        """vLLM's block, by the steps that guessed something."""
+        """vLLM's block, by the steps that guessed something, and what the law promises."""
         steps = [(a, d) for a, d in zip(self.accepted, self.drafted, strict=True) if d]
         accepted, drafted = sum(a for a, _ in steps), sum(d for _, d in steps)
         most = max((a for a, _ in steps), default=0)
@@ -66,6 +68,9 @@ class Figures:
             "num_accepted_draft_tokens": accepted,
             "num_draft_tokens": drafted,
             "num_spec_tokens": max((d for _, d in steps), default=0),
+            "law": self.stats.law,
+            "lossless": self.stats.lossless,
+            "reproducible": self.stats.reproducible,
         }
         if detailed:
             block |= {"per_step_accepted": self.accepted, "per_step_drafted": self.drafted}
@@ -160,4 +165,5 @@ def usage(choices: list[Choice], n: int, prompt_tokens: int) -> dict[str, Any]:
             "reasoning_tokens": 0,
             "audio_tokens": 0,
         },
+        "reproducible": all(choice.stats.reproducible for choice in choices),
     }

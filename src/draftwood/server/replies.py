@@ -32,6 +32,7 @@ class Usage(Open):
     total_tokens: int
     prompt_tokens_details: dict[str, int]
     completion_tokens_details: dict[str, int]
+    reproducible: bool  # whether the same seed gives the same answers again
 
 
 class ChatMessage(Open):

@@ -27,6 +27,7 @@ from draftwood.protocols import Drafter, StepReport
 from draftwood.request import FinishReason, SamplingParams
 from draftwood.train.data import Corpus, PackedBatches, TextBatch
 from draftwood.train.recipes import Made
+from draftwood.verifiers import default_law
 
 MAX_PROMPTS = 16  # answered at each temperature
 MAX_TOKENS = 128  # of each answer
@@ -128,7 +129,8 @@ def decode_figures(
     with LLM(checkpoint, drafter=drafter, config=config, controller=tally) as llm:
         for name, temperature in (("greedy", 0.0), ("sampled", 1.0)):
             tally.outcomes.clear()
-            params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+            law = default_law(drafter.law)
+            params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed, law=law)
             figures[name] = asdict(_decode(llm, prompts, params, tally))
     return figures
 

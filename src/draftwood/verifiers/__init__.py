@@ -81,6 +81,9 @@ LAWS: dict[str, LawEntry] = {
 }
 
 
+AUTO = "auto"  # the law that suits the drafts and the request
+
+
 def default_law(law: DraftLaw) -> str:
     """The law that suits such drafts: the most accepted of what is lossless and cheap."""
     if law.draws <= {Draw.POINT}:
@@ -93,6 +96,7 @@ def default_law(law: DraftLaw) -> str:
 
 
 __all__ = [
+    "AUTO",
     "LAWS",
     "Block",
     "ByRequest",

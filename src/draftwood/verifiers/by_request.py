@@ -19,6 +19,7 @@ class ByRequest:
         self.default = default
         self.name = default.name
         self.lossless = default.lossless
+        self.reproducible = default.reproducible
         self._find = lru_cache(maxsize=256)(find)
 
     def refuses(self, law: DraftLaw) -> str | None:

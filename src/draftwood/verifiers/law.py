@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from draftwood.protocols import BatchView, Randomness
-from draftwood.rng import KeyedRng, Purpose, derive
+from draftwood.rng import KeyedRng, Purpose, round_keys
 from draftwood.tree import DraftLaw, Draw, TokenTree, Verdict
 from draftwood.verifiers.path import keep_chosen
 
@@ -74,6 +74,7 @@ class NodeLaw:
     name: str
     scope = Scope()
     lossless = True
+    reproducible = False  # its draws depend on the tree, and the tree on budgets, which depend on load and timings
 
     def refuses(self, law: DraftLaw) -> str | None:
         """Whatever lies outside its scope."""
@@ -94,10 +95,11 @@ class NodeLaw:
         verdict = self.at_once(tree, p, view) if isinstance(rng, KeyedRng) else None
         if verdict is not None:
             return verdict
-        seeds = derive(view.seeds, view.lengths)
         odds = self.odds(tree, p)
-        node = tree.offsets[:-1] + rng.pick(by_tree(tree, odds.stop), derive(seeds, Purpose.ACCEPT))
-        bonus = rng.pick(_or_else(odds.left(node), p, node), derive(seeds, Purpose.RESIDUAL))
+        accept = round_keys(view.seeds, view.lengths, Purpose.ACCEPT)
+        node = tree.offsets[:-1] + rng.pick(by_tree(tree, odds.stop), accept)
+        residual = round_keys(view.seeds, view.lengths, Purpose.RESIDUAL)
+        bonus = rng.pick(_or_else(odds.left(node), p, node), residual)
         drift = None if odds.drift is None else odds.drift[node]
         return Verdict(tree.paths[node], tree.depth[node], bonus, drift)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftwood.ops.verdict import match
 from draftwood.protocols import BatchView, Randomness
-from draftwood.rng import KeyedRng, Purpose, derive
+from draftwood.rng import KeyedRng, target_keys
 from draftwood.tree import DraftLaw, TokenTree, Verdict
 from draftwood.verifiers.law import Scope
 from draftwood.verifiers.path import PathWalk, keep_chosen
@@ -22,6 +22,7 @@ class Match:
     """Accept a node when it is what the target itself draws there."""
 
     lossless = True
+    reproducible = True
     scope = Scope()
 
     def __init__(self, name: str = "match") -> None:
@@ -33,9 +34,8 @@ class Match:
 
     def verify(self, tree: TokenTree, p: Tensor, view: BatchView, rng: Randomness) -> Verdict:
         """Walk down while the target's draw is in the tree."""
-        seeds = derive(view.seeds, Purpose.TARGET)
         if tree.num_drafted == 0:
-            return Verdict.of_roots(tree, rng.race(p, derive(seeds, view.lengths))[:, 0])
+            return Verdict.of_roots(tree, rng.race(p, target_keys(view.seeds, view.lengths))[:, 0])
         if all(params.greedy for params in view.params):
             return keep_chosen(tree, p.argmax(-1))  # nothing is drawn: no need to ask node by node
         if isinstance(rng, KeyedRng):
@@ -46,7 +46,7 @@ class Match:
         bonus = torch.empty_like(walk.node)
         while True:
             active = walk.active.nonzero().view(-1)
-            keys = derive(seeds[active], view.lengths[active] + walk.length[active])
+            keys = target_keys(view.seeds[active], view.lengths[active] + walk.length[active])
             drawn = rng.race(p[walk.node[active]], keys)[:, 0]
             bonus[active] = drawn
             if not walk.descend(active, walk.child_with(active, drawn)):
@@ -58,5 +58,5 @@ def _at_once(tree: TokenTree, p: Tensor, view: BatchView, rng: KeyedRng) -> Verd
     if not p.is_cuda:
         return match(tree, p, view.seeds, view.lengths)
     owner = tree.owner
-    keys = derive(view.seeds[owner], Purpose.TARGET, view.lengths[owner] + tree.depth)
+    keys = target_keys(view.seeds[owner], view.lengths[owner] + tree.depth)
     return keep_chosen(tree, rng.race(p, keys)[:, 0])

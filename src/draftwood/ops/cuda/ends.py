@@ -17,6 +17,7 @@ from draftwood.ops.cuda.overlap import wait_and_make_way
 from draftwood.ops.cuda.random import aim_at, fold, uniform
 from draftwood.rng import Purpose
 
+ROUND = tl.constexpr(int(Purpose.ROUND))
 ACCEPT = tl.constexpr(int(Purpose.ACCEPT))
 PIECE = tl.constexpr(32)  # of a path written together
 
@@ -59,8 +60,9 @@ def follow_choices(tokens, tries, offsets, choices, path, length, bonus, steps, 
 
 @triton.jit
 def round_key(seeds, lengths, b, PURPOSE: tl.constexpr):
-    """The key of one draw of tree b in this round."""
-    key = fold(tl.load(seeds + b), tl.load(lengths + b))
+    """`rng.round_keys` of tree b."""
+    seed = tl.load(seeds + b)
+    key = fold(fold(seed, seed * 0 + ROUND), tl.load(lengths + b))
     return fold(key, key * 0 + PURPOSE)
 
 

@@ -9,8 +9,8 @@
 #define EXPORT __attribute__((visibility("default")))
 #define EACH_NODE(c, b, n) for (int64_t n = (c)->offsets[b]; n < (c)->offsets[(b) + 1]; n++)
 
-enum { TARGET = 1, ACCEPT = 2, RESIDUAL = 3 }; /* rng.Purpose */
-enum { POINT = 0, IID = 1 };                   /* tree.Draw */
+enum { TARGET = 1, ACCEPT = 2, RESIDUAL = 3, ROUND = 6 }; /* rng.Purpose */
+enum { POINT = 0, IID = 1 };                              /* tree.Draw */
 
 /* What is accepted; `Rule` of ops/verdict.py. */
 enum { REJECTION = 0, KSEQ = 1, LENIENT = 2, LOWERED_BARS = 3, MIXTURE = 4, TYPICAL = 5, RELAXED = 6 };
@@ -60,8 +60,9 @@ static inline int first_of_its_token(const Call *c, int64_t n, int64_t j) {
 
 /* --- The two draws */
 
+/* rng.round_keys */
 static inline uint64_t key_of(const Call *c, int64_t b, uint64_t purpose) {
-    return fold(fold(c->seeds[b], c->lengths[b]), purpose);
+    return fold(fold(fold(c->seeds[b], ROUND), c->lengths[b]), purpose);
 }
 
 static inline int64_t pick_node(const Call *c, const double *stop, int64_t b) {

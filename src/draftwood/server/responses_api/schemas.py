@@ -175,6 +175,7 @@ class ResponseUsage(Open):
     output_tokens: int
     output_tokens_details: dict[str, int]
     total_tokens: int
+    reproducible: bool  # whether the same seed gives the same answer again
 
 
 class ResponseObject(Open):

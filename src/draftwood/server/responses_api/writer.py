@@ -249,4 +249,5 @@ def _usage(usage: Json) -> Json:
         "output_tokens": usage["completion_tokens"],
         "output_tokens_details": usage["completion_tokens_details"],
         "total_tokens": usage["total_tokens"],
+        "reproducible": usage["reproducible"],
     }
