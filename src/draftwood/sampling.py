@@ -170,10 +170,11 @@ def _ranked(p: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 def unusable(logits: Tensor, p: Tensor, verdict: Verdict) -> frozenset[int]:
     """Sequences whose next token has no distribution: logits that are not numbers, or forbidden altogether.
 
+    One number a sequence tells: a row with a NaN, or without a finite logit, has no other maximum and no other softmax.
     Looked at is the last row of each accepted path: what is no number stays so for every later token of its sequence.
     """
-    last = verdict.path.gather(1, verdict.length[:, None])[:, 0]
-    fine = logits[last].amax(-1).isfinite() & p[last].amax(-1).isfinite()
+    last = verdict.path.gather(1, verdict.length[:, None])[:, 0], verdict.bonus
+    fine = (logits[last] + p[last]).isfinite()
     return frozenset(b for b, usable in enumerate(fine.tolist()) if not usable)
 
 
