@@ -1,13 +1,12 @@
-"""A drafter of your own: a phrase book that guesses how well-known phrases go on.
+"""A drafter of your own: a phrase book that proposes how well-known phrases continue.
 
-Whatever it guesses, the text stays the model's own; a bad drafter costs time, never correctness.
+A wrong proposal costs time, never correctness: the text is the model's own in either case.
 """
 
 from collections.abc import Sequence
 
 from draftwood import LLM, SamplingParams
-from draftwood.drafters.points import PointDrafter, PointTree
-from draftwood.model.checkpoint import open_checkpoint
+from draftwood.extend import PointDrafter, PointTree
 
 
 class PhraseBook(PointDrafter):
@@ -30,13 +29,11 @@ PROMPT = "The numbers from one to twenty:\n\none, two, three, four,"
 PHRASES = [" one, two, three, four, five, six, seven, eight, nine, ten, eleven, twelve, thirteen"]
 PARAMS = SamplingParams(max_tokens=24)
 
-checkpoint = open_checkpoint("smollm2")
-book = PhraseBook([checkpoint.tokenizer().encode(phrase, special=False) for phrase in PHRASES])
-
-with LLM(checkpoint, drafter=book) as llm:
-    guessed = llm.generate(PROMPT, PARAMS)
-with LLM(checkpoint) as llm:
+with LLM("smollm2") as llm:
     plain = llm.generate(PROMPT, PARAMS)
+    book = PhraseBook([llm.tokenizer.encode(phrase, special=False) for phrase in PHRASES])
+with LLM("smollm2", drafter=book) as llm:
+    guessed = llm.generate(PROMPT, PARAMS)
 
 print(guessed.text)
 print(f"{guessed.stats.steps} steps instead of {plain.stats.steps}")

@@ -20,7 +20,7 @@ LAYERS = [  # each may import what stands above it
     ("growers", "drafters", "verifiers"),
     ("engine", "assembly", "calibration", "rehearsal"),
     ("lab", "train", "server"),
-    ("cli", "__main__", "__init__"),
+    ("cli", "__main__", "__init__", "extend"),
 ]
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
 
