@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 
 import hypothesis
+import numpy as np
 import pytest
 import torch
 from coverage import Coverage
@@ -31,6 +32,21 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = patch_tensor_for_numpy
+
+    def dot_in_order(self, a, b, d, input_precision, max_num_imprecise_acc):  # type: ignore[no-untyped-def]
+        """Every element's products are added up in the same order, as by a tensor core: the BLAS library behind NumPy
+        chooses another order for other shapes, on some processors, and then bits depend on how a kernel is tiled.
+        """
+        if any(x.dtype.is_floating() and x.dtype.primitive_bitwidth == 8 for x in (a, b)):
+            return dot(self, a, b, d, input_precision, max_num_imprecise_acc)
+        left, right = a.data.astype(d.data.dtype), b.data.astype(d.data.dtype)
+        total = np.zeros_like(d.data)
+        for k in range(left.shape[-1]):
+            total += left[..., :, k, None] * right[..., None, k, :]
+        return interpreter.TensorHandle(total + d.data, d.dtype.scalar)
+
+    dot = interpreter.InterpreterBuilder.create_dot
+    interpreter.InterpreterBuilder.create_dot = dot_in_order
     launch = interpreter.GridExecutor.__call__
 
     def launch_unwatched(*args, **named) -> None:  # type: ignore[no-untyped-def]
