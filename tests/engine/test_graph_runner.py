@@ -107,13 +107,13 @@ def test_prompts_may_be_read_in_rounds_of_others(name: str, regime: str, monkeyp
     wanted = with_arrivals(asks(1.0, 6), 2)
     harness = RoundHarness(DRAFTERS[name](num_pages=hard.num_pages), "match", hard, moody=True)
     assert generated(harness.run(wanted)) == plain(wanted)
-    assert any(size.text for size, _ in harness.engine.pipeline.graph_runner._known)
+    assert any(size.text for size, _ in harness.engine.pipeline.runner._known)
 
 
 def test_only_what_fits_is_read_in_rounds() -> None:
     """And only once a round for it is worth its preparation."""
     harness = RoundHarness(DRAFTERS["none"](), "match")
-    running, kind = harness.engine.pipeline.graph_runner, SamplingMode(None, greedy=True, truncates=False)
+    running, kind = harness.engine.pipeline.runner, SamplingMode(None, greedy=True, truncates=False)
     size, tables = StepShape(4, 0, running.batch_state.num_pages), harness.engine.target.cache.tables
     for seq_id in range(17):
         tables.open(seq_id, [1])
@@ -133,7 +133,7 @@ def test_a_larger_round_will_do_unless_its_empty_rows_take_longer_than_reading_a
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     harness = RoundHarness(DRAFTERS["none"](), "match")
-    running, kind = harness.engine.pipeline.graph_runner, SamplingMode(None, greedy=True, truncates=False)
+    running, kind = harness.engine.pipeline.runner, SamplingMode(None, greedy=True, truncates=False)
     size, tables = StepShape(4, 0, running.batch_state.num_pages), harness.engine.target.cache.tables
     tables.open(0, [1])
     span = Span(0, [1, 2, 3], 0, 3)
@@ -195,7 +195,7 @@ def test_beams_in_rounds_are_those_of_the_host(name: str) -> None:
     harness = RoundHarness(DRAFTERS[name](), "match")
     answers = harness.run(wanted)
     assert generated(answers) == generated(hosted) == plain(wanted)
-    assert harness.engine.pipeline.graph_runner.ready
+    assert harness.engine.pipeline.runner.ready
     guessed = [(answer.accepted, answer.steps) for answer in answers]
     assert sum(accepted for accepted, _ in guessed) > 0
     # The host's last trees are cut to what is still wanted, and its first one is a step later.
@@ -235,7 +235,7 @@ def test_cancelled_answers_leave_their_neighbours_alone() -> None:
     got, want = generated(harness.run(wanted)), plain(asks(1.0, 5))
     assert [got[i] for i in kept] == [want[i] for i in kept]
     assert want[2][: len(got[2])] == got[2]
-    assert not harness.engine.pipeline.graph_runner.batch_state.sequences
+    assert not harness.engine.pipeline.runner.batch_state.sequences
 
 
 @pytest.mark.parametrize("name", ["eagle3", "block", "medusa", "hydra"])
@@ -317,24 +317,24 @@ def test_the_last_round_that_nothing_disturbed_is_kept_with_its_time(monkeypatch
 def test_rounds_without_graphs_are_the_same() -> None:
     wanted = asks(1.0)
     harness = RoundHarness(DRAFTERS["chain"](), "match")
-    harness.engine.pipeline.graph_runner.captures = False
+    harness.engine.pipeline.runner.captures = False
     assert generated(harness.run(wanted)) == plain(wanted)
 
 
 def test_a_round_that_is_ready_is_taken_until_another_is_wanted_often() -> None:
     harness = RoundHarness(DRAFTERS["chain"](), "match")
-    graph_runner, kind = harness.engine.pipeline.graph_runner, SamplingMode(None, True, False)
-    whole = graph_runner.batch_state.num_pages
+    runner, kind = harness.engine.pipeline.runner, SamplingMode(None, True, False)
+    whole = runner.batch_state.num_pages
 
     def size_for(count: int, nodes: int, kind: SamplingMode = kind) -> tuple[int, int]:
-        size = graph_runner.size_for(count, nodes, 1, kind)
+        size = runner.size_for(count, nodes, 1, kind)
         assert size.pages == whole, "so short a table is not cut"
         return size.batch, size.nodes
 
     assert size_for(7, 5) == (8, 5), "nothing is ready"
     with torch.inference_mode():
-        graph_runner._round(StepShape(8, 5, whole), kind)
-        graph_runner._round(StepShape(4, 1, whole), kind)
+        runner._round(StepShape(8, 5, whole), kind)
+        runner._round(StepShape(4, 1, whole), kind)
     assert size_for(8, 5) == (8, 5)
     assert size_for(3, 5) == (8, 5), "as many nodes count for more than a batch that fits"
     assert size_for(3, 2) == (4, 1), "not more nodes than there is room for"
@@ -360,17 +360,17 @@ def test_rows_for_nobody_are_a_smaller_loss_than_tokens_not_guessed() -> None:
 
 def test_a_round_has_room_for_the_longest_of_its_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     harness = RoundHarness(DRAFTERS["chain"](), "match")
-    graph_runner, kind = harness.engine.pipeline.graph_runner, SamplingMode(None, True, False)
-    page = graph_runner.target.cache.page_size
+    runner, kind = harness.engine.pipeline.runner, SamplingMode(None, True, False)
+    page = runner.target.cache.page_size
     monkeypatch.setattr("draftwood.engine.graph_runner.LENGTHS", (2 * page, 4 * page))
 
     def pages_for(pages: int) -> int:
-        return graph_runner.size_for(8, 5, pages, kind).pages
+        return runner.size_for(8, 5, pages, kind).pages
 
-    whole = graph_runner.batch_state.num_pages
+    whole = runner.batch_state.num_pages
     assert [pages_for(pages) for pages in (1, 2, 3, 4, 5)] == [2, 4, 4, whole, whole], "one is always nobody's"
     with torch.inference_mode():
-        graph_runner._round(StepShape(8, 5, 4), kind)
+        runner._round(StepShape(8, 5, 4), kind)
     assert [pages_for(pages) for pages in (1, 3, 4)] == [4, 4, whole], "a longer one will do for now"
     sizes = [pages_for(1) for _ in range(int(2 * CAPTURE_AFTER / LONG_TABLES))]
     assert sizes.index(2) == pytest.approx(CAPTURE_AFTER / LONG_TABLES, abs=3)
@@ -380,22 +380,22 @@ def test_a_round_has_room_for_the_longest_of_its_sequences(monkeypatch: pytest.M
 def test_sequences_that_outgrow_a_round_go_on_in_another(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = asks(1.0)
     harness = RoundHarness(DRAFTERS[drafter](), "match")
-    graph_runner = harness.engine.pipeline.graph_runner
-    page = graph_runner.target.cache.page_size
+    runner = harness.engine.pipeline.runner
+    page = runner.target.cache.page_size
     monkeypatch.setattr("draftwood.engine.graph_runner.LENGTHS", tuple(page * pages for pages in range(1, 9)))
     assert generated(harness.run(wanted)) == plain(wanted)
-    assert len({size.pages for size, _ in graph_runner._known}) > 1
+    assert len({size.pages for size, _ in runner._known}) > 1
 
 
 def test_a_law_that_cannot_be_captured_goes_step_by_step(caplog: pytest.LogCaptureFixture) -> None:
     harness = RoundHarness(DRAFTERS["ngram"](), "match")
-    graph_runner, tried = harness.engine.pipeline.graph_runner, []
+    runner, tried = harness.engine.pipeline.runner, []
 
     def refuse(run: Callable[[], None]) -> Callable[[], None]:
         tried.append(run)
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    graph_runner._captured = refuse  # type: ignore[method-assign]
+    runner._captured = refuse  # type: ignore[method-assign]
     wanted = [Ask(ask.prompt[-1:], ask.params) for ask in asks(1.0)]
     assert generated(harness.run(wanted)) == plain(wanted)
     assert len(tried) == 1, "once is enough to know"

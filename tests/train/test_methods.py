@@ -147,11 +147,11 @@ def _heard_in_rounds(kind: str, grower) -> list[tuple[tuple[int, ...], int, Tens
     harness = RoundHarness(drafter, "match", moody=True)
     resident: Any = harness.resident
     heard: list[tuple[tuple[int, ...], int, Tensor]] = []
-    begin, extend, nobody = resident.begin, resident.extend, harness.seats.nobody
+    begin, extend, padding = resident.begin, resident.extend, harness.batch_state.padding_row
 
     def texts(view) -> dict[int, tuple[int, ...]]:  # type: ignore[no-untyped-def]
-        seated = [b for b, seat in enumerate(view.rows.tolist()) if seat != nobody and view.lengths[b] > 1]
-        return {b: tuple(view.history[view.rows[b], : view.lengths[b]].tolist()) for b in seated}
+        running = [b for b, row in enumerate(view.rows.tolist()) if row != padding and view.lengths[b] > 1]
+        return {b: tuple(view.history[view.rows[b], : view.lengths[b]].tolist()) for b in running}
 
     def whole(level: int, logits: Tensor) -> Tensor:
         return logits if resident.among(level) is None else resident.among(level).spread(logits)
