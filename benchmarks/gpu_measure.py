@@ -233,7 +233,7 @@ def warm_up(llm: LLM, prompts: Sequence[Sequence[int]], tokens: int | Sequence[i
 
 def num_ready(llm: LLM) -> int:
     """Rounds that have been prepared."""
-    return len(llm.engine.pipeline.rounds.ready) if llm.engine.pipeline else 0
+    return len(llm.engine.pipeline.runner.ready) if llm.engine.pipeline else 0
 
 
 def timed_on_the_device(llm: LLM) -> Callable[[], float | None]:
@@ -259,7 +259,7 @@ def timed_on_the_device(llm: LLM) -> Callable[[], float | None]:
         torch.cuda.synchronize()
         return statistics.median(start.elapsed_time(end) for start, end in marks) / 1000
 
-    for each in pipeline.rounds.ready:
+    for each in pipeline.runner.ready:
         each.run = watched(each.run)
     return seconds
 

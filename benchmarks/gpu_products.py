@@ -24,8 +24,8 @@ import triton
 from torch import Tensor
 
 from draftwood.model.weights import Storage, quantise_float8, store_as
+from draftwood.ops.cuda import norm_act as row_kernels
 from draftwood.ops.cuda import products
-from draftwood.ops.cuda import rows as row_kernels
 from draftwood.ops.cuda.linear import pack
 from draftwood.ops.cuda.products import Around, Norm, Packed, Tiles, gemv, skinny
 

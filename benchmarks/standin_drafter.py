@@ -21,12 +21,12 @@ from torch import Tensor, nn
 
 from draftwood.model.checkpoint import Checkpoint, open_checkpoint
 from draftwood.model.config import ModelConfig
-from draftwood.nets.block import BlockNet, BlockSpec, Confidence, Markov
+from draftwood.nets.dflash import BlockNet, BlockSpec, Confidence, Markov
+from draftwood.nets.eagle import Eagle3
+from draftwood.nets.embeddings import TargetEmbeddings
 from draftwood.nets.export import export
 from draftwood.nets.layouts import build_net, open_drafter
 from draftwood.nets.parts import DraftHead
-from draftwood.nets.recurrent import Eagle3
-from draftwood.nets.words import TargetWords
 from standin import Shape, Stream
 
 
@@ -111,7 +111,7 @@ class Widening:
         large.weight.data = self.matrix(name, whole[:, fed], rows, fed, (large.out_features, large.in_features))
 
 
-def widened_eagle(net: Eagle3, wide: Widening, words: TargetWords) -> Eagle3:
+def widened_eagle(net: Eagle3, wide: Widening, words: TargetEmbeddings) -> Eagle3:
     """EAGLE-3 whose features and outputs lie once in the large stream."""
     spec = replace(net.spec, target_hidden=wide.shape.hidden)
     tokens = net.head.tokens
@@ -133,7 +133,7 @@ def widened_eagle(net: Eagle3, wide: Widening, words: TargetWords) -> Eagle3:
     return large
 
 
-def widened_block(net: BlockNet, wide: Widening, words: TargetWords) -> BlockNet:
+def widened_block(net: BlockNet, wide: Widening, words: TargetEmbeddings) -> BlockNet:
     """A block network whose rows begin with the stand-in's words, and so lie in as many copies as those."""
     if net.spec.norm_in_head or not isinstance(net.markov_head, Markov):
         raise SystemExit("Only block networks with a Markov table can be widened.")
@@ -183,8 +183,8 @@ def widen(
     """Write the large drafter."""
     own = large.config
     shape = Shape(own.num_layers, own.hidden_size, own.num_heads, own.num_kv_heads, own.head_dim, own.intermediate_size)
-    net = build_net(open_drafter(drafter), small.config, TargetWords(small, device, torch.float32)).to(device)
-    words = TargetWords(large, device, torch.float32)
+    net = build_net(open_drafter(drafter), small.config, TargetEmbeddings(small, device, torch.float32)).to(device)
+    words = TargetEmbeddings(large, device, torch.float32)
     wide = Widening(small.config, shape, device)
     made = widened_eagle(net, wide, words) if isinstance(net, Eagle3) else None
     if isinstance(net, BlockNet):

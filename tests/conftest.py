@@ -80,7 +80,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 UNWATCHED = (  # thousands of rows of what other tests walk through too
     "tests/engine/test_equals_plain_decoding.py",
-    "tests/engine/test_rounds.py::test_whatever_the_schedule",
+    "tests/engine/test_graph_runner.py::test_whatever_the_schedule",
     "tests/engine/test_smollm2.py",
     "tests/laws/test_end_to_end.py",
     "tests/laws/test_exact.py",

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import torch
 
-from draftwood.cache.seats import Seats
+from draftwood.cache.batch_state import BatchState
 from draftwood.engine.controller import FixedBudget
 from draftwood.engine.engine import Engine
-from draftwood.engine.rounds import Rounds
+from draftwood.engine.graph_runner import GraphRunner
 from draftwood.engine.scheduler import Scheduler, SchedulerConfig
 from draftwood.model.runner import ModelRunner
 from draftwood.protocols import Budget, Load, StepReport
@@ -42,7 +42,7 @@ class Moody:
         assert report.emitted >= report.num_sampling
 
 
-class Replayed(Rounds):
+class Replayed(GraphRunner):
     """Where there are no graphs: the same preparations, run again call by call."""
 
     def _captured(self, run: Callable[[], None]) -> Callable[[], None]:
@@ -61,15 +61,15 @@ class RoundHarness(Harness):
         resident = drafter.resident(target)
         assert resident is not None
         length = min(512, target.cache.tables.capacity) + 64
-        seats = Seats(regime.max_running, length, target.cache.page_size, target.cache.scratch_page, DEVICE)
+        batch_state = BatchState(regime.max_running, length, target.cache.page_size, target.cache.scratch_page, DEVICE)
         verifier = LAWS[law]()
-        kind = Rounds if GPU else Replayed
-        rounds = kind(target, resident, lambda _: verifier, KeyedRng(), seats, captures=True)
+        kind = GraphRunner if GPU else Replayed
+        rounds = kind(target, resident, lambda _: verifier, KeyedRng(), batch_state, captures=True)
         budget = Moody(drafter.max_nodes) if moody else FixedBudget(drafter.max_nodes)
         self.engine = Engine(target, drafter, verifier, budget, scheduler, KeyedRng(), rounds)
         self.events = []
         self.companion = None
-        self.resident, self.seats = resident, seats
+        self.resident, self.batch_state = resident, batch_state
 
     def check(self) -> None:
         self.engine.target.cache.tables.check()

@@ -18,7 +18,7 @@ LAYERS = [  # each may import what stands above it
     ("rng", "sampling", "cache", "ops", "model", "config", "faults"),
     ("nets",),
     ("growers", "drafters", "verifiers"),
-    ("engine", "assembly", "calibration", "rehearsal"),
+    ("engine", "assembly", "calibration", "warmup"),
     ("lab", "train", "server"),
     ("cli", "__main__", "__init__", "extend"),
 ]

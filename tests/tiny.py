@@ -18,7 +18,7 @@ from draftwood.drafters.by_request import OfferedDrafters
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
-from draftwood.drafters.parallel import ParallelDrafter
+from draftwood.drafters.pard import ParallelDrafter
 from draftwood.drafters.predicted import PredictedDrafter
 from draftwood.drafters.scripted import ScriptedDrafter
 from draftwood.drafters.student import StudentDrafter
@@ -33,15 +33,15 @@ from draftwood.model.checkpoint import expected_shape
 from draftwood.model.config import ModelConfig
 from draftwood.model.runner import ModelRunner
 from draftwood.model.weights import FORMATS
-from draftwood.nets.block import BlockNet, BlockSpec, HiddenCorrection, Markov
-from draftwood.nets.parallel import Ahead, ParallelEagle
+from draftwood.nets.dflash import BlockNet, BlockSpec, HiddenCorrection, Markov
+from draftwood.nets.eagle import Eagle1, Eagle3, Eagle3Spec, MultiToken
+from draftwood.nets.embeddings import TargetEmbeddings
+from draftwood.nets.kangaroo import Kangaroo
+from draftwood.nets.medusa import HeadStack
+from draftwood.nets.pard import Ahead, ParallelEagle
 from draftwood.nets.parts import DraftHead
-from draftwood.nets.pointwise import HeadStack
-from draftwood.nets.recurrent import Eagle1, Eagle3, Eagle3Spec, MultiToken
-from draftwood.nets.shallow import Kangaroo
 from draftwood.nets.shared import SharedWords
 from draftwood.nets.student import Student
-from draftwood.nets.words import TargetWords
 from draftwood.protocols import BatchView, Budget, Drafter, Grower, Randomness, Verifier
 from draftwood.request import Event, FinishReason, SamplingParams
 from draftwood.rng import KeyedRng
@@ -299,7 +299,7 @@ class Harness:
                 self.companion.hear(answers[event.request_id], event.finish_reason)
         if self.companion.wants(busy=True) <= 0:
             self.companion.work()
-            self.engine.was_paused()
+            self.engine.invalidate_timing()
 
     def check(self) -> None:
         self.engine.target.cache.tables.check()
@@ -389,12 +389,12 @@ def _stack(config: ModelConfig, layers: int) -> ModelConfig:
     return replace(config, num_layers=layers, windows=(None,) * layers)
 
 
-def _head(words: TargetWords, tokens: tuple[int, ...] | None = None) -> DraftHead:
+def _head(words: TargetEmbeddings, tokens: tuple[int, ...] | None = None) -> DraftHead:
     chosen = None if tokens is None else torch.tensor(tokens)
     return DraftHead(words.head(chosen), chosen, words.config.vocab_size, own=False)
 
 
-def random_net(kind: str, words: TargetWords, seed: int = 3) -> torch.nn.Module:
+def random_net(kind: str, words: TargetEmbeddings, seed: int = 3) -> torch.nn.Module:
     """A network of some kind with random weights, sharp enough to disagree with itself if anything is misplaced."""
     return randomised(NETS[kind](words.config, words).to(words.device, words.dtype), seed)
 
@@ -415,7 +415,7 @@ def with_net(
     """A drafter with a network on the tiny target."""
 
     def make(dtype: torch.dtype) -> Drafter:
-        words = TargetWords(checkpoint or TinyCheckpoint(tiny_config()), device, dtype)
+        words = TargetEmbeddings(checkpoint or TinyCheckpoint(tiny_config()), device, dtype)
         return drafter_of(random_net(kind, words), words, grower)
 
     return make

@@ -19,10 +19,11 @@ from draftwood.drafters.by_request import OfferedDrafters
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
-from draftwood.drafters.parallel import GUESSES, ParallelDrafter
+from draftwood.drafters.pard import GUESSES, ParallelDrafter
 from draftwood.drafters.predicted import PredictedDrafter
 from draftwood.drafters.student import StudentDrafter
 from draftwood.drafters.trained import drafter_of
+from draftwood.engine.graph_runner import GraphRunner, batch_state_for
 from draftwood.engine.memory import (
     automatic_cache_tokens,
     check,
@@ -30,7 +31,6 @@ from draftwood.engine.memory import (
     explain_out_of_memory,
     plan_memory,
 )
-from draftwood.engine.rounds import Rounds, seats_for
 from draftwood.errors import IncompatibleParts, InvalidRequest
 from draftwood.growers import (
     Beam,
@@ -49,7 +49,10 @@ from draftwood.model.checkpoint import HUB_ID, Checkpoint, open_checkpoint
 from draftwood.model.config import ModelConfig
 from draftwood.model.native import Progress
 from draftwood.model.runner import ModelRunner, require_strict
-from draftwood.nets.block import BlockNet
+from draftwood.nets.dflash import BlockNet
+from draftwood.nets.eagle import Eagle3
+from draftwood.nets.embeddings import TargetEmbeddings
+from draftwood.nets.kangaroo import Kangaroo
 from draftwood.nets.layouts import (
     DrafterFiles,
     Layout,
@@ -60,13 +63,10 @@ from draftwood.nets.layouts import (
     self_test,
 )
 from draftwood.nets.layouts.student import student_words
-from draftwood.nets.parallel import ParallelEagle
-from draftwood.nets.pointwise import HeadStack
-from draftwood.nets.recurrent import Eagle3
-from draftwood.nets.shallow import Kangaroo
+from draftwood.nets.medusa import HeadStack
+from draftwood.nets.pard import ParallelEagle
 from draftwood.nets.shared import SharedWords
 from draftwood.nets.student import MaskedStudent
-from draftwood.nets.words import TargetWords
 from draftwood.protocols import Drafter, Grower, Verifier
 from draftwood.rng import KeyedRng
 from draftwood.tree import DraftLaw
@@ -268,7 +268,7 @@ def _load_files(
         return load_parallel(open_checkpoint(path), files.config, tree, target, config)
     if layout == Layout.MASKED_STUDENT:
         return load_parallel(student_words(files, target), files.config, tree, target, config)
-    words = TargetWords(target, config.torch_device(), config.torch_dtype())
+    words = TargetEmbeddings(target, config.torch_device(), config.torch_dtype())
     net = build_net(files, target.config, words)
     self_test(net, words)
     return drafter_of(net, words, build_grower(tree or usual_tree(type(net), words.device)))
@@ -347,13 +347,13 @@ def load_runner(checkpoint: Checkpoint, config: EngineConfig, progress: Progress
 
 def build_rounds(
     target: ModelRunner, drafter: Drafter, law_of: Callable[[str | None], Verifier], config: EngineConfig
-) -> Rounds | None:
+) -> GraphRunner | None:
     """Rounds on the device, if the drafter can live there; None: the host takes part in every step."""
     resident = resident_of(drafter, target) if target.device.type == "cuda" else None
     if resident is None:
         return None
-    seats = seats_for(target, config.max_running, drafter.max_nodes)
-    return Rounds(target, resident, law_of, KeyedRng(), seats, captures=not config.eager)
+    batch_state = batch_state_for(target, config.max_running, drafter.max_nodes)
+    return GraphRunner(target, resident, law_of, KeyedRng(), batch_state, captures=not config.eager)
 
 
 def settle(config: EngineConfig, target: Checkpoint, drafter: str | Drafter) -> EngineConfig:

@@ -15,13 +15,13 @@ from pathlib import Path
 import torch
 
 from draftwood import __version__
-from draftwood.cache.seats import Kind
+from draftwood.cache.batch_state import SamplingMode
 from draftwood.costs import LIKE_OTHER_GPUS, StepCosts
+from draftwood.drafters.pruned import PrunedDrafter
 from draftwood.drafters.scripted import ScriptedDrafter
-from draftwood.drafters.trimmed import TrimmedDrafter
 from draftwood.engine.controller import FixedBudget, MeasuredBudget, MeasuredTreeBudget
 from draftwood.engine.engine import Engine
-from draftwood.engine.rounds import Rounds, seats_for
+from draftwood.engine.graph_runner import GraphRunner, batch_state_for
 from draftwood.engine.scheduler import Scheduler, SchedulerConfig
 from draftwood.engine.sequence import Sequence
 from draftwood.engine.text import TextStream
@@ -77,7 +77,7 @@ def default_controller(target: ModelRunner, drafter: Drafter, costs: StepCosts |
     return (MeasuredBudget if drafter.law.chain else MeasuredTreeBudget)(costs, drafter.max_nodes)
 
 
-def trimmed(drafter: Drafter, target: ModelRunner) -> TrimmedDrafter:
+def trimmed(drafter: Drafter, target: ModelRunner) -> PrunedDrafter:
     """The same drafter with its trees cut to what pays for its time on this machine."""
     costs = known_costs(target)
     if costs is None:
@@ -85,7 +85,7 @@ def trimmed(drafter: Drafter, target: ModelRunner) -> TrimmedDrafter:
             "Cutting trees by what they cost needs costs that were measured on a quiet machine: run "
             "`draftwood calibrate` first."
         )
-    return TrimmedDrafter(drafter, costs)
+    return PrunedDrafter(drafter, costs)
 
 
 def calibrate(target: ModelRunner, say: Say = lambda _: None) -> StepCosts:
@@ -141,11 +141,11 @@ def _time_rounds(target: ModelRunner, batch: int, context: int, nodes: list[int]
     tables = target.cache.tables
     answers = [_answer(i, context, target.model.config.vocab_size) for i in range(batch)]
     length = context + 2 * max(nodes) + 2 + GPU_REPEATS
-    seats = seats_for(target, batch, max(nodes))
+    batch_state = batch_state_for(target, batch, max(nodes))
     resident = drafter.resident(target)
     assert resident is not None, "scripted trees run everywhere"
     law = LAWS["match"]()
-    rounds = Rounds(target, resident, lambda _: law, KeyedRng(), seats, captures=True)
+    rounds = GraphRunner(target, resident, lambda _: law, KeyedRng(), batch_state, captures=True)
     try:
         for answer in answers:
             tables.open(answer.id, [])
@@ -158,14 +158,14 @@ def _time_rounds(target: ModelRunner, batch: int, context: int, nodes: list[int]
             tables.close(answer.id)
 
 
-def _time_round(rounds: Rounds, answers: Tokens[Sequence], nodes: int) -> float:
+def _time_round(rounds: GraphRunner, answers: Tokens[Sequence], nodes: int) -> float:
     """Of one size, from the context on: what rounds before have earned is forgotten."""
-    seats, tables = rounds.seats, rounds.target.cache.tables
+    batch_state, tables = rounds.batch_state, rounds.target.cache.tables
     for answer in answers:
-        seats.leave(answer.id)
-        seats.sit(answer.id, answer.tokens, answer.params, 0)
-    seats.grant({answer.id: tables.pages(answer.id) for answer in answers})
-    kind = Kind(None, greedy=True, truncates=False)
+        batch_state.remove(answer.id)
+        batch_state.add(answer.id, answer.tokens, answer.params, 0)
+    batch_state.update_block_tables({answer.id: tables.pages(answer.id) for answer in answers})
+    kind = SamplingMode(None, greedy=True, truncates=False)
     return rounds.seconds([answer.id for answer in answers], nodes, kind, GPU_REPEATS)
 
 

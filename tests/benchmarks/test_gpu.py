@@ -19,10 +19,10 @@ import gpu
 import gpu_peers
 import gpu_sections
 from draftwood.model.checkpoint import open_checkpoint
+from draftwood.nets.eagle import Eagle3, Eagle3Spec
+from draftwood.nets.embeddings import TargetEmbeddings
 from draftwood.nets.export import export
 from draftwood.nets.parts import DraftHead
-from draftwood.nets.recurrent import Eagle3, Eagle3Spec
-from draftwood.nets.words import TargetWords
 from gpu_measure import QUICK, Lab
 from gpu_prompts import CODE8
 from standin import Shape, build, build_small
@@ -73,7 +73,7 @@ def test_trees_cost_and_give_nothing(lab: Lab, capsys: pytest.CaptureFixture[str
 
 def test_trained_drafters_by_task(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = open_checkpoint(lab.standin)
-    words = TargetWords(checkpoint, torch.device("cpu"), torch.float32)
+    words = TargetEmbeddings(checkpoint, torch.device("cpu"), torch.float32)
     config = replace(checkpoint.config, num_layers=1, windows=(None,))
     head = DraftHead(words.head(), None, config.vocab_size, own=False)
     export(Eagle3(config, Eagle3Spec((0, 1), config.hidden_size), head), tmp_path / "own", "stand-in", {})

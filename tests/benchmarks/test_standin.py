@@ -13,12 +13,12 @@ from tokenizers import Tokenizer
 
 from draftwood import LLM, EngineConfig, SamplingParams
 from draftwood.model.checkpoint import Checkpoint, expected_shape, open_checkpoint
-from draftwood.nets.block import BlockNet, BlockSpec, Confidence, Markov
+from draftwood.nets.dflash import BlockNet, BlockSpec, Confidence, Markov
+from draftwood.nets.eagle import Eagle3, Eagle3Spec
+from draftwood.nets.embeddings import TargetEmbeddings
 from draftwood.nets.export import export
 from draftwood.nets.layouts import build_net, open_drafter
 from draftwood.nets.parts import DraftHead
-from draftwood.nets.recurrent import Eagle3, Eagle3Spec
-from draftwood.nets.words import TargetWords
 from draftwood.train.attention import Blocks, Causal
 from reference_model import written_out_logits
 from tiny import tensor_names, tiny_folder
@@ -57,7 +57,7 @@ def test_the_function_is_the_same(
     torch.testing.assert_close(written_out_logits(large, TEXT), written_out_logits(small, TEXT), rtol=1e-6, atol=1e-6)
 
 
-def own_net(kind: str, words: TargetWords) -> torch.nn.Module:
+def own_net(kind: str, words: TargetEmbeddings) -> torch.nn.Module:
     config = words.config
     layers = {"eagle3": 1, "block": 2}[kind]
     stack = replace(config, num_layers=layers, windows=(None,) * layers)
@@ -73,7 +73,7 @@ def own_net(kind: str, words: TargetWords) -> torch.nn.Module:
 def test_a_widened_drafter_says_the_same(tmp_path: Path, kind: str) -> None:
     """The same logits from the stand-in's stream as the small network gives from the small one's."""
     small, large = both(tmp_path, 36)
-    words = TargetWords(small, CPU, torch.float32)
+    words = TargetEmbeddings(small, CPU, torch.float32)
     torch.manual_seed(0)
     net = own_net(kind, words)
     for parameter in net.parameters():
@@ -84,14 +84,14 @@ def test_a_widened_drafter_says_the_same(tmp_path: Path, kind: str) -> None:
     copied = torch.nn.functional.pad(features.repeat(1, 1, 2), (0, SHAPE.hidden - 72))
     got = []
     for path, target, given in (("drafter", small, features), ("wide", large, copied)):
-        own = TargetWords(target, CPU, torch.float32)
+        own = TargetEmbeddings(target, CPU, torch.float32)
         built = build_net(open_drafter(tmp_path / path), target.config, own)
         got.append(_said(built, own, given.flatten(1)))
     torch.testing.assert_close(got[1], got[0], rtol=1e-3, atol=3e-4)
 
 
 @torch.no_grad()
-def _said(net: Any, words: TargetWords, features: torch.Tensor) -> torch.Tensor:
+def _said(net: Any, words: TargetEmbeddings, features: torch.Tensor) -> torch.Tensor:
     """Logits after each token of TEXT, or of the block behind it."""
     tokens, positions = torch.tensor([TEXT]), torch.arange(len(TEXT))[None]
     mask = torch.ones(1, len(TEXT), len(TEXT), dtype=torch.bool).tril()

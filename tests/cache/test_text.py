@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftwood.cache.text import SEQUENCES, TextFrame
+from draftwood.cache.prefill_buffer import SEQUENCES, PrefillBuffer
 from draftwood.protocols import Span
 from tiny import CPU, tiny_runner
 
@@ -24,7 +24,7 @@ def test_a_frame_holds_what_the_host_would_stage(pieces: list[tuple[int, int]]) 
     for span in spans:
         cache.tables.open(span.seq_id, [1])
         assert cache.tables.reserve(span.seq_id, ROWS)
-    frame = TextFrame(ROWS, PAGES, cache.page_size, cache.scratch_page, CPU)
+    frame = PrefillBuffer(ROWS, PAGES, cache.page_size, cache.scratch_page, CPU)
     frame.fill(cache.stage_text([Span(0, text, 0, ROWS)]))  # nothing of this may be left
     frame.fill(cache.stage_text(spans))
     wanted, found = cache.stage(spans, None, torch.empty(0, dtype=torch.int64)), frame.batch

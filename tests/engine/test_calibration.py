@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from draftwood import LLM, EngineConfig, SamplingParams, calibration
-from draftwood.cache.seats import Kind
+from draftwood.cache.batch_state import SamplingMode
 from draftwood.calibration import CONTEXTS, ROWS, calibrate, costs_path, default_controller, known_costs
 from draftwood.costs import StepCosts
 from draftwood.drafters.ngram import NgramDrafter
@@ -66,18 +66,18 @@ class Counted(Replayed):
 
     begun: ClassVar[list[list[int]]] = []
 
-    def seconds(self, seq_ids: Sequence[int], nodes: int, kind: Kind, repeats: int) -> float:
-        rows = self.seats.rows(seq_ids, len(seq_ids))
-        self.begun.append(self.seats.length[rows].tolist())
+    def seconds(self, seq_ids: Sequence[int], nodes: int, kind: SamplingMode, repeats: int) -> float:
+        rows = self.batch_state.rows(seq_ids, len(seq_ids))
+        self.begun.append(self.batch_state.length[rows].tolist())
         todo = self._round_of(seq_ids, nodes, kind)
         for _ in range(1 + repeats):
             todo.run()
-        return float(self.seats.length[rows].min())
+        return float(self.batch_state.length[rows].min())
 
 
 def test_rounds_of_every_size_are_measured_after_the_same_context(monkeypatch: pytest.MonkeyPatch) -> None:
     target = roomy(dtype=torch.float32)
-    monkeypatch.setattr(calibration, "Rounds", Counted)
+    monkeypatch.setattr(calibration, "GraphRunner", Counted)
     after = calibration._time_rounds(target, 3, 40, [0, 1, 7])
     assert Counted.begun == [[40] * 3] * 3
     assert min(after) >= 40 + 1 + calibration.GPU_REPEATS

@@ -231,7 +231,7 @@ def test_rounds_go_on_plainly(name: str, regime: Regime, after: int) -> None:
     """When it fails as a round is prepared, and when it fails in the middle of answers."""
     make, call = RESIDENTS[name]
     harness = RoundHarness(make(regime.num_pages), "match", regime)
-    rounds = harness.engine.pipeline.rounds
+    rounds = harness.engine.pipeline.runner
     rounds.drafter = FaultyResident(rounds.drafter, call, after)
     answers = harness.run(with_arrivals(asks(), every=2))
     assert generated(answers) == generated(Harness(runner(), NoDrafter(), LAWS["match"]()).run(asks()))

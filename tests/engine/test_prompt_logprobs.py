@@ -126,7 +126,7 @@ def test_rounds_tell_the_same(name: str, regime: str, by_hand: bool) -> None:
     answers = harness.run(wanted)
     assert generated(answers) == generated(Harness(runner(), NoDrafter(), LAWS["match"]()).run(asks(lambda i: False)))
     assert sum(answer.accepted for answer in answers) > 0, "no round guessed anything"
-    assert len(harness.engine.pipeline.rounds.ready) > 0
+    assert len(harness.engine.pipeline.runner.ready) > 0
     for i, ask in enumerate(wanted):
         if ask.params.prompt_logprobs is not None:
             check_told(told(harness, i), ask.prompt)

@@ -119,8 +119,8 @@ def test_rounds_tell_the_same(name: str, temperature: float) -> None:
     law = "match" if name == "branches" else law
     wanted = asks(temperature=temperature)
     harness = RoundHarness(make(), law)
-    left, leave = [], harness.engine.pipeline.leave
-    harness.engine.pipeline.leave = lambda controller: left.append(1) or leave(controller)  # type: ignore[method-assign]
+    left, leave = [], harness.engine.pipeline.fall_back
+    harness.engine.pipeline.fall_back = lambda controller: left.append(1) or leave(controller)  # type: ignore[method-assign]
     got = generated(harness.run(traced(wanted)))
     assert got == generated(RoundHarness(make(), law).run(wanted))
     assert not left

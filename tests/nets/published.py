@@ -10,14 +10,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from draftwood.nets.embeddings import TargetEmbeddings
 from draftwood.nets.layouts import build_net, open_drafter, self_test
-from draftwood.nets.words import TargetWords
 from tiny import CPU, TinyCheckpoint, hf_config, tiny_config
 
 VOCABULARY, HIDDEN, INNER, LAYERS, HEADS, KV, DIM, EPS, THETA = 13, 32, 48, 8, 4, 2, 8, 1e-5, 10000.0
 TARGET = tiny_config(layers=LAYERS)
 CHECKPOINT = TinyCheckpoint(TARGET)
-WORDS = TargetWords(CHECKPOINT, CPU, torch.float32)
+WORDS = TargetEmbeddings(CHECKPOINT, CPU, torch.float32)
 EMBEDDING = CHECKPOINT.tensor("model.embed_tokens.weight")
 HEAD = CHECKPOINT.tensor("lm_head.weight")
 Raw = Mapping[str, Tensor]

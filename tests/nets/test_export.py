@@ -14,16 +14,16 @@ from draftwood.errors import CheckpointError, InvalidRequest
 from draftwood.model.config import ModelConfig
 from draftwood.model.rope import RopeConfig
 from draftwood.nets import export as exporting
-from draftwood.nets.block import BlockNet, BlockSpec, Confidence, HiddenCorrection, Markov
+from draftwood.nets.dflash import BlockNet, BlockSpec, Confidence, HiddenCorrection, Markov
+from draftwood.nets.eagle import Eagle3, Eagle3Spec
 from draftwood.nets.export import export
 from draftwood.nets.export import layer_config as exported_layers
+from draftwood.nets.kangaroo import Kangaroo
 from draftwood.nets.layouts import build_net, open_drafter, self_test
 from draftwood.nets.layouts.recognition import _Rows, _try_block, _try_heads, _try_recurrent, _try_shallow
-from draftwood.nets.parallel import Ahead, ParallelEagle
+from draftwood.nets.medusa import HeadStack
+from draftwood.nets.pard import Ahead, ParallelEagle
 from draftwood.nets.parts import DraftHead, LowRankHead
-from draftwood.nets.pointwise import HeadStack
-from draftwood.nets.recurrent import Eagle3, Eagle3Spec
-from draftwood.nets.shallow import Kangaroo
 from nets.published import TARGET, WORDS, layer_config, random, write
 from tiny import NETS, random_net, tiny_folder
 

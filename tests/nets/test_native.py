@@ -12,13 +12,13 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import in_rounds
-from draftwood.drafters import block, recurrent
+from draftwood.drafters import dflash, eagle
 from draftwood.growers import Best, Levels, chain
+from draftwood.nets.embeddings import TargetEmbeddings
 from draftwood.nets.native import CudaLayers
 from draftwood.nets.parts import DraftHead
-from draftwood.nets.words import TargetWords
-from draftwood.ops.cuda.side_by_side import side_by_side as by_kernel
-from draftwood.ops.side_by_side import PairNorms, side_by_side
+from draftwood.ops.cuda.eagle3_input import side_by_side as by_kernel
+from draftwood.ops.eagle3_input import PairNorms, side_by_side
 from draftwood.request import SamplingParams
 from in_rounds import DEVICE, GPU, RoundHarness
 from tiny import Ask, TinyCheckpoint, random_net, tiny_config, tiny_runner, with_net
@@ -38,7 +38,7 @@ def guesses(kind: str, grower: Levels) -> Guesses:
 
     def hear(view, number: int, logits: Tensor) -> None:  # type: ignore[no-untyped-def]
         for b, seat in enumerate(view.rows.tolist()):
-            if seat != harness.seats.nobody and view.lengths[b] > 1:
+            if seat != harness.batch_state.padding_row and view.lengths[b] > 1:
                 text = tuple(view.history[seat, : view.lengths[b]].tolist())
                 heard.extend((text, number, row.clone()) for row in logits[b])
 
@@ -54,7 +54,7 @@ def guesses(kind: str, grower: Levels) -> Guesses:
 
     resident.begin, resident.extend = listen_first, listen_on
     pipeline: Any = harness.engine.pipeline
-    pipeline.rounds.captures = False  # who listens looks at values
+    pipeline.runner.captures = False  # who listens looks at values
     prompts = [(1, 2), (7, 7, 8, 7, 7)]
     harness.run([Ask(p, SamplingParams(temperature=1.0, seed=i, max_tokens=5)) for i, p in enumerate(prompts)])
     return heard
@@ -67,12 +67,12 @@ def test_kernels_guess_what_modules_guess(kind: str, shape: str, monkeypatch: py
     monkeypatch.setattr(
         in_rounds, "runner", lambda num_pages, page_size: tiny_runner(CONFIG, dtype=F32, page_size=16, device=DEVICE)
     )
-    for drafter in (recurrent, block):
+    for drafter in (eagle, dflash):
         monkeypatch.setattr(drafter, "native_layers", lambda *_: None)
     want = guesses(kind, grower)
-    for drafter in (recurrent, block):
+    for drafter in (eagle, dflash):
         monkeypatch.setattr(drafter, "native_layers", CudaLayers)
-    monkeypatch.setattr(recurrent, "side_by_side", by_kernel)
+    monkeypatch.setattr(eagle, "side_by_side", by_kernel)
     got = guesses(kind, grower)
     assert len(got) == len(want) > 10
     for ours, theirs in zip(got, want, strict=True):
@@ -82,7 +82,7 @@ def test_kernels_guess_what_modules_guess(kind: str, shape: str, monkeypatch: py
 
 @pytest.mark.parametrize("kind", [*KINDS, "peagle"])
 def test_there_is_one_copy_of_every_weight(kind: str) -> None:
-    words = TargetWords(TinyCheckpoint(CONFIG), DEVICE, F32)
+    words = TargetEmbeddings(TinyCheckpoint(CONFIG), DEVICE, F32)
     net: Any = random_net(kind, words)
     if kind == "peagle":  # published ones bring an embedding, which has the name that heads go by here
         net.embed_tokens = torch.nn.Embedding.from_pretrained(words.embed(torch.arange(13, device=DEVICE)))
@@ -101,7 +101,7 @@ def test_what_a_network_learns_while_it_drafts_reaches_the_kernels(
     kind: str, own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In place: graphs have been captured by then."""
-    for drafter in (recurrent, block):
+    for drafter in (eagle, dflash):
         monkeypatch.setattr(drafter, "native_layers", CudaLayers)
     target = tiny_runner(CONFIG, dtype=F32, page_size=16, device=DEVICE)
     drafter: Any = with_net(kind, chain(2), TinyCheckpoint(CONFIG), DEVICE)(F32)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from draftwood import LLM, EngineConfig, SamplingParams
-from draftwood.drafters.parallel import ParallelDrafter
+from draftwood.drafters.pard import ParallelDrafter
 from draftwood.errors import IncompatibleParts
 from tiny import tiny_folder
 

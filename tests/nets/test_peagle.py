@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from draftwood.drafters.parallel_features import ParallelEagleDrafter
+from draftwood.drafters.peagle import ParallelEagleDrafter
 from draftwood.drafters.trained import drafter_of
 from draftwood.growers import chain
 from draftwood.nets.layouts import Layout, open_drafter, recognise

@@ -12,9 +12,9 @@ pytest.importorskip("triton")
 
 from draftwood.model.layers import ACTIVATIONS
 from draftwood.model.weights import Float8, Matrix, Storage, as_numbers, quantise_float8, store_as
-from draftwood.ops.cuda import rows
-from draftwood.ops.cuda.ahead import Beginning
+from draftwood.ops.cuda import norm_act
 from draftwood.ops.cuda.linear import FAST_ROWS, CudaLinear, Stream, pack
+from draftwood.ops.cuda.prefetch import Beginning
 from draftwood.ops.cuda.product_kernels import DENSE
 from draftwood.ops.cuda.products import MULTIPROCESSORS, Around, Norm, Tiles, gemv, skinny, skinny_normed, tiles
 
@@ -85,7 +85,7 @@ def test_few_rows(kind: str, activation: str | None, dtype: torch.dtype) -> None
     x, around = random(n, inputs, dtype=dtype), everything(n, outputs, inputs, activation, dtype)
     want = expected(x, weight, around)
     assert around.norm is not None
-    normed, plain = rows.rms_norm(x, around.norm), replace(around, norm=None)
+    normed, plain = norm_act.rms_norm(x, around.norm), replace(around, norm=None)
     for split, block_out in ((1, 16), (2, 16), (1, 12), (2, 12)):
         cut = replace(SMALL, split_k=split, block_out=block_out)
         assert_close(skinny(normed, pack([weight], inputs), plain, cut), want, dtype)
@@ -110,7 +110,7 @@ def test_a_split_product_norms_its_rows_for_the_next() -> None:
     out, normed = skinny_normed(x, pack([weight], inputs), around, replace(SMALL, split_k=2))
     assert_close(out, expected(x, weight, around), torch.float32)
     assert normed is not None
-    assert_close(normed, rows.rms_norm(out, norm).double(), torch.float32)
+    assert_close(normed, norm_act.rms_norm(out, norm).double(), torch.float32)
     assert skinny_normed(x, pack([weight], inputs), around, SMALL)[1] is None
 
 
@@ -169,10 +169,10 @@ def test_joined_matrices() -> None:
 def test_what_stands_between_products(activation: str) -> None:
     x = random(3, 2 * 70)
     gate, up = x.double().chunk(2, -1)
-    assert_close(rows.gated(x, activation), ACTIVATIONS[activation](gate) * up, torch.float32)
+    assert_close(norm_act.gated(x, activation), ACTIVATIONS[activation](gate) * up, torch.float32)
     norm = Norm(random(140, seed=5), 1e-3)
     want = x.double() * torch.rsqrt(x.double().pow(2).mean(-1, keepdim=True) + 1e-3) * norm.weight.double()
-    assert_close(rows.rms_norm(x, norm), want, torch.float32)
+    assert_close(norm_act.rms_norm(x, norm), want, torch.float32)
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -216,7 +216,7 @@ def test_strict_rows_do_not_depend_on_their_neighbours(
         part = x[begin:end]
         stream, beside = Stream(part, norm), Norm(random(outputs // 2, seed=3, dtype=dtype), 1e-5)
         added = half.add_to(residual[begin:end].clone(), part, beside)
-        normed = rows.rms_norm(added.hidden, beside) if added.normed is None else added.normed
+        normed = norm_act.rms_norm(added.hidden, beside) if added.normed is None else added.normed
         return linear(stream, torch.float32), linear.gated(stream, "silu"), added.hidden, normed
 
     def same(some: Tensor, all_of_them: Tensor) -> bool:

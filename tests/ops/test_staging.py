@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftwood.cache.seats import Kind, Seats
+from draftwood.cache.batch_state import BatchState, SamplingMode
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.points import PointTree
+from draftwood.ops.cuda.batch_state import closed, opened
 from draftwood.ops.cuda.choice import likeliest, ranked
 from draftwood.ops.cuda.lookup import suffix_lookup
-from draftwood.ops.cuda.seats import closed, opened
 from draftwood.ops.cuda.softmax import tempered as by_kernel
 from draftwood.ops.cuda.staging import staged as staged_by_kernel
 from draftwood.ops.lookup import reference_lookup
@@ -50,14 +50,14 @@ def test_the_last_place_of_the_longest_end_is_found(nodes: int) -> None:
     assert (want[3] == -1).all()
 
 
-def seats_with(history: torch.Tensor, device: str) -> Seats:
-    seats = Seats(4, history.shape[1], 16, 99, torch.device(device))
-    seats.history[:4] = history.to(device)
-    seats.length[:4] = torch.tensor([5, 17, 1, 30], device=device)
-    seats.seed[:4] = torch.tensor([-3, 1 << 60, 7, 0], device=device)
-    seats.sampling[:4] = torch.tensor(SAMPLING, dtype=torch.float64, device=device)
-    seats.block_table[:4] = torch.arange(4 * seats.block_table.shape[1], device=device).view(4, -1)
-    return seats
+def seats_with(history: torch.Tensor, device: str) -> BatchState:
+    batch_state = BatchState(4, history.shape[1], 16, 99, torch.device(device))
+    batch_state.history[:4] = history.to(device)
+    batch_state.length[:4] = torch.tensor([5, 17, 1, 30], device=device)
+    batch_state.seed[:4] = torch.tensor([-3, 1 << 60, 7, 0], device=device)
+    batch_state.sampling[:4] = torch.tensor(SAMPLING, dtype=torch.float64, device=device)
+    batch_state.block_table[:4] = torch.arange(4 * batch_state.block_table.shape[1], device=device).view(4, -1)
+    return batch_state
 
 
 SAMPLING = [[0.0, 1 << 31, 1.0, 0.0], [0.7, 40, 0.9, 0.05], [1.0, 5, 1.0, 0.0], [1.3, 1 << 31, 0.5, 0.1]]
@@ -79,32 +79,32 @@ def test_a_round_opens_and_closes_as_torch_says() -> None:
     path = torch.tensor([[0, 1, 2, -1], [4, -1, -1, -1], [8, 9, 10, 11], [12, 14, -1, -1], [16, -1, -1, -1]])
     verdict = Verdict(path, torch.tensor([2, 0, 3, 1, 0]), torch.tensor([11, 12, 13, 14, 15]))
     tree = TokenTree.of_points([([0] * 4, [-1, 0, 1, 2])] * 5).refilled(tokens)
-    view = want.view(rows, Kind(None, True, False), want.num_pages)
+    view = want.view(rows, SamplingMode(None, True, False), want.num_pages)
     outcome = torch.zeros(5, 6, dtype=torch.int64)
     want.advance(view, tree, verdict, outcome)
     ours = torch.zeros_like(outcome, device=DEVICE)
     closed(
         *(part.to(DEVICE) for part in (rows, view.lengths, tokens, path, verdict.length, verdict.bonus)),
-        got.history, got.length, got.nobody, ours,
+        got.history, got.length, got.padding_row, ours,
     )  # fmt: skip
     assert got.length.tolist() == want.length.tolist()
     for b, (row, accepted) in enumerate(zip(rows.tolist(), verdict.length.tolist(), strict=True)):
         assert ours[b, : 3 + accepted].tolist() == outcome[b, : 3 + accepted].tolist()
-        if row != want.nobody:
+        if row != want.padding_row:
             length = int(want.length[row])
             assert got.history[row, :length].tolist() == want.history[row, :length].tolist()
 
 
 def test_whoever_sits_down_finds_no_pages_of_others() -> None:
-    seats = Seats(1, 80, 16, 99, torch.device(DEVICE))
-    seats.sit(7, [1, 2], SamplingParams(), 0)
-    seats.grant({7: [3, 4, 5]})
-    assert seats.block_table[0].tolist() == [3, 4, 5, 99, 99]
-    assert seats.most_pages([7]) == 3
-    seats.leave(7)
-    seats.sit(8, [1, 2], SamplingParams(), 0)
-    seats.grant({8: [6]})
-    assert seats.block_table[0].tolist() == [6, 99, 99, 99, 99]
+    batch_state = BatchState(1, 80, 16, 99, torch.device(DEVICE))
+    batch_state.add(7, [1, 2], SamplingParams(), 0)
+    batch_state.update_block_tables({7: [3, 4, 5]})
+    assert batch_state.block_table[0].tolist() == [3, 4, 5, 99, 99]
+    assert batch_state.most_pages([7]) == 3
+    batch_state.remove(7)
+    batch_state.add(8, [1, 2], SamplingParams(), 0)
+    batch_state.update_block_tables({8: [6]})
+    assert batch_state.block_table[0].tolist() == [6, 99, 99, 99, 99]
 
 
 @pytest.mark.parametrize("vocabulary", [13, 2048, 5000])

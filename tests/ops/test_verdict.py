@@ -25,12 +25,12 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton", allow_module_level=True)
 
 from draftwood.ops.cuda import distinct as triton_distinct
-from draftwood.ops.cuda import draws as triton_draws
-from draftwood.ops.cuda import greatest as triton_greatest
+from draftwood.ops.cuda import gbv as triton_greatest
+from draftwood.ops.cuda import gbv_order as triton_order
 from draftwood.ops.cuda import kseq as triton_kseq
 from draftwood.ops.cuda import lossy as triton_lossy
-from draftwood.ops.cuda import order as triton_order
 from draftwood.ops.cuda import pooled as triton_pooled
+from draftwood.ops.cuda import rejection as triton_draws
 from draftwood.ops.cuda import residual as triton_residual
 from draftwood.ops.cuda import verdict as triton_verdict
 

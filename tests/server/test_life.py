@@ -25,8 +25,8 @@ from draftwood.cli.flags import EngineFlags
 from draftwood.cli.serve import ServeFlags, run_serve
 from draftwood.errors import InvalidRequest
 from draftwood.model.checkpoint import open_checkpoint
+from draftwood.nets.embeddings import TargetEmbeddings
 from draftwood.nets.export import export
-from draftwood.nets.words import TargetWords
 from serving import NAME, SMALL, Serving, http_request, serving
 from tiny import CPU, random_net
 
@@ -252,7 +252,7 @@ def test_a_drafter_that_learns_while_it_serves_is_kept(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("draftwood.server.run.DrainingServer", _AlreadyOver)
-    words = TargetWords(open_checkpoint(folder), CPU, torch.float32)
+    words = TargetEmbeddings(open_checkpoint(folder), CPU, torch.float32)
     drafter = export(random_net("eagle3", words), tmp_path / "drafter", str(folder), {})
     kept = tmp_path / "kept"
     run_serve(EngineFlags(model=str(folder), drafter=str(drafter), device="cpu"), ServeFlags(adapt=kept, port=0))

@@ -14,8 +14,8 @@ from pydantic import BaseModel
 
 from draftwood import LLM, SamplingParams
 from draftwood.request import Event, FinishReason, SpeculationStats
-from draftwood.server.choices import Choice, usage
-from draftwood.server.responses_api.asking import as_chat
+from draftwood.server.choice_state import Choice, usage
+from draftwood.server.responses_api.parsing import as_chat
 from draftwood.server.responses_api.schemas import ResponsesRequest
 from draftwood.server.responses_api.writer import ResponseWriter
 from draftwood.server.tools import write_call

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from draftwood.errors import GrammarError
 from draftwood.model.grammar import LONGEST, Grammars, json_grammar
 from draftwood.model.tokenizer import Tokenizer
-from draftwood.server.asking import chat_text
 from draftwood.server.calls import Call, CallReader, Words, calls_of
+from draftwood.server.parsing import chat_text
 from draftwood.server.schemas import ChatRequest
 from draftwood.server.tools import ToolBox, write_call
 from serving import NAME, Serving

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from draftwood import LLM
 from draftwood.request import Event, FinishReason, SpeculationStats
 from draftwood.server.calls import Arguments, Call, CallEnd, CallReader, CallStart, Part, Words, calls_of, joined
-from draftwood.server.choices import Choice
+from draftwood.server.choice_state import Choice
+from draftwood.server.formatters import ChatWriter
 from draftwood.server.tools import write_call
-from draftwood.server.writers import ChatWriter
 from serving import NAME, Serving
 
 MESSAGES = [{"role": "user", "content": "the cat sat on the mat"}]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftwood.nets.words import TargetWords
+from draftwood.nets.embeddings import TargetEmbeddings
 from draftwood.train.data import Corpus, PackedBatches, TextBatch
 from draftwood.train.grading import Fixed, Graded, Paced, together, whole_loss
 from draftwood.train.losses import Mix, parse_mix
@@ -67,7 +67,7 @@ def lessons() -> list[TextBatch]:
 
 
 def method_of(kind: str, mix: Mix) -> Any:
-    words = TargetWords(TinyCheckpoint(tiny_config()), CPU, torch.float32)
+    words = TargetEmbeddings(TinyCheckpoint(tiny_config()), CPU, torch.float32)
     net = random_net(kind, words).requires_grad_(True)
     return METHODS[kind](net, Teacher(tiny_runner(dtype=torch.float32), net.reads), words, mix)
 

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from draftwood import LLM, EngineConfig, SamplingParams
-from draftwood.drafters.parallel import ParallelDrafter
+from draftwood.drafters.pard import ParallelDrafter
 from draftwood.errors import InvalidRequest
 from draftwood.growers import Best, Levels, chain
 from draftwood.model.runner import ModelRunner
+from draftwood.nets.embeddings import TargetEmbeddings
 from draftwood.nets.export import export
 from draftwood.nets.layouts import Layout, open_drafter, recognise
 from draftwood.nets.parts import DraftHead
 from draftwood.nets.shared import SharedWords
 from draftwood.nets.student import MaskedStudent
-from draftwood.nets.words import TargetWords
 from draftwood.train.data import Corpus, PackedBatches, TextBatch
 from draftwood.train.losses import parse_mix
 from draftwood.train.masked import BehindMasks, MaskedMethod, Masks, ParallelEagleMethod
@@ -44,7 +44,7 @@ def random_student(dtype: torch.dtype = F64) -> MaskedStudent:
 
 def method_of(net: MaskedStudent, **training: float) -> MaskedMethod:
     dtype = next(net.parameters()).dtype
-    words = TargetWords(CHECKPOINT, CPU, dtype)
+    words = TargetEmbeddings(CHECKPOINT, CPU, dtype)
     head = DraftHead(words.head(), None, words.config.vocab_size, own=False)
     return MaskedMethod(net, head, Teacher(tiny_runner(dtype=dtype), ()), words, parse_mix("kl"), **training)
 
@@ -138,7 +138,7 @@ def test_a_draft_is_what_was_trained(grower: Any) -> None:
 
 
 def eagle_method() -> ParallelEagleMethod:
-    words = TargetWords(CHECKPOINT, CPU, torch.float32)
+    words = TargetEmbeddings(CHECKPOINT, CPU, torch.float32)
     net: Any = random_net("peagle", words).requires_grad_(True)
     return ParallelEagleMethod(net, Teacher(tiny_runner(dtype=torch.float32), net.reads), words, parse_mix("kl"))
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from draftwood.drafters.model import ModelDrafter
 from draftwood.growers import Beam, Best, Levels, chain
-from draftwood.nets.parallel import ParallelEagle
-from draftwood.nets.shallow import Kangaroo
-from draftwood.nets.words import TargetWords
+from draftwood.nets.embeddings import TargetEmbeddings
+from draftwood.nets.kangaroo import Kangaroo
+from draftwood.nets.pard import ParallelEagle
 from draftwood.request import SamplingParams
 from draftwood.train.attention import Unrolled, causal_mask
 from draftwood.train.data import Corpus, PackedBatches, TextBatch
@@ -85,7 +85,7 @@ def teacher_of(reads) -> Teacher:  # type: ignore[no-untyped-def]
 
 def trained_view(kind: str, text: list[int], depth: int) -> Tensor:
     """Logits after `text`, whose last `depth` tokens are guesses, as training computes them. [V]."""
-    words = TargetWords(TinyCheckpoint(tiny_config()), CPU, F64)
+    words = TargetEmbeddings(TinyCheckpoint(tiny_config()), CPU, F64)
     net: Any = random_net(kind, words)
     batch = batch_of([text])
     lesson = teacher_of(net.reads).teach(batch)
@@ -113,7 +113,7 @@ def trained_view(kind: str, text: list[int], depth: int) -> Tensor:
     return net.heads[depth].spread(net.logits(depth, words.final_norm(lesson.features[0, root - 1]), path))
 
 
-def _behind_masks(net: ParallelEagle, words: TargetWords, text: list[int]) -> Tensor:
+def _behind_masks(net: ParallelEagle, words: TargetEmbeddings, text: list[int]) -> Tensor:
     """Of all slots behind `text`. [guesses, V]."""
     method = ParallelEagleMethod(net, teacher_of(net.reads), words, Mix({"kl": 1.0}))
     row, guesses = len(text) - 2, net.ahead.guesses
@@ -147,11 +147,11 @@ def _heard_in_rounds(kind: str, grower) -> list[tuple[tuple[int, ...], int, Tens
     harness = RoundHarness(drafter, "match", moody=True)
     resident: Any = harness.resident
     heard: list[tuple[tuple[int, ...], int, Tensor]] = []
-    begin, extend, nobody = resident.begin, resident.extend, harness.seats.nobody
+    begin, extend, padding = resident.begin, resident.extend, harness.batch_state.padding_row
 
     def texts(view) -> dict[int, tuple[int, ...]]:  # type: ignore[no-untyped-def]
-        seated = [b for b, seat in enumerate(view.rows.tolist()) if seat != nobody and view.lengths[b] > 1]
-        return {b: tuple(view.history[view.rows[b], : view.lengths[b]].tolist()) for b in seated}
+        running = [b for b, row in enumerate(view.rows.tolist()) if row != padding and view.lengths[b] > 1]
+        return {b: tuple(view.history[view.rows[b], : view.lengths[b]].tolist()) for b in running}
 
     def whole(level: int, logits: Tensor) -> Tensor:
         return logits if resident.among(level) is None else resident.among(level).spread(logits)

@@ -17,19 +17,19 @@ from typer.testing import CliRunner
 from draftwood.cli import app
 from draftwood.config import EngineConfig
 from draftwood.costs import StepCosts
+from draftwood.drafters.eagle import RecurrentDrafter
 from draftwood.drafters.features import FeatureDrafter
 from draftwood.drafters.model import ModelDrafter
-from draftwood.drafters.recurrent import RecurrentDrafter
-from draftwood.drafters.trimmed import TrimmedDrafter
+from draftwood.drafters.pruned import PrunedDrafter
 from draftwood.engine.llm import LLM
 from draftwood.engine.worker import ComputeThread
 from draftwood.errors import CheckpointError, IncompatibleParts, InvalidRequest
 from draftwood.growers import chain
 from draftwood.model.checkpoint import open_checkpoint
+from draftwood.nets.eagle import Eagle3, Eagle3Spec
+from draftwood.nets.embeddings import TargetEmbeddings
 from draftwood.nets.export import export
 from draftwood.nets.parts import DraftHead
-from draftwood.nets.recurrent import Eagle3, Eagle3Spec
-from draftwood.nets.words import TargetWords
 from draftwood.protocols import Drafter
 from draftwood.request import FinishReason, SamplingParams
 from draftwood.train.online import LEARNT, RUNNING, START, AdaptConfig, Adapter, Contest, TimeShare, adapt
@@ -58,7 +58,7 @@ F32 = torch.float32  # where our own kernels have packed copies of the weights
 
 def own_head(dtype: torch.dtype) -> Drafter:
     """An EAGLE-3 whose head learns too."""
-    words = TargetWords(TinyCheckpoint(tiny_config()), CPU, dtype)
+    words = TargetEmbeddings(TinyCheckpoint(tiny_config()), CPU, dtype)
     config = words.config.with_layers(1)
     head = DraftHead(words.head(), None, config.vocab_size, own=True)
     net = randomised(Eagle3(config, Eagle3Spec((0, 1), config.hidden_size), head).to(dtype), 3)
@@ -352,7 +352,7 @@ def untrained(target: str, tmp_path_factory: pytest.TempPathFactory) -> Callable
     def make(method: str) -> str:
         if not (folder / method).exists():
             torch.manual_seed(5)
-            words = TargetWords(checkpoint, CPU, F32)
+            words = TargetEmbeddings(checkpoint, CPU, F32)
             net = find_recipe(method)[1].build(Target(checkpoint.config, words, None), SETTINGS[method])
             export(net, folder / method, "tiny", {})
         return str(folder / method)
@@ -449,7 +449,7 @@ def test_a_second_model_is_refused_and_whoever_passes_guesses_on_is_asked_for_th
     with pytest.raises(IncompatibleParts, match="Only trained"):
         Adapter(Harness(tiny_runner(), ModelDrafter(tiny_runner(), chain(2)), LAWS["match"]()).engine)
     costs = StepCosts((1, 8), (64,), ((1.0, 1.0),), 0.0)
-    harness = Harness(tiny_runner(dtype=F32), TrimmedDrafter(MAKERS["eagle3"](F32), costs), LAWS["match"]())
+    harness = Harness(tiny_runner(dtype=F32), PrunedDrafter(MAKERS["eagle3"](F32), costs), LAWS["match"]())
     assert isinstance(Adapter(harness.engine, EAGER)._drafter, FeatureDrafter)
     offered = offering(no_drafter, MAKERS["eagle3"])(F32)
     harness = Harness(tiny_runner(dtype=F32), offered, LAWS["match"]())

@@ -24,9 +24,9 @@ from draftwood.engine.llm import LLM
 from draftwood.errors import CheckpointError, IncompatibleParts, InvalidRequest
 from draftwood.model.checkpoint import open_checkpoint
 from draftwood.nets import export as exporting
+from draftwood.nets.embeddings import TargetEmbeddings
 from draftwood.nets.export import export
 from draftwood.nets.student import Student
-from draftwood.nets.words import TargetWords
 from draftwood.protocols import Span, StepReport
 from draftwood.request import FinishReason, SamplingParams
 from draftwood.train import data, state
@@ -500,7 +500,7 @@ def test_an_exported_student_is_the_network(target: str, tmp_path: Path) -> None
     rows = torch.arange(len(tokens))
     found = drafter.runner.forward(cache.stage([Span(0, tokens, 0, len(tokens))], None, rows)).logits
     batch = next(PackedBatches(Corpus.of([(tokens[:1], tokens[1:])]), 1, len(tokens)).epoch(0, 0))
-    words = TargetWords(checkpoint, CPU, torch.float32)
+    words = TargetEmbeddings(checkpoint, CPU, torch.float32)
     hidden = net.run(words.embed(batch.tokens), batch.positions, Causal(causal_mask(batch)))
     torch.testing.assert_close(found, hidden[0] @ words.head().T, rtol=1e-4, atol=1e-4)
 

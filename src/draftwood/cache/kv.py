@@ -19,8 +19,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from draftwood.cache.batch_state import DeviceBatchView
 from draftwood.cache.blocks import PageTables
-from draftwood.cache.seats import SeatedView
 from draftwood.errors import InvalidRequest
 from draftwood.machine import zeroed_memory
 from draftwood.model.batch import ForwardBatch, Pages
@@ -283,7 +283,9 @@ def stage_behind(
     )
 
 
-def stage_trees(view: SeatedView, tree: TokenTree, page_size: int, max_positions: int, *, chain: bool) -> ForwardBatch:
+def stage_trees(
+    view: DeviceBatchView, tree: TokenTree, page_size: int, max_positions: int, *, chain: bool
+) -> ForwardBatch:
     """Whole trees of one shape, root and all, behind what their sequences have committed."""
     size = tree.num_trees
     rows = tree.num_nodes // size

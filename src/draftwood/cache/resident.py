@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from draftwood.cache.seats import Kind, SeatedView
+from draftwood.cache.batch_state import DeviceBatchView, SamplingMode
 from draftwood.model.batch import ForwardBatch
 from draftwood.protocols import BatchView, Drafter, Features, Randomness, Verifier
 from draftwood.tree import DraftLaw, TokenTree
@@ -38,7 +38,7 @@ class NeedsNothing:
     def take_in(self, batch: ForwardBatch, features: Features) -> None:
         """Nobody asks."""
 
-    def learn(self, view: SeatedView, path: Tensor, features: Features) -> None:
+    def learn(self, view: DeviceBatchView, path: Tensor, features: Features) -> None:
         """Nobody asks."""
 
 
@@ -72,11 +72,11 @@ class ResidentDrafter(Protocol):
         """How deep a tree of so many nodes can be."""
         ...
 
-    def suits(self, kind: Kind, verifier: Verifier) -> bool:
+    def suits(self, kind: SamplingMode, verifier: Verifier) -> bool:
         """Whether its trees can be verified by this law without the host."""
         ...
 
-    def propose(self, view: SeatedView, nodes: int, rng: Randomness) -> TokenTree:
+    def propose(self, view: DeviceBatchView, nodes: int, rng: Randomness) -> TokenTree:
         """A tree of so many draft nodes for every sequence, of the same shape every time; absent nodes hold -1."""
         ...
 
@@ -93,7 +93,7 @@ class ResidentDrafter(Protocol):
         """What the target made of these rows of text; only asked of those who need something."""
         ...
 
-    def learn(self, view: SeatedView, path: Tensor, features: Features) -> None:
+    def learn(self, view: DeviceBatchView, path: Tensor, features: Features) -> None:
         """What the target made of the nodes of its trees, of which `path` [B, D + 1] was kept, root first; likewise."""
         ...
 
@@ -101,7 +101,7 @@ class ResidentDrafter(Protocol):
         """The target has run these rows, or will never run them again; no logits are wanted of them."""
         ...
 
-    def keep(self, view: SeatedView, tree: TokenTree, index: Tensor, length: Tensor) -> None:
+    def keep(self, view: DeviceBatchView, tree: TokenTree, index: Tensor, length: Tensor) -> None:
         """Nodes `index` [B, D + 1] of each tree, root first, were accepted, as far as `length` [B] says."""
         ...
 

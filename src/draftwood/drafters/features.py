@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from draftwood.model.batch import AttentionShape, ForwardBatch, Pages
 from draftwood.model.config import ModelConfig
 from draftwood.model.runner import ModelRunner
-from draftwood.nets.words import TargetWords
+from draftwood.nets.embeddings import TargetEmbeddings
 from draftwood.ops import plan_attention
 from draftwood.protocols import BatchView, Budget, Features, FrontierModel, Grower, Randomness, Span
 from draftwood.tree import DraftLaw, TokenTree, Verdict
@@ -98,7 +98,7 @@ class FeatureDrafter:
     deepest: int | None = None  # tokens ahead; None: any number
     target: ModelRunner
 
-    def __init__(self, net: Net, words: TargetWords, grower: Grower) -> None:
+    def __init__(self, net: Net, words: TargetEmbeddings, grower: Grower) -> None:
         self.net, self.words, self.grower = net, words, grower
         self._pending: dict[int, Pending] = {}
 

@@ -14,8 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from draftwood.cache.batch_state import DeviceBatchView, SamplingMode
 from draftwood.cache.kv import Places
-from draftwood.cache.seats import Kind, SeatedView
 from draftwood.growers.pickers import Guessable
 from draftwood.protocols import BatchView, Randomness, Verifier
 from draftwood.tree import DraftLaw, TokenTree
@@ -23,7 +23,7 @@ from draftwood.tree import DraftLaw, TokenTree
 State = tuple[Tensor, ...]  # what a level of a tree leaves for the next one
 
 
-def only_compares(kind: Kind, verifier: Verifier) -> bool:
+def only_compares(kind: SamplingMode, verifier: Verifier) -> bool:
     """Whether a node that holds no token is refused like any wrong one: the law looks at nothing but equality."""
     return verifier.name == "match" or (kind.greedy and verifier.lossless)
 
@@ -72,11 +72,11 @@ def _firsts(size: int, count: int, device: torch.device) -> Tensor:
 class Guesser(Protocol):
     """Gives logits of a tree that grows."""
 
-    def begin(self, view: SeatedView) -> tuple[Tensor, State]:
+    def begin(self, view: DeviceBatchView) -> tuple[Tensor, State]:
         """Logits at the roots [B, 1, R], and whatever the next level needs of it."""
         ...
 
-    def extend(self, view: SeatedView, front: Front, state: State) -> tuple[Tensor, State]:
+    def extend(self, view: DeviceBatchView, front: Front, state: State) -> tuple[Tensor, State]:
         """Logits at the nodes of a level. [B, k, R]."""
         ...
 
@@ -111,11 +111,11 @@ class Growth(Protocol):
         """How deep a tree of so many nodes can be."""
         ...
 
-    def suits(self, kind: Kind, verifier: Verifier) -> bool:
+    def suits(self, kind: SamplingMode, verifier: Verifier) -> bool:
         """Whether its trees can be verified by this law without the host."""
         ...
 
-    def grow(self, guesser: Guesser, view: SeatedView, nodes: int, rng: Randomness) -> TokenTree:
+    def grow(self, guesser: Guesser, view: DeviceBatchView, nodes: int, rng: Randomness) -> TokenTree:
         """A tree of so many draft nodes for every sequence."""
         ...
 
@@ -142,14 +142,14 @@ class GrownTrees:
         """As the growth says."""
         return self.growth.depth(nodes)
 
-    def suits(self, kind: Kind, verifier: Verifier) -> bool:
+    def suits(self, kind: SamplingMode, verifier: Verifier) -> bool:
         """As the growth says."""
         return self.growth.suits(kind, verifier)
 
     def prepare(self, view: BatchView, size: int, nodes: int) -> None:
         """Nothing to ask the host for."""
 
-    def propose(self, view: SeatedView, nodes: int, rng: Randomness) -> TokenTree:
+    def propose(self, view: DeviceBatchView, nodes: int, rng: Randomness) -> TokenTree:
         """Level by level."""
         return self.growth.grow(self, view, nodes, rng)
 
@@ -157,10 +157,10 @@ class GrownTrees:
         """All tokens."""
         return None
 
-    def begin(self, view: SeatedView) -> tuple[Tensor, State]:
+    def begin(self, view: DeviceBatchView) -> tuple[Tensor, State]:
         """See `Guesser`."""
         raise NotImplementedError
 
-    def extend(self, view: SeatedView, front: Front, state: State) -> tuple[Tensor, State]:
+    def extend(self, view: DeviceBatchView, front: Front, state: State) -> tuple[Tensor, State]:
         """See `Guesser`."""
         raise NotImplementedError

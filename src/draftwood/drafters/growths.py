@@ -9,9 +9,9 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Tensor
 
+from draftwood.cache.batch_state import DeviceBatchView, SamplingMode
 from draftwood.cache.kv import Places
 from draftwood.cache.resident import round_sizes
-from draftwood.cache.seats import Kind, SeatedView
 from draftwood.drafters.growth import Front, Growth, Guesser, known, only_compares
 from draftwood.growers.levels import Levels
 from draftwood.growers.pickers import ChildPicker, Frontier
@@ -144,11 +144,11 @@ class FixedGrowth:
         levels = self.grower.within(nodes)
         return 0 if levels is None else len(levels.widths)
 
-    def suits(self, kind: Kind, verifier: Verifier) -> bool:
+    def suits(self, kind: SamplingMode, verifier: Verifier) -> bool:
         """Any law that is exact for its trees."""
         return verifier.lossless and verifier.refuses(self.law) is None
 
-    def grow(self, guesser: Guesser, view: SeatedView, nodes: int, rng: Randomness) -> TokenTree:
+    def grow(self, guesser: Guesser, view: DeviceBatchView, nodes: int, rng: Randomness) -> TokenTree:
         """Level by level."""
         shape = self._shape(len(view.rows), nodes, view.rows.device)
         tokens, laws, front = [view.roots[:, None]], [], None
@@ -241,11 +241,11 @@ class RankedGrowth:
         """The likeliest may all lie on one path."""
         return min(nodes, self.levels)
 
-    def suits(self, kind: Kind, verifier: Verifier) -> bool:
+    def suits(self, kind: SamplingMode, verifier: Verifier) -> bool:
         """Which nodes are siblings is not known before: only comparisons look at no more than tokens."""
         return only_compares(kind, verifier)
 
-    def grow(self, guesser: Guesser, view: SeatedView, nodes: int, rng: Randomness) -> TokenTree:
+    def grow(self, guesser: Guesser, view: DeviceBatchView, nodes: int, rng: Randomness) -> TokenTree:
         """Offer level by level, then choose."""
         width, depth, size = self.grower.width, self.grower.depth, len(view.rows)
         offers, front = Offers.room(size, width, depth, view.rows.device), None

@@ -9,8 +9,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from draftwood.cache.batch_state import DeviceBatchView, SamplingMode
 from draftwood.cache.resident import NeedsNothing, round_sizes
-from draftwood.cache.seats import Kind, SeatedView
 from draftwood.drafters.growth import only_compares
 from draftwood.model.batch import ForwardBatch
 from draftwood.protocols import BatchView, Budget, Drafter, Randomness, Verifier
@@ -95,7 +95,7 @@ class ResidentHosted(NeedsNothing):
         """Any tree may be a chain."""
         return nodes
 
-    def suits(self, kind: Kind, verifier: Verifier) -> bool:
+    def suits(self, kind: SamplingMode, verifier: Verifier) -> bool:
         """Rounds are filled up with nodes that hold no token."""
         return only_compares(kind, verifier)
 
@@ -118,12 +118,12 @@ class ResidentHosted(NeedsNothing):
             self._frames[size, nodes] = _Frame.make(size, nodes, width, self._device)
         return self._frames[size, nodes]
 
-    def propose(self, view: SeatedView, nodes: int, rng: Randomness) -> TokenTree:
+    def propose(self, view: DeviceBatchView, nodes: int, rng: Randomness) -> TokenTree:
         """What was prepared."""
         return self._frame(len(view.rows), nodes).filled(view.roots)
 
     def read(self, batch: ForwardBatch) -> None:
         """The host knows every token."""
 
-    def keep(self, view: SeatedView, tree: TokenTree, index: Tensor, length: Tensor) -> None:
+    def keep(self, view: DeviceBatchView, tree: TokenTree, index: Tensor, length: Tensor) -> None:
         """The drafter will see it in the text."""

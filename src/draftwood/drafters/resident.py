@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from draftwood.cache.batch_state import DeviceBatchView, SamplingMode
 from draftwood.cache.kv import Places, stage_behind
 from draftwood.cache.resident import NeedsNothing, round_sizes
-from draftwood.cache.seats import Kind, SeatedView
 from draftwood.drafters.growth import Front, GrownTrees, Growth, State, known, only_compares
 from draftwood.model.batch import ForwardBatch
 from draftwood.model.runner import ModelRunner
@@ -30,11 +30,11 @@ class ResidentNone(NeedsNothing):
         """There is nothing below the root."""
         return 0
 
-    def suits(self, kind: Kind, verifier: Verifier) -> bool:
+    def suits(self, kind: SamplingMode, verifier: Verifier) -> bool:
         """There is nothing to verify; what a lossy law has to say about that, it says step by step."""
         return verifier.lossless
 
-    def propose(self, view: SeatedView, nodes: int, rng: Randomness) -> TokenTree:
+    def propose(self, view: DeviceBatchView, nodes: int, rng: Randomness) -> TokenTree:
         """Nothing but the last committed token."""
         return TokenTree.roots(view.roots)
 
@@ -44,7 +44,7 @@ class ResidentNone(NeedsNothing):
     def read(self, batch: ForwardBatch) -> None:
         """Nothing to read."""
 
-    def keep(self, view: SeatedView, tree: TokenTree, index: Tensor, length: Tensor) -> None:
+    def keep(self, view: DeviceBatchView, tree: TokenTree, index: Tensor, length: Tensor) -> None:
         """Nothing to keep."""
 
 
@@ -65,11 +65,11 @@ class ResidentLookup(NeedsNothing):
         """A chain."""
         return nodes
 
-    def suits(self, kind: Kind, verifier: Verifier) -> bool:
+    def suits(self, kind: SamplingMode, verifier: Verifier) -> bool:
         """Where nothing is found the chain is filled up with tokens that only a comparison can refuse."""
         return only_compares(kind, verifier)
 
-    def propose(self, view: SeatedView, nodes: int, rng: Randomness) -> TokenTree:
+    def propose(self, view: DeviceBatchView, nodes: int, rng: Randomness) -> TokenTree:
         """A chain of what followed; -1 where nothing did."""
         found = suffix_lookup(view.history, view.rows, view.lengths, nodes, self.longest, self.shortest)
         return self._chain(len(view.rows), nodes, found.device).refilled(
@@ -89,7 +89,7 @@ class ResidentLookup(NeedsNothing):
     def read(self, batch: ForwardBatch) -> None:
         """The seats hold all there is to know."""
 
-    def keep(self, view: SeatedView, tree: TokenTree, index: Tensor, length: Tensor) -> None:
+    def keep(self, view: DeviceBatchView, tree: TokenTree, index: Tensor, length: Tensor) -> None:
         """Nothing to keep."""
 
 
@@ -106,13 +106,13 @@ class ResidentModel(GrownTrees, NeedsNothing):
         self.runner = runner
         self._ends: dict[int, tuple[Places, Tensor]] = {}
 
-    def begin(self, view: SeatedView) -> tuple[Tensor, State]:
+    def begin(self, view: DeviceBatchView) -> tuple[Tensor, State]:
         """Logits at the roots, once the token before each has been run again."""
         places, last = self._last_two(len(view.rows))
         tokens = view.history[view.rows[:, None], (view.lengths[:, None] + places.index).clamp(min=0)]
         return self._run(view, tokens, places, last)[:, None], ()
 
-    def extend(self, view: SeatedView, front: Front, state: State) -> tuple[Tensor, State]:
+    def extend(self, view: DeviceBatchView, front: Front, state: State) -> tuple[Tensor, State]:
         """The cache knows their parents."""
         return self._run(view, front.tokens, front.places).view(*front.tokens.shape, -1), state
 
@@ -124,7 +124,7 @@ class ResidentModel(GrownTrees, NeedsNothing):
             self._ends[size] = Places(steps, steps), torch.arange(1, 2 * size, 2, device=device)
         return self._ends[size]
 
-    def _run(self, view: SeatedView, tokens: Tensor, places: Places, logit_rows: Tensor | None = None) -> Tensor:
+    def _run(self, view: DeviceBatchView, tokens: Tensor, places: Places, logit_rows: Tensor | None = None) -> Tensor:
         highest = self.runner.model.config.max_positions
         page_size = self.runner.cache.page_size
         batch = stage_behind(view.lengths, view.block_table, tokens, places, page_size, highest, logit_rows)
@@ -134,6 +134,6 @@ class ResidentModel(GrownTrees, NeedsNothing):
         """The same rows through the small model, for its cache alone."""
         self.runner.forward(batch)
 
-    def keep(self, view: SeatedView, tree: TokenTree, index: Tensor, length: Tensor) -> None:
+    def keep(self, view: DeviceBatchView, tree: TokenTree, index: Tensor, length: Tensor) -> None:
         """Move what was accepted, as the target does."""
         self.runner.cache.keep(view.block_table, view.lengths, index, length, chain=self.law.chain)

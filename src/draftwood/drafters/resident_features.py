@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from draftwood.cache.batch_state import DeviceBatchView
 from draftwood.cache.kv import Places, stage_behind
-from draftwood.cache.seats import SeatedView
 from draftwood.drafters.features import FeatureDrafter, pages_under
 from draftwood.drafters.growth import Front, GrownTrees, Growth, State
 from draftwood.growers.pickers import Guessable
@@ -26,9 +26,9 @@ from draftwood.protocols import Features
 from draftwood.tree import TokenTree
 
 if TYPE_CHECKING:
-    from draftwood.drafters.block import BlockDrafter
-    from draftwood.drafters.pointwise import HeadStackDrafter
-    from draftwood.drafters.recurrent import RecurrentDrafter
+    from draftwood.drafters.dflash import BlockDrafter
+    from draftwood.drafters.eagle import RecurrentDrafter
+    from draftwood.drafters.medusa import HeadStackDrafter
 
 
 class ResidentFeatures(GrownTrees):
@@ -46,7 +46,7 @@ class ResidentFeatures(GrownTrees):
         """The layers its network reads."""
         return self.drafter.needs
 
-    def keep(self, view: SeatedView, tree: TokenTree, index: Tensor, length: Tensor) -> None:
+    def keep(self, view: DeviceBatchView, tree: TokenTree, index: Tensor, length: Tensor) -> None:
         """Of trees nothing is kept but what the target made of them; see `learn`."""
 
     def read(self, batch: ForwardBatch) -> None:
@@ -56,12 +56,12 @@ class ResidentFeatures(GrownTrees):
         """Keep what the target made of rows of text."""
         self.store(batch.slots, batch.positions, self.drafter.digest(self.drafter.joined(features)))
 
-    def learn(self, view: SeatedView, path: Tensor, features: Features) -> None:
+    def learn(self, view: DeviceBatchView, path: Tensor, features: Features) -> None:
         """Keep what it made of a path. What lies behind the accepted part is written over before anybody looks."""
         rows = self.drafter.joined(features).index_select(0, path.clamp(min=0).reshape(-1))
         self.store(*self.around_end(view, -1, path.shape[1] - 1), self.drafter.digest(rows))
 
-    def around_end(self, view: SeatedView, start: int, end: int) -> tuple[Tensor, Tensor]:
+    def around_end(self, view: DeviceBatchView, start: int, end: int) -> tuple[Tensor, Tensor]:
         """Slots and positions of the tokens `start` … `end` - 1 behind each length. 2 x [B * (end - start)]."""
         key = len(view.rows), start, end
         if key not in self._steps:
@@ -76,7 +76,7 @@ class ResidentFeatures(GrownTrees):
         """The target's positions, and tokens of its pages."""
         return self.target.model.config.max_positions, self.target.cache.page_size
 
-    def stage(self, view: SeatedView, tokens: Tensor, places: Places) -> ForwardBatch:
+    def stage(self, view: DeviceBatchView, tokens: Tensor, places: Places) -> ForwardBatch:
         """Rows behind all but the last token, which the target has not run."""
         highest, page_size = self._limits
         return stage_behind(view.num_run, view.block_table, tokens, places, page_size, highest)
@@ -143,7 +143,7 @@ class ResidentRecurrent(ResidentFeatures):
         """What its head knows."""
         return self.drafter.net.head
 
-    def begin(self, view: SeatedView) -> tuple[Tensor, State]:
+    def begin(self, view: DeviceBatchView) -> tuple[Tensor, State]:
         """[B, 1, R], and outputs [B, hidden]."""
         places, last = self._last(len(view.rows))
         index = view.lengths[:, None] + places.index
@@ -164,7 +164,7 @@ class ResidentRecurrent(ResidentFeatures):
             self._ends[size] = Places(steps, steps), torch.arange(count - 1, size * count, count, device=device)
         return self._ends[size]
 
-    def extend(self, view: SeatedView, front: Front, state: State) -> tuple[Tensor, State]:
+    def extend(self, view: DeviceBatchView, front: Front, state: State) -> tuple[Tensor, State]:
         """On the outputs of their parents."""
         batch = self.stage(view, front.tokens, front.places)
         output, logits = self.drafter.run(batch, self._pages, state[0], front.sources)
@@ -189,7 +189,7 @@ class ResidentBlock(ResidentFeatures):
         """What its head knows."""
         return self.drafter.net.head
 
-    def begin(self, view: SeatedView) -> tuple[Tensor, State]:
+    def begin(self, view: DeviceBatchView) -> tuple[Tensor, State]:
         """[B, 1, R], and outputs and base logits of all slots. [B, guesses, hidden], [B, guesses, R]."""
         spec, count = self.drafter.net.spec, len(view.rows)
         tokens, embedded = self.drafter.block(view.roots)
@@ -206,7 +206,7 @@ class ResidentBlock(ResidentFeatures):
             self._blocks[size] = Places(steps, steps, every, rows, rows)
         return self._blocks[size]
 
-    def extend(self, view: SeatedView, front: Front, state: State) -> tuple[Tensor, State]:
+    def extend(self, view: DeviceBatchView, front: Front, state: State) -> tuple[Tensor, State]:
         """The slot of their depth, corrected for each of them."""
         return self._logits(front.number, front.tokens, state), state
 
@@ -232,13 +232,13 @@ class ResidentHeads(ResidentFeatures):
         """What the head of that depth knows."""
         return self.drafter.net.heads[number]
 
-    def begin(self, view: SeatedView) -> tuple[Tensor, State]:
+    def begin(self, view: DeviceBatchView) -> tuple[Tensor, State]:
         """[B, 1, R], and the feature [B, 1, hidden]."""
         slots, _ = self.around_end(view, -2, -1)
         feature = self._kept.rows.index_select(0, slots)[:, None]
         return self._logits(0, feature, view.roots[:, None, None]), (feature,)
 
-    def extend(self, view: SeatedView, front: Front, state: State) -> tuple[Tensor, State]:
+    def extend(self, view: DeviceBatchView, front: Front, state: State) -> tuple[Tensor, State]:
         """Behind the path to each of them."""
         (feature,) = state
         roots = view.roots[:, None, None].expand(-1, front.tokens.shape[1], 1)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from draftwood.drafters.model import ModelDrafter
 from draftwood.model.runner import ModelRunner
+from draftwood.nets.embeddings import TargetEmbeddings
 from draftwood.nets.shared import SharedWords
 from draftwood.nets.student import Student
-from draftwood.nets.words import TargetWords
 from draftwood.protocols import Grower
 
 
@@ -24,9 +24,9 @@ class StudentDrafter(ModelDrafter):
         self._student = student
 
     @cached_property
-    def words(self) -> TargetWords:
+    def words(self) -> TargetEmbeddings:
         """Its target's."""
-        return TargetWords(self._student.target, self.runner.device, torch.float32)
+        return TargetEmbeddings(self._student.target, self.runner.device, torch.float32)
 
     @property
     def module(self) -> Student:

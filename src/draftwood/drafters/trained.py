@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from torch import nn
 
-from draftwood.drafters.block import BlockDrafter
+from draftwood.drafters.dflash import BlockDrafter
+from draftwood.drafters.eagle import RecurrentDrafter
 from draftwood.drafters.features import FeatureDrafter
-from draftwood.drafters.parallel_features import ParallelEagleDrafter
-from draftwood.drafters.pointwise import HeadStackDrafter
-from draftwood.drafters.recurrent import RecurrentDrafter
-from draftwood.drafters.shallow import ShallowDrafter
+from draftwood.drafters.kangaroo import ShallowDrafter
+from draftwood.drafters.medusa import HeadStackDrafter
+from draftwood.drafters.peagle import ParallelEagleDrafter
 from draftwood.errors import IncompatibleParts
-from draftwood.nets.block import BlockNet
-from draftwood.nets.parallel import ParallelEagle
-from draftwood.nets.pointwise import HeadStack
-from draftwood.nets.recurrent import Eagle1, Eagle3, MultiToken
-from draftwood.nets.shallow import Kangaroo
-from draftwood.nets.words import TargetWords
+from draftwood.nets.dflash import BlockNet
+from draftwood.nets.eagle import Eagle1, Eagle3, MultiToken
+from draftwood.nets.embeddings import TargetEmbeddings
+from draftwood.nets.kangaroo import Kangaroo
+from draftwood.nets.medusa import HeadStack
+from draftwood.nets.pard import ParallelEagle
 from draftwood.protocols import Grower
 
 
-def drafter_of(net: nn.Module, words: TargetWords, grower: Grower) -> FeatureDrafter | ShallowDrafter:
+def drafter_of(net: nn.Module, words: TargetEmbeddings, grower: Grower) -> FeatureDrafter | ShallowDrafter:
     """A network on a target, as a drafter with any tree."""
     net = net.to(device=words.device, dtype=words.dtype).eval().requires_grad_(False)
     if isinstance(net, ParallelEagle):

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from draftwood.cache.kv import NodeRows
 from draftwood.cache.resident import attach
-from draftwood.engine.pipeline import Pipeline
+from draftwood.engine.async_step import AsyncStep
+from draftwood.engine.graph_runner import GraphRunner
 from draftwood.engine.plan import Plan
-from draftwood.engine.rounds import Rounds
 from draftwood.engine.scheduler import Scheduler
 from draftwood.engine.scoring import prompt_logprobs, stage_prompts
 from draftwood.engine.trace import step_traces
@@ -51,7 +51,7 @@ class Engine:
         controller: Controller,
         scheduler: Scheduler,
         rng: Randomness,
-        rounds: Rounds | None = None,
+        rounds: GraphRunner | None = None,
         drafter_name: str | None = None,  # for the log and the metrics
     ) -> None:
         check_exact(verifier, drafter.law)
@@ -68,7 +68,7 @@ class Engine:
         self.health = self._guarded.health  # of each drafter; requests that name none have the first
         if rounds is not None:
             rounds.health = self.health[0]
-        self.pipeline = None if rounds is None else Pipeline(rounds, scheduler)
+        self.pipeline = None if rounds is None else AsyncStep(rounds, scheduler)
         scheduler.on_end = self._guarded.release if self.pipeline is None else self.pipeline.release
 
     @torch.inference_mode()
@@ -80,20 +80,20 @@ class Engine:
         if events is not None:
             self.last_step = self.pipeline.last_step or self.last_step
             return events
-        # Somebody asks for what only the host can do. A drafter that reads has lent its memory to the rounds.
-        lent = self.pipeline.rounds.drafter.reads
+        # A request needs host-side logits. Drafters with their own KV cache are bound to captured steps: draft nothing.
+        lent = self.pipeline.runner.drafter.reads
         budget = LENT if lent else self._budget()
-        return self.pipeline.leave(self.controller) + self._step(budget)
+        return self.pipeline.fall_back(self.controller) + self._step(budget)
 
     def _budget(self) -> Budget:
         if all(health.disabled for health in self.health):
             return OFF
         return self.controller.budget(self.scheduler.load)
 
-    def was_paused(self) -> None:
+    def invalidate_timing(self) -> None:
         """Something else had the thread between two steps: what is on its way will be heard of late."""
         if self.pipeline is not None:
-            self.pipeline.was_paused()
+            self.pipeline.invalidate_timing()
 
     def _step(self, budget: Budget) -> list[Event]:
         began = time.perf_counter()

@@ -37,7 +37,7 @@ from draftwood.calibration import calibrate, default_controller, known_costs, tr
 from draftwood.config import EngineConfig
 from draftwood.costs import StepCosts
 from draftwood.drafters.by_request import OfferedDrafters
-from draftwood.drafters.trimmed import TrimmedDrafter
+from draftwood.drafters.pruned import PrunedDrafter
 from draftwood.engine.engine import Engine, check_exact
 from draftwood.engine.intake import Guessers, Intake, Prompt
 from draftwood.engine.scheduler import Scheduler, SchedulerConfig
@@ -50,7 +50,6 @@ from draftwood.model.checkpoint import Checkpoint, files_of, open_checkpoint
 from draftwood.model.native import Progress
 from draftwood.model.runner import ModelRunner
 from draftwood.protocols import Controller, Drafter, Verifier
-from draftwood.rehearsal import rehearsing
 from draftwood.request import (
     Completion,
     Event,
@@ -61,6 +60,7 @@ from draftwood.request import (
     TokenLogprob,
 )
 from draftwood.rng import KeyedRng
+from draftwood.warmup import warming_up
 
 
 @dataclass
@@ -159,7 +159,7 @@ class LLM:
         self._controller = controller
         self._allow_pickle = allow_pickle  # of a drafter's files that exist in no other form; tensors only, even then
         self._progress = progress
-        self._trimmed: list[TrimmedDrafter] = []
+        self._trimmed: list[PrunedDrafter] = []
         if isinstance(law, str) and law != AUTO:
             build_verifier(law)  # refuse a name nobody knows before anything is read
         self.checkpoint = open_checkpoint(model) if isinstance(model, str | Path) else model
@@ -178,7 +178,7 @@ class LLM:
         if self.config.torch_device().type != "cuda":
             return self._assemble(parts)
         explained = memory_explained(self.config, self.checkpoint, parts.drafter)
-        rehearsed = rehearsing(self.checkpoint.config, self.config, parts.drafter)
+        rehearsed = warming_up(self.checkpoint.config, self.config, parts.drafter)
         with explained, rehearsed, reading_ahead(files_of(self.checkpoint)):
             return self._assemble(parts)
 

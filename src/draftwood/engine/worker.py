@@ -196,7 +196,7 @@ class Worker:
             if wait > 0:
                 return wait
             self._companion.work()
-            self._engine.was_paused()
+            self._engine.invalidate_timing()
         return 0.0
 
     @contextmanager

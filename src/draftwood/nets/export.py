@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from draftwood.errors import CheckpointError, InvalidRequest
 from draftwood.model.config import ModelConfig
-from draftwood.nets.block import BlockNet, HiddenCorrection, Markov
+from draftwood.nets.dflash import BlockNet, HiddenCorrection, Markov
+from draftwood.nets.eagle import Eagle1, Eagle3, Eagle3Spec, MultiToken
+from draftwood.nets.kangaroo import Kangaroo
 from draftwood.nets.layouts import Layout, open_drafter, recognise
-from draftwood.nets.parallel import ParallelEagle
+from draftwood.nets.medusa import HeadStack
+from draftwood.nets.pard import ParallelEagle
 from draftwood.nets.parts import DraftHead, LowRankHead, NormedHead, VocabularyHead
-from draftwood.nets.pointwise import HeadStack
-from draftwood.nets.recurrent import Eagle1, Eagle3, Eagle3Spec, MultiToken
-from draftwood.nets.shallow import Kangaroo
 from draftwood.nets.student import MaskedStudent, Student
 
 SPECULATORS_VERSION = "0.9.0"

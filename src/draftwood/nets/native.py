@@ -13,9 +13,9 @@ from draftwood.model.batch import ForwardBatch, ForwardOutput, GivenRows, Pages
 from draftwood.model.config import ModelConfig
 from draftwood.model.native import NativeTransformer
 from draftwood.model.weights import FORMATS
+from draftwood.nets.embeddings import TargetEmbeddings
 from draftwood.nets.parts import DraftHead, VocabularyHead
 from draftwood.nets.shared import BareTensors
-from draftwood.nets.words import TargetWords
 from draftwood.ops.native import Kernels, kernels
 
 ROUNDED = "w8a8"  # a draft may be wrong: bytes cost little acceptance and a quarter of the time
@@ -95,7 +95,7 @@ class CpuLayers(_Layers):
 class CudaLayers(_Layers):
     """In Triton. The network's parameters become views of what the kernels read: there is one copy of each weight."""
 
-    def __init__(self, net: nn.Module, config: ModelConfig, head: DraftHead, words: TargetWords) -> None:
+    def __init__(self, net: nn.Module, config: ModelConfig, head: DraftHead, words: TargetEmbeddings) -> None:
         from draftwood.model.cuda import CudaTransformer  # Triton is there where CUDA is
 
         # The target's positions are all asked for, however short the texts were that the network learnt from.
@@ -119,7 +119,9 @@ def _tensors(net: nn.Module, config: ModelConfig, head: DraftHead) -> BareTensor
     return BareTensors(type(net).__name__, replace(config, vocab_size=head.size, tied_head=True), own)
 
 
-def native_layers(net: nn.Module, config: ModelConfig, head: VocabularyHead, words: TargetWords) -> NativeLayers | None:
+def native_layers(
+    net: nn.Module, config: ModelConfig, head: VocabularyHead, words: TargetEmbeddings
+) -> NativeLayers | None:
     """Where there are kernels for it; None: torch does it."""
     if not isinstance(head, DraftHead) or head.bias is not None:
         return None

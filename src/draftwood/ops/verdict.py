@@ -110,7 +110,7 @@ def _one_path(tree: TokenTree) -> bool:
 def greatest_path(tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor) -> Verdict | None:
     """The greatest of several independent paths as a block."""
     if _for_cuda(tree, p) and tree.q is not None:
-        from draftwood.ops.cuda.greatest import greatest_path as launch
+        from draftwood.ops.cuda.gbv import greatest_path as launch
 
         return launch(tree, p, seeds, lengths)
     library = None if tree.q is None else _for_c(tree, p)

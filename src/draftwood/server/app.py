@@ -17,14 +17,14 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 import draftwood
 from draftwood.engine.llm import LLM
+from draftwood.server.admission import Ticket
 from draftwood.server.bodies import BodyLimit, JsonRoute
 from draftwood.server.config import ServerConfig
-from draftwood.server.desk import Ticket
-from draftwood.server.doors import AccessLog, AllowedHosts, ApiKeys, OnPort, only_from_here
 from draftwood.server.errors import ApiError, install_handlers
 from draftwood.server.files import page_file
 from draftwood.server.live import LONGEST, SHORTEST
-from draftwood.server.replies import (
+from draftwood.server.middleware import AccessLog, AllowedHosts, ApiKeys, OnPort, only_from_here
+from draftwood.server.response_models import (
     ChatCompletion,
     ErrorReply,
     ModelCard,
@@ -36,10 +36,10 @@ from draftwood.server.replies import (
     UnderWay,
     Version,
 )
-from draftwood.server.responses import EventStream
 from draftwood.server.responses_api.routes import add_routes as add_responses_api
 from draftwood.server.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from draftwood.server.service import Service
+from draftwood.server.streaming import EventStream
 
 DRAINING = "draining"
 REFUSALS: dict[int | str, dict[str, Any]] = {

@@ -7,7 +7,7 @@ import time
 
 from draftwood.engine.llm import LLM
 from draftwood.request import Event, FinishReason, SamplingParams
-from draftwood.server.desk import Desk
+from draftwood.server.admission import Admission
 from draftwood.server.errors import ApiError, log
 
 INTERVAL = 0.25  # seconds
@@ -16,7 +16,7 @@ INTERVAL = 0.25  # seconds
 class Monitor:
     """Watches the engine, and turns everything red when it is gone."""
 
-    def __init__(self, llm: LLM, desk: Desk, stall_seconds: float) -> None:
+    def __init__(self, llm: LLM, desk: Admission, stall_seconds: float) -> None:
         self.reason: str | None = None  # why the engine counts as dead
         self._llm = llm
         self._desk = desk

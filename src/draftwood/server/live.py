@@ -17,11 +17,11 @@ from typing import Any
 from draftwood.engine.engine import Engine
 from draftwood.engine.llm import LLM
 from draftwood.protocols import PredictsSeconds
-from draftwood.server.desk import Desk
+from draftwood.server.admission import Admission
 from draftwood.server.errors import log
+from draftwood.server.formatters import sse
 from draftwood.server.health import Monitor
 from draftwood.server.metrics import Metrics, Totals
-from draftwood.server.writers import sse
 
 TICK = 0.1  # seconds between two samples
 SHORTEST, LONGEST = TICK, 10.0  # seconds between two events
@@ -55,7 +55,7 @@ class _Channel:
 class Live:
     """Samples the engine while anybody listens."""
 
-    def __init__(self, llm: LLM, metrics: Metrics, desk: Desk, monitor: Monitor) -> None:
+    def __init__(self, llm: LLM, metrics: Metrics, desk: Admission, monitor: Monitor) -> None:
         self._llm = llm
         self._metrics = metrics
         self._desk = desk

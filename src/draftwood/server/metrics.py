@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from draftwood.engine.llm import LLM
 from draftwood.request import Event, FinishReason
-from draftwood.server.desk import News, Ticket
+from draftwood.server.admission import News, Ticket
 
 PREFIX, ALIAS = "draftwood:", "vllm:"
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)

@@ -16,22 +16,22 @@ from draftwood.engine.intake import Prompt
 from draftwood.engine.llm import LLM
 from draftwood.engine.sequence import Sequence as Answer
 from draftwood.request import FinishReason, SamplingParams
-from draftwood.server.asking import chat_params, chat_text, completion_params, only_echoes
-from draftwood.server.choices import Choice
+from draftwood.server.admission import Admission, Arrival, Ticket
+from draftwood.server.choice_state import Choice
 from draftwood.server.config import ServerConfig
-from draftwood.server.desk import Arrival, Desk, Ticket
 from draftwood.server.echo import Echo, check_entries
 from draftwood.server.errors import ApiError, invalid
+from draftwood.server.formatters import ChatWriter, CompletionWriter, Writer
 from draftwood.server.health import Monitor
 from draftwood.server.keys import Caller, KeyRing
 from draftwood.server.live import Live
 from draftwood.server.metrics import Metrics
-from draftwood.server.replies import LawCard, ModelCard
-from draftwood.server.responses import EventStream, Reply, answer_at_once
+from draftwood.server.parsing import chat_params, chat_text, completion_params, only_echoes
+from draftwood.server.response_models import LawCard, ModelCard
 from draftwood.server.schemas import ChatRequest, CompletionRequest, Message, Sampling, TokenizeRequest
+from draftwood.server.streaming import EventStream, Reply, answer_at_once
 from draftwood.server.tools import ToolBox
 from draftwood.server.tracing import Tracer
-from draftwood.server.writers import ChatWriter, CompletionWriter, Writer
 from draftwood.verifiers import LAWS
 
 LONG = 64 << 10  # bytes of a request from which on its prompt counts as long
@@ -46,7 +46,7 @@ class Service:
         self.drafters = list(dict.fromkeys((drafter, "none", *offers)))
         self.keys = KeyRing(config.keys)
         self.metrics = Metrics(llm, config.model_name, vllm_names=config.vllm_names)
-        self.desk = Desk(llm, config, self.metrics.heard, sole_caller=len(self.keys.callers) == 1)
+        self.desk = Admission(llm, config, self.metrics.heard, sole_caller=len(self.keys.callers) == 1)
         self.monitor = Monitor(llm, self.desk, config.stall_seconds)
         self.live = Live(llm, self.metrics, self.desk, self.monitor)
         self.started = int(time.time())

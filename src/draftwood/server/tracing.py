@@ -8,7 +8,7 @@ from typing import Any
 
 from draftwood.model.tokenizer import Tokenizer
 from draftwood.request import Event, GuessedTree, SpeculationStats, StepTrace, TracedToken
-from draftwood.server.margin import Margin, Spoken
+from draftwood.server.logprob_buffer import LogprobBuffer, Spoken
 
 Json = dict[str, Any]
 DIGITS = 6  # of a probability, or of a second
@@ -21,7 +21,7 @@ class Tracer:
         self._choice = choice
         self._drafter = drafter
         self._tokenizer = tokenizer
-        self._margin: Margin[TracedToken] = Margin(tokenizer)
+        self._margin: LogprobBuffer[TracedToken] = LogprobBuffer(tokenizer)
         self._steps: deque[tuple[StepTrace, SpeculationStats, float]] = deque()  # not told yet
         self._spoken: list[Spoken[TracedToken]] = []  # of those steps
         self._before = 0.0

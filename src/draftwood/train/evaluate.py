@@ -20,9 +20,9 @@ from draftwood.engine.llm import LLM
 from draftwood.engine.worker import ComputeThread
 from draftwood.errors import DraftwoodError, InvalidRequest
 from draftwood.model.checkpoint import Checkpoint
+from draftwood.nets.embeddings import TargetEmbeddings
 from draftwood.nets.shared import SharedWords
 from draftwood.nets.student import MaskedStudent, Student
-from draftwood.nets.words import TargetWords
 from draftwood.protocols import Drafter, StepReport
 from draftwood.request import FinishReason, SamplingParams
 from draftwood.train.data import Corpus, PackedBatches, TextBatch
@@ -153,5 +153,5 @@ def drafter_for(net: nn.Module, checkpoint: Checkpoint, tree: str, config: Engin
             marks = {"pard_token": net.mask_token, "draftwood": {"guesses": net.guesses}}
             return load_parallel(student, marks, tree, checkpoint, config)
         return student_drafter(student, tree, config)
-    words = TargetWords(checkpoint, config.torch_device(), config.torch_dtype())
+    words = TargetEmbeddings(checkpoint, config.torch_device(), config.torch_dtype())
     return drafter_of(copy.deepcopy(net), words, build_grower(tree))

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from draftwood.errors import InvalidRequest
-from draftwood.nets.parallel import ParallelEagle
+from draftwood.nets.embeddings import TargetEmbeddings
+from draftwood.nets.pard import ParallelEagle
 from draftwood.nets.parts import VocabularyHead
 from draftwood.nets.student import MaskedStudent
-from draftwood.nets.words import TargetWords
 from draftwood.train.attention import Causal, causal_mask
 from draftwood.train.data import TextBatch
 from draftwood.train.grading import Fixed, Grader, Truth, summed
@@ -145,7 +145,7 @@ class MaskedMethod(BehindMasks):
         net: MaskedStudent,
         head: VocabularyHead,
         teacher: Teacher,
-        words: TargetWords,
+        words: TargetEmbeddings,
         mix: Mix,
         keep: float = 0.7,
         least: float = 0.2,
@@ -179,7 +179,7 @@ class ParallelEagleMethod(BehindMasks):
         self,
         net: ParallelEagle,
         teacher: Teacher,
-        words: TargetWords,
+        words: TargetEmbeddings,
         mix: Mix,
         keep: float = 0.7,
         least: float = 0.2,

@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from draftwood.nets.block import BlockNet
+from draftwood.nets.dflash import BlockNet
+from draftwood.nets.eagle import RecurrentNet
+from draftwood.nets.embeddings import TargetEmbeddings
+from draftwood.nets.kangaroo import Kangaroo
+from draftwood.nets.medusa import HeadStack
 from draftwood.nets.parts import VocabularyHead
-from draftwood.nets.pointwise import HeadStack
-from draftwood.nets.recurrent import RecurrentNet
-from draftwood.nets.shallow import Kangaroo
 from draftwood.nets.student import Student
-from draftwood.nets.words import TargetWords
 from draftwood.train.attention import Blocks, Causal, Unrolled, causal_mask
 from draftwood.train.data import TextBatch
 from draftwood.train.grading import Fixed, Grader, Truth, Weighing, summed
@@ -35,7 +35,7 @@ def _answered(batch: TextBatch, ahead: int, most: int | None = None) -> tuple[Te
 class RecurrentMethod:
     """EAGLE's: guess step by step on the network's own outputs, as it will have to (training-time test)."""
 
-    def __init__(self, net: RecurrentNet, teacher: Teacher, words: TargetWords, mix: Mix, steps: int = 5) -> None:
+    def __init__(self, net: RecurrentNet, teacher: Teacher, words: TargetEmbeddings, mix: Mix, steps: int = 5) -> None:
         self.net, self.teacher, self.words, self.steps = net, teacher, words, steps
         self.mix, self.grade, self.weigh = mix, Grader(mix, net.head), Fixed(exponential(steps, 0.8))
 
@@ -72,7 +72,7 @@ class BlockMethod:
         self,
         net: BlockNet,
         teacher: Teacher,
-        words: TargetWords,
+        words: TargetEmbeddings,
         mix: Mix,
         anchors: int = 64,
         weigh: Weighing | None = None,
@@ -152,7 +152,7 @@ class BlockMethod:
 class HeadStackMethod:
     """Medusa's and Hydra's: head i guesses from the feature of place t what stands at t + 2 + i."""
 
-    def __init__(self, net: HeadStack, teacher: Teacher, words: TargetWords, mix: Mix) -> None:
+    def __init__(self, net: HeadStack, teacher: Teacher, words: TargetEmbeddings, mix: Mix) -> None:
         self.net, self.teacher, self.words = net, teacher, words
         self.grades = [Grader(mix, head) for head in net.heads]
         self.mix, self.weigh = mix, Fixed(exponential(net.guesses, 0.8))
@@ -184,7 +184,7 @@ class StudentMethod:
     """A small language model learns the target's next-token law (DistillSpec)."""
 
     def __init__(
-        self, net: Student | Kangaroo, head: VocabularyHead, teacher: Teacher, words: TargetWords, mix: Mix
+        self, net: Student | Kangaroo, head: VocabularyHead, teacher: Teacher, words: TargetEmbeddings, mix: Mix
     ) -> None:
         self.net, self.head, self.teacher, self.words = net, head, teacher, words
         self.mix, self.grade, self.weigh = mix, Grader(mix, head), Fixed(torch.ones(1))
@@ -214,7 +214,7 @@ class StudentMethod:
 class ShallowMethod(StudentMethod):
     """An adapter learns to say after the target's first layers what the target says after all of them (Kangaroo)."""
 
-    def __init__(self, net: Kangaroo, teacher: Teacher, words: TargetWords, mix: Mix) -> None:
+    def __init__(self, net: Kangaroo, teacher: Teacher, words: TargetEmbeddings, mix: Mix) -> None:
         super().__init__(net, net.head, teacher, words, mix)
 
     def outputs(self, lesson: Lesson) -> Tensor:

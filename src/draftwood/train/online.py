@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from draftwood.drafters.by_request import OfferedDrafters
 from draftwood.drafters.features import FeatureDrafter
+from draftwood.drafters.kangaroo import ShallowDrafter
 from draftwood.drafters.predicted import PredictedDrafter
-from draftwood.drafters.shallow import ShallowDrafter
+from draftwood.drafters.pruned import PrunedDrafter
 from draftwood.drafters.student import StudentDrafter
-from draftwood.drafters.trimmed import TrimmedDrafter
 from draftwood.engine.engine import Engine
 from draftwood.engine.llm import LLM
 from draftwood.engine.sequence import Sequence
@@ -318,7 +318,7 @@ def _learner(drafter: Drafter) -> FeatureDrafter | ShallowDrafter | StudentDraft
 
 def _guessers(drafter: Drafter) -> Iterator[Drafter]:
     """Itself, or those whose guesses it passes on."""
-    if isinstance(drafter, TrimmedDrafter | PredictedDrafter):
+    if isinstance(drafter, PrunedDrafter | PredictedDrafter):
         yield from _guessers(drafter.drafter)
     elif isinstance(drafter, OfferedDrafters):
         for offered in (drafter.default, *drafter.others.values()):

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 
 from draftwood.errors import InvalidRequest
 from draftwood.model.config import ModelConfig
-from draftwood.nets.block import BlockNet, BlockSpec, Confidence, HiddenCorrection, Markov
-from draftwood.nets.parallel import Ahead, ParallelEagle
+from draftwood.nets.dflash import BlockNet, BlockSpec, Confidence, HiddenCorrection, Markov
+from draftwood.nets.eagle import Eagle1, Eagle3, Eagle3Spec, MultiToken
+from draftwood.nets.embeddings import TargetEmbeddings
+from draftwood.nets.kangaroo import Kangaroo
+from draftwood.nets.medusa import HeadStack
+from draftwood.nets.pard import Ahead, ParallelEagle
 from draftwood.nets.parts import DraftHead, LowRankHead, VocabularyHead
-from draftwood.nets.pointwise import HeadStack
-from draftwood.nets.recurrent import Eagle1, Eagle3, Eagle3Spec, MultiToken
-from draftwood.nets.shallow import Kangaroo
 from draftwood.nets.student import MaskedStudent, Student
-from draftwood.nets.words import TargetWords
 from draftwood.train.grading import Fixed, Paced, Weighing
 from draftwood.train.losses import Mix, decay
 from draftwood.train.masked import MaskedMethod, ParallelEagleMethod
@@ -39,7 +39,7 @@ class Target:
     """What a recipe may know of the model it drafts for."""
 
     config: ModelConfig
-    words: TargetWords
+    words: TargetEmbeddings
     tokens: Tensor | None  # [R] those it may guess; None: all
     weight: Callable[[str], Tensor | None] = lambda name: None  # its own, by the names of Llama checkpoints
 

@@ -25,10 +25,10 @@ from draftwood.engine.worker import ComputeThread
 from draftwood.errors import DraftwoodError, InvalidRequest, StorageError
 from draftwood.machine import give_back_memory, why_unwritable
 from draftwood.model.checkpoint import Checkpoint, open_checkpoint
+from draftwood.nets.embeddings import TargetEmbeddings
 from draftwood.nets.export import PRECISIONS, export
+from draftwood.nets.medusa import ResBlock
 from draftwood.nets.parts import Mlp
-from draftwood.nets.pointwise import ResBlock
-from draftwood.nets.words import TargetWords
 from draftwood.train import state
 from draftwood.train.data import (
     Corpus,
@@ -310,7 +310,7 @@ def build(job: TrainJob, checkpoint: Checkpoint, corpus: Corpus, held: Corpus | 
     room = max(_cache_tokens(texts, job.rows, job.length) for texts in (corpus, held) if texts is not None)
     config = EngineConfig(device=job.device, cache_tokens=room, page_size=PAGE)
     runner = ComputeThread.shared().call(lambda: load_runner(checkpoint, config))
-    words = TargetWords(checkpoint, runner.device, torch.float32)
+    words = TargetEmbeddings(checkpoint, runner.device, torch.float32)
     _, recipe = find_recipe(job.method)
     vocabulary, tokens = checkpoint.config.vocab_size, None
     if 0 < job.vocabulary < vocabulary and not recipe.whole_vocabulary:

@@ -16,9 +16,9 @@ from draftwood.errors import CheckpointError, IncompatibleParts
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.config import ModelConfig
 from draftwood.model.rope import shown
+from draftwood.nets.embeddings import TargetEmbeddings
 from draftwood.nets.layouts.files import DrafterFiles
 from draftwood.nets.parts import DraftHead, LowRankHead
-from draftwood.nets.words import TargetWords
 
 EMBEDDING_ROUNDING = 0.02  # a stored copy of the target's embedding may differ by so much of it and still be a copy
 _OF_THE_TARGET = ("verifier_lm_head.weight", "verifier_norm.weight")
@@ -310,14 +310,14 @@ def check_tokens(files: DrafterFiles, tokens: Tensor, whole: int) -> None:
         raise refused(files, "two rows of its draft vocabulary are the same token")
 
 
-def shared_head(words: TargetWords, tokens: Tensor | None) -> DraftHead:
+def shared_head(words: TargetEmbeddings, tokens: Tensor | None) -> DraftHead:
     """Rows of the target's own."""
     rows = words.head(tokens).detach().to("cpu", torch.float32)
     return DraftHead(rows, tokens, words.config.vocab_size, own=False)
 
 
 def read_head(
-    tensors: Tensors, words: TargetWords, vocabulary: DraftVocabulary, name: str = "lm_head"
+    tensors: Tensors, words: TargetEmbeddings, vocabulary: DraftVocabulary, name: str = "lm_head"
 ) -> DraftHead | LowRankHead:
     """The drafter's own head if it is stored, else the target's rows."""
     hidden, whole = words.config.hidden_size, words.config.vocab_size
@@ -334,7 +334,7 @@ def read_head(
     return DraftHead(weight, tokens, whole, own=True, bias=bias)
 
 
-def check_embedding(tensors: Tensors, words: TargetWords, name: str = "embed_tokens.weight") -> None:
+def check_embedding(tensors: Tensors, words: TargetEmbeddings, name: str = "embed_tokens.weight") -> None:
     """Nothing is taken from a stored embedding, so it must be the target's."""
     if not tensors.stored(name):
         return

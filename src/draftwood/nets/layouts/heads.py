@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from draftwood.model.config import ModelConfig
+from draftwood.nets.embeddings import TargetEmbeddings
 from draftwood.nets.layouts.common import (
     DraftVocabulary,
     Tensors,
@@ -19,16 +20,15 @@ from draftwood.nets.layouts.common import (
     shared_head,
 )
 from draftwood.nets.layouts.files import DrafterFiles
+from draftwood.nets.medusa import HeadStack
 from draftwood.nets.parts import DraftHead, VocabularyHead
-from draftwood.nets.pointwise import HeadStack
-from draftwood.nets.words import TargetWords
 
 _MEDUSA = re.compile(r"(?:medusa_heads?\.)?(\d+)\.(\d+)\.(linear\.)?(weight|bias)")
 _VLLM = re.compile(r"(?:medusa_heads\.)?blocks\.(\d+)\.layers\.(\d+)\.(weight|bias)")
 _BLOCK = re.compile(r"blocks\.(\d+)\.(\d+)\.")
 
 
-def medusa_official(files: DrafterFiles, target: ModelConfig, words: TargetWords) -> HeadStack:
+def medusa_official(files: DrafterFiles, target: ModelConfig, words: TargetEmbeddings) -> HeadStack:
     """FasterDecoding's: `{head}.{layer}.linear.*`, and the head's own matrix behind its layers."""
 
     def rename(name: str) -> str:
@@ -41,7 +41,7 @@ def medusa_official(files: DrafterFiles, target: ModelConfig, words: TargetWords
     return _stack(files, target, words, Tensors(files, rename), DraftVocabulary(None), grounded=False)
 
 
-def medusa_vllm(files: DrafterFiles, target: ModelConfig, words: TargetWords) -> HeadStack:
+def medusa_vllm(files: DrafterFiles, target: ModelConfig, words: TargetEmbeddings) -> HeadStack:
     """vLLM's: `blocks.{head}.layers.{layer}.*`, `lm_heads.{head}.weight`, perhaps a `token_map`; and ours."""
 
     def rename(name: str) -> str:
@@ -80,7 +80,7 @@ def _token_map(tensors: Tensors, given: Mapping[str, Any], target: ModelConfig) 
     return DraftVocabulary.of(tokens)
 
 
-def hydra(files: DrafterFiles, target: ModelConfig, words: TargetWords) -> HeadStack:
+def hydra(files: DrafterFiles, target: ModelConfig, words: TargetEmbeddings) -> HeadStack:
     """zankner's multilayer perceptrons: `hydra_mlp.{head}.{layer}.*` and `hydra_lm_head.{head}.*`; and ours."""
     given = files.config
     kind = given.get("hydra_head_arch", "mlp")
@@ -101,7 +101,7 @@ def hydra(files: DrafterFiles, target: ModelConfig, words: TargetWords) -> HeadS
 def _stack(
     files: DrafterFiles,
     target: ModelConfig,
-    words: TargetWords,
+    words: TargetEmbeddings,
     tensors: Tensors,
     vocabulary: DraftVocabulary,
     *,
@@ -133,7 +133,7 @@ def _count(tensors: Tensors) -> tuple[int, int]:
     return heads, layers
 
 
-def _ends(tensors: Tensors, words: TargetWords, vocabulary: DraftVocabulary, heads: int) -> list[VocabularyHead]:
+def _ends(tensors: Tensors, words: TargetEmbeddings, vocabulary: DraftVocabulary, heads: int) -> list[VocabularyHead]:
     """The matrices behind the heads: of each its own, one for all, or the target's."""
     ours = tensors.files.config.get("draftwood") or {}
     if ours.get("shared_head"):
@@ -151,7 +151,7 @@ def _require_ends(tensors: Tensors, names: list[str]) -> None:
     tensors.require([f"{name}.weight" for name in names if f"{name}.down.weight" not in tensors])
 
 
-def _end(tensors: Tensors, words: TargetWords, vocabulary: DraftVocabulary, name: str) -> VocabularyHead:
+def _end(tensors: Tensors, words: TargetEmbeddings, vocabulary: DraftVocabulary, name: str) -> VocabularyHead:
     """A head may be stored whole beside a `token_map`, which then chooses its rows."""
     tokens, whole = vocabulary.tokens, words.config.vocab_size
     if tokens is not None and tensors.shape(f"{name}.weight") == (whole, words.config.hidden_size):

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from draftwood.errors import CheckpointError
 from draftwood.model.config import ModelConfig
 from draftwood.model.rope import refusing_malformed
-from draftwood.nets.block import BlockNet
-from draftwood.nets.layouts.block import block_deepspec, block_speculators, block_zlab
+from draftwood.nets.dflash import BlockNet
+from draftwood.nets.eagle import Eagle1, Eagle3, MultiToken
+from draftwood.nets.embeddings import TargetEmbeddings
+from draftwood.nets.kangaroo import Kangaroo
 from draftwood.nets.layouts.common import misfit, refused
-from draftwood.nets.layouts.files import DrafterFiles
-from draftwood.nets.layouts.heads import hydra, medusa_official, medusa_vllm
-from draftwood.nets.layouts.recurrent import (
+from draftwood.nets.layouts.dflash import block_deepspec, block_speculators, block_zlab
+from draftwood.nets.layouts.eagle import (
     eagle1_official,
     eagle1_speculators,
     eagle3_modelopt,
@@ -31,11 +32,10 @@ from draftwood.nets.layouts.recurrent import (
     mtp_speculators,
     peagle_speculators,
 )
-from draftwood.nets.layouts.shallow import kangaroo
-from draftwood.nets.pointwise import HeadStack
-from draftwood.nets.recurrent import Eagle1, Eagle3, MultiToken
-from draftwood.nets.shallow import Kangaroo
-from draftwood.nets.words import TargetWords
+from draftwood.nets.layouts.files import DrafterFiles
+from draftwood.nets.layouts.heads import hydra, medusa_official, medusa_vllm
+from draftwood.nets.layouts.kangaroo import kangaroo
+from draftwood.nets.medusa import HeadStack
 
 DraftNet = Eagle3 | Eagle1 | MultiToken | BlockNet | HeadStack | Kangaroo
 
@@ -64,7 +64,7 @@ class Layout(StrEnum):
     LANGUAGE_MODEL = "a language model"
 
 
-_BUILDERS: dict[Layout, Callable[[DrafterFiles, ModelConfig, TargetWords], DraftNet]] = {
+_BUILDERS: dict[Layout, Callable[[DrafterFiles, ModelConfig, TargetEmbeddings], DraftNet]] = {
     Layout.SPECULATORS_EAGLE3: eagle3_speculators,
     Layout.SPECULATORS_PEAGLE: peagle_speculators,
     Layout.SPECULATORS_EAGLE1: eagle1_speculators,
@@ -173,7 +173,7 @@ def _by_tensors(files: DrafterFiles) -> Layout:
     return Layout.LANGUAGE_MODEL
 
 
-def build_net(files: DrafterFiles, target: ModelConfig, words: TargetWords) -> DraftNet:
+def build_net(files: DrafterFiles, target: ModelConfig, words: TargetEmbeddings) -> DraftNet:
     """The network of a drafter's files for a target, in float32 and on the CPU, with all of its tensors loaded."""
     layout = recognise(files)
     if layout not in _BUILDERS:
@@ -184,7 +184,7 @@ def build_net(files: DrafterFiles, target: ModelConfig, words: TargetWords) -> D
         return _BUILDERS[layout](files, target, words)
 
 
-def self_test(net: nn.Module, words: TargetWords) -> None:
+def self_test(net: nn.Module, words: TargetEmbeddings) -> None:
     """Run a network on a few random rows, and refuse it if anything comes out that is no number."""
     first = next(net.parameters())
     rows = _Rows(words, first.dtype, first.device)
@@ -211,7 +211,7 @@ def self_test(net: nn.Module, words: TargetWords) -> None:
 class _Rows:
     """Random input, the same every time."""
 
-    def __init__(self, words: TargetWords, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, words: TargetEmbeddings, dtype: torch.dtype, device: torch.device) -> None:
         self.words, self.dtype, self.device = words, dtype, device
         self._random = torch.Generator().manual_seed(0)
 

@@ -27,8 +27,8 @@ from torch import Tensor
 
 from draftwood.model.batch import AttentionShape, ForwardBatch, Pages
 from draftwood.ops.cuda.attention_kernels import CHUNK, LARGEST_GROUP, finish_rows, scan_linear
-from draftwood.ops.cuda.overlap import OVERLAPPING
-from draftwood.ops.cuda.running_softmax import BLOCK
+from draftwood.ops.cuda.online_softmax import BLOCK
+from draftwood.ops.cuda.pdl import OVERLAPPING
 from draftwood.ops.cuda.tails import Tails, tails_of
 from draftwood.tree import BITS
 

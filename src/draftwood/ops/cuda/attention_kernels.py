@@ -10,9 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from draftwood.ops.cuda.arrival import last_to_arrive
-from draftwood.ops.cuda.overlap import ask_for, make_way, read_at_once, wait_for_predecessors
-from draftwood.ops.cuda.running_softmax import (
+from draftwood.ops.cuda.last_block import last_to_arrive
+from draftwood.ops.cuda.online_softmax import (
     BLOCK,
     attend,
     combine,
@@ -23,6 +22,7 @@ from draftwood.ops.cuda.running_softmax import (
     store_state,
     widened,
 )
+from draftwood.ops.cuda.pdl import ask_for, make_way, read_at_once, wait_for_predecessors
 
 CHUNK = 256  # keys a running softmax of its own
 LARGEST_GROUP = 16  # query heads of a key head: the lines of a tile with one row

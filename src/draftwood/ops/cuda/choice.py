@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftwood.ops.cuda.overlap import OVERLAPPING, wait_for_predecessors
+from draftwood.ops.cuda.pdl import OVERLAPPING, wait_for_predecessors
 
 PART = 2048  # tokens a program
 MOST = 16  # tokens of a row that are found one after the other

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftwood.ops.cuda.draws import known_of
+from draftwood.ops.cuda.rejection import known_of
 from draftwood.ops.cuda.residual import BLOCK
 from draftwood.tree import Draw, TokenTree
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from draftwood.ops.cuda.bits import SIXTEENTHS, SMALLER, behind_one, bytes_above_large
-from draftwood.ops.cuda.overlap import wait_and_make_way
+from draftwood.ops.cuda.dequant import SIXTEENTHS, SMALLER, behind_one, bytes_above_large
+from draftwood.ops.cuda.pdl import wait_and_make_way
 from draftwood.ops.cuda.product_kernels import FLOAT8, GROUP, INT4, finished, known_behind
 
 ZERO = tl.constexpr(8388608.0 + 128.0)  # the code that stands for zero, as `bytes_above_large` has it

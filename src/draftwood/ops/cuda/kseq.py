@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftwood.ops.cuda.draws import PADDED, SLICE, Drawn, Weights, added_up, last_to_arrive, padded
-from draftwood.ops.cuda.overlap import OVERLAPPING, wait_and_make_way
+from draftwood.ops.cuda.pdl import OVERLAPPING, wait_and_make_way
+from draftwood.ops.cuda.rejection import PADDED, SLICE, Drawn, Weights, added_up, last_to_arrive, padded
 from draftwood.ops.cuda.residual import at_place
 
 ROUNDS = tl.constexpr(4)  # each makes the bracket seven times smaller; along its chord the rest is rounding

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftwood.model.weights import Float8, Matrix, Quantised, Storage
-from draftwood.ops.cuda import rows
-from draftwood.ops.cuda.ahead import Beginning
+from draftwood.ops.cuda import norm_act
+from draftwood.ops.cuda.prefetch import Beginning
 from draftwood.ops.cuda.product_kernels import DENSE, FLOAT8, INT4, INT8
 from draftwood.ops.cuda.products import Around, Norm, Packed, gemv, skinny, skinny_normed, tiles
 from draftwood.ops.cuda.rotary import Turning, multiply_and_turn, rotate_and_store
@@ -36,7 +36,7 @@ class Stream:
         """As the next product reads it. [N, width]."""
         if self.norm is None:
             return self.hidden
-        return rows.rms_norm(self.hidden, self.norm) if self.normed is None else self.normed
+        return norm_act.rms_norm(self.hidden, self.norm) if self.normed is None else self.normed
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _by_vendor(x: Tensor, weight: Tensor, around: Around) -> Tensor:
     if around.residual is not None:
         return _widened(around.residual.addmm_(x, weight.t()), around)
     out = F.linear(x, weight, around.bias)
-    return out if around.activation is None else rows.gated(out, around.activation)
+    return out if around.activation is None else norm_act.gated(out, around.activation)
 
 
 def _widened(out: Tensor, around: Around) -> Tensor:

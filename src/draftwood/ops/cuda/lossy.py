@@ -11,10 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftwood.ops.cuda.draws import Drawn, Weights, reject_all
-from draftwood.ops.cuda.ends import along_path, write_path
+from draftwood.ops.cuda.rejection import Drawn, Weights, reject_all
 from draftwood.ops.cuda.residual import PADDED, ROW_BLOCK
 from draftwood.ops.cuda.verdict import NODES, WARPS, Ends, bonus_after, walked
+from draftwood.ops.cuda.verify_stop import along_path, write_path
 from draftwood.ops.verdict import Rule
 from draftwood.tree import TokenTree, Verdict
 

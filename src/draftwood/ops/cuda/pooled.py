@@ -19,10 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftwood.ops.cuda.draws import Drawn, Weights, padded
-from draftwood.ops.cuda.ends import pick_end, stop_by_layers
-from draftwood.ops.cuda.overlap import OVERLAPPING, wait_and_make_way
-from draftwood.ops.cuda.pooled_sums import FEW, LANES, SUMS, sum_all, sum_alone
+from draftwood.ops.cuda.layer_pooled_sums import FEW, LANES, SUMS, sum_all, sum_alone
+from draftwood.ops.cuda.pdl import OVERLAPPING, wait_and_make_way
+from draftwood.ops.cuda.rejection import Drawn, Weights, padded
+from draftwood.ops.cuda.verify_stop import pick_end, stop_by_layers
 
 POOL_SLICE = 1024  # tokens a program sums up at a time
 SUM_PROGRAMS = 396  # share all slices of all nodes: as many as find room at once, three for each multiprocessor

@@ -7,8 +7,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from draftwood.ops.cuda.ahead import ask_for_share
-from draftwood.ops.cuda.overlap import ask_for, make_way, wait_and_make_way, wait_for_predecessors
+from draftwood.ops.cuda.pdl import ask_for, make_way, wait_and_make_way, wait_for_predecessors
+from draftwood.ops.cuda.prefetch import ask_for_share
 
 GROUP = tl.constexpr(32)  # inputs that share a scale, as in model/weights.py
 LAST = tl.constexpr(528)  # programs of a product with one row: those that run as it ends

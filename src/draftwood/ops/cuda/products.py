@@ -15,9 +15,9 @@ import torch
 import triton
 from torch import Tensor
 
-from draftwood.ops.cuda.ahead import NOTHING, Beginning
 from draftwood.ops.cuda.grouped_kernels import grouped_gemv_kernel
-from draftwood.ops.cuda.overlap import OVERLAPPING
+from draftwood.ops.cuda.pdl import OVERLAPPING
+from draftwood.ops.cuda.prefetch import NOTHING, Beginning
 from draftwood.ops.cuda.product_kernels import (
     DENSE,
     FLOAT8,

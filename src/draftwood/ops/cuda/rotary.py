@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftwood.ops.cuda.overlap import OVERLAPPING, make_way, wait_for_predecessors
+from draftwood.ops.cuda.pdl import OVERLAPPING, make_way, wait_for_predecessors
 from draftwood.ops.cuda.product_kernels import finished, known_behind, tile_sums
 from draftwood.ops.cuda.products import Packed, Tiles, fitting, rows_of_tile
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftwood.ops.cuda.overlap import OVERLAPPING, wait_for_predecessors
+from draftwood.ops.cuda.pdl import OVERLAPPING, wait_for_predecessors
 
 BLOCK = 128
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from draftwood.model.batch import ForwardBatch
 from draftwood.ops.cuda.attention_kernels import last_at_most, slot_of
-from draftwood.ops.cuda.overlap import OVERLAPPING, wait_for_predecessors
-from draftwood.ops.cuda.running_softmax import BLOCK
+from draftwood.ops.cuda.online_softmax import BLOCK
+from draftwood.ops.cuda.pdl import OVERLAPPING, wait_for_predecessors
 
 _BLOCK = tl.constexpr(BLOCK)
 

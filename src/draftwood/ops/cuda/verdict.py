@@ -1,8 +1,8 @@
 """Verdicts on CUDA, in Triton: which launches a law takes, and the token after the accepted path.
 
-Rows are read a slice a program (`draws.py`), where a path ends is found by one program a tree (`ends.py`). Everything a
-tree's shape decides is a number of launches here, nothing waits for the host once that shape is known, and no sum
-depends on how many trees there are or how large the others in the batch are.
+Rows are read a slice a program (`rejection.py`), where a path ends is found by one program a tree (`verify_stop.py`).
+Everything a tree's shape decides is a number of launches here, nothing waits for the host once that shape is known,
+and no sum depends on how many trees there are or how large the others in the batch are.
 """
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportUnreachable=false, reportCallIssue=false
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
@@ -18,7 +18,11 @@ import triton.language as tl
 from torch import Tensor
 
 from draftwood.ops.cuda.distinct import distinct
-from draftwood.ops.cuda.draws import (
+from draftwood.ops.cuda.kseq import left_of_bar, narrow_bars, settle_bars
+from draftwood.ops.cuda.pdl import OVERLAPPING, wait_and_make_way
+from draftwood.ops.cuda.pooled import end_of_pooled
+from draftwood.ops.cuda.random import block_beyond, first_beyond, uniform
+from draftwood.ops.cuda.rejection import (
     SLICE,
     Drawn,
     Weights,
@@ -28,11 +32,14 @@ from draftwood.ops.cuda.draws import (
     reject_all,
     take_draws,
 )
-from draftwood.ops.cuda.ends import end_of_layers, end_of_search, end_of_walk, follow_choices, hand_down, round_key
-from draftwood.ops.cuda.kseq import left_of_bar, narrow_bars, settle_bars
-from draftwood.ops.cuda.overlap import OVERLAPPING, wait_and_make_way
-from draftwood.ops.cuda.pooled import end_of_pooled
-from draftwood.ops.cuda.random import block_beyond, first_beyond, uniform
+from draftwood.ops.cuda.verify_stop import (
+    end_of_layers,
+    end_of_search,
+    end_of_walk,
+    follow_choices,
+    hand_down,
+    round_key,
+)
 from draftwood.rng import Purpose
 from draftwood.tree import TokenTree, Verdict
 

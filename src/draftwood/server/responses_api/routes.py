@@ -8,8 +8,8 @@ from fastapi import Body, FastAPI, Request
 from fastapi.responses import Response
 
 from draftwood.server.errors import ApiError
-from draftwood.server.replies import ErrorReply
-from draftwood.server.responses_api.asking import CHAT_NAMES, as_chat
+from draftwood.server.response_models import ErrorReply
+from draftwood.server.responses_api.parsing import CHAT_NAMES, as_chat
 from draftwood.server.responses_api.schemas import ResponseObject, ResponsesRequest
 from draftwood.server.responses_api.writer import ResponseWriter
 from draftwood.server.service import Service

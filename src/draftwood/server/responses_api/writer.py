@@ -11,11 +11,11 @@ from typing import Any, Literal
 from draftwood.model.tokenizer import Tokenizer
 from draftwood.request import TokenLogprob
 from draftwood.server.calls import Arguments, CallEnd, CallStart, Part, Words, joined
-from draftwood.server.choices import Choice, Delta
-from draftwood.server.margin import Spoken
-from draftwood.server.responses_api.asking import settings_of
+from draftwood.server.choice_state import Choice, Delta
+from draftwood.server.formatters import logprob_entry, sse
+from draftwood.server.logprob_buffer import Spoken
+from draftwood.server.responses_api.parsing import settings_of
 from draftwood.server.responses_api.schemas import ResponsesRequest
-from draftwood.server.writers import logprob_entry, sse
 
 Json = dict[str, Any]
 Event = tuple[str, Json]  # its type without "response.", and its fields

@@ -1,0 +1,114 @@
+"""The target's own first layers and an adapter as draft model (Kangaroo), with any grower.
+
+The layers are the target's in memory, too. Keys and values are not: a drafter never writes where the target reads, so
+what it makes of a text lies in pages of its own, of as many layers as it runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from draftwood.cache.kv import KVCache
+from draftwood.drafters.features import PagedAttend
+from draftwood.drafters.model import ModelDrafter
+from draftwood.drafters.resident import ResidentModel
+from draftwood.model.batch import ForwardBatch, ForwardOutput, Pages
+from draftwood.model.checkpoint import Checkpoint
+from draftwood.model.runner import Model, ModelRunner
+from draftwood.nets.embeddings import TargetEmbeddings
+from draftwood.nets.kangaroo import Kangaroo
+from draftwood.protocols import Grower
+
+
+class ShallowModel:
+    """The first layers of a model, and an adapter behind them."""
+
+    strict = False  # the adapter's products are torch's
+
+    def __init__(self, target: Model, net: Kangaroo) -> None:
+        self.trunk, self.net = target.first(net.exit_layer), net
+        trunk = self.trunk.config
+        windows = trunk.windows + net.config.windows
+        self.config = replace(trunk, num_layers=len(windows), windows=windows)
+        self.dtype, self.device = target.dtype, target.device
+        self.weights, self.implementation = target.weights, target.implementation
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the adapter: all else is the target's."""
+        return sum(weight.nbytes for weight in self.net.parameters())
+
+    def forward(self, batch: ForwardBatch, cache: Pages, needs: frozenset[int] = frozenset()) -> ForwardOutput:
+        """Run the rows of `batch`, writing their keys and values to `cache`."""
+        depth = self.trunk.config.num_layers
+        nowhere = replace(batch, logit_rows=batch.logit_rows[:0])
+        features = self.trunk.forward(nowhere, cache, needs | {depth - 1}).features
+        paged = PagedAttend(batch, cache, self.net.config)
+
+        def attend(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return paged(depth + layer, query, key, value)
+
+        output = batch.at_logits(self.net.run(features[depth - 1], batch.positions, attend))
+        return ForwardOutput(self.net.head.spread(self.net.head(output)), features)
+
+    def first(self, count: int) -> Model:
+        """Of the target's own."""
+        return self.trunk.first(count)
+
+    def refresh(self, checkpoint: Checkpoint) -> None:
+        """Compute with this adapter from now on."""
+        with torch.no_grad():
+            for name, weight in self.net.named_parameters():
+                weight.copy_(checkpoint.tensor(name))
+
+
+class ShallowRunner(ModelRunner):
+    """A `ShallowModel` as soon as it knows its target, with as many pages as that."""
+
+    model: ShallowModel
+
+    def __init__(self, net: Kangaroo) -> None:
+        self.net = net
+        self._target: ModelRunner | None = None
+
+    def bind(self, target: ModelRunner) -> None:
+        """Whose layers they are; once for all."""
+        if self._target is target:
+            return
+        self._target, tables = target, target.cache.tables
+        self.model = model = ShallowModel(target.model, self.net)
+        self.cache = KVCache(model.config, tables.pool.num_pages, tables.page_size, model.dtype, model.device)
+
+
+class ShallowDrafter(ModelDrafter):
+    """A `ModelDrafter` whose model is a part of the target's."""
+
+    runner: ShallowRunner
+
+    def __init__(self, net: Kangaroo, words: TargetEmbeddings, grower: Grower, max_rows: int = 512) -> None:
+        super().__init__(ShallowRunner(net), grower, max_rows)
+        self.net, self.words = net, words
+
+    def attach(self, target: ModelRunner) -> None:
+        """Whose first layers it runs."""
+        self.runner.bind(target)
+
+    def resident(self, target: ModelRunner) -> ResidentModel | None:
+        """As any other model; asked for before anything else."""
+        self.attach(target)
+        return super().resident(target)
+
+    @property
+    def module(self) -> Kangaroo:
+        """Its adapter, with the weights it guesses with."""
+        return self.net
+
+    def update(self, weights: Mapping[str, Tensor]) -> None:
+        """Guess with these weights of the adapter from now on. Only between steps; what was read before stays."""
+        with torch.no_grad():
+            for name, weight in self.net.named_parameters():
+                weight.copy_(weights[name])

@@ -1,0 +1,91 @@
+"""Gather and advance the batch state, one kernel each; `cache/batch_state.py` has the torch reference."""
+# pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false, reportArgumentType=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from draftwood.ops.cuda.pdl import OVERLAPPING, wait_for_predecessors
+
+PAGES = 256  # of a block table at a time
+
+
+@triton.jit(do_not_specialize=["longest", "pages", "stride", "size"])
+def _open(
+    rows, length, seed, sampling, history, table, integers, numbers, temperature, own_table, longest, pages, stride,
+    size, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """One sequence's state, gathered from its row of the batch state."""
+    wait_for_predecessors()
+    b = tl.program_id(0)
+    slot = tl.load(rows + b)
+    own = tl.load(length + slot)
+    tl.store(integers + b, own)
+    tl.store(integers + size + b, tl.load(seed + slot))
+    tl.store(integers + 2 * size + b, tl.load(history + slot * longest + own - 1))
+    tl.store(integers + 3 * size + b, tl.load(sampling + slot * 4 + 1).to(tl.int64))
+    tl.store(temperature + b, tl.load(sampling + slot * 4).to(tl.float32))
+    tl.store(numbers + b, tl.load(sampling + slot * 4 + 2))
+    tl.store(numbers + size + b, tl.load(sampling + slot * 4 + 3))
+    for start in range(0, pages, WIDTH):
+        page = start + tl.arange(0, WIDTH)
+        tl.store(
+            own_table + b * pages + page, tl.load(table + slot * stride + page, mask=page < pages), mask=page < pages
+        )
+
+
+def opened(
+    rows: Tensor, length: Tensor, seed: Tensor, sampling: Tensor, history: Tensor, table: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Integers [4, B]: length, seed, last token, top k; numbers [2, B]: top p, min p; temperature [B]; pages [B, P]."""
+    size, pages = len(rows), table.shape[1]
+    integers = torch.empty(4, size, dtype=torch.int64, device=rows.device)
+    numbers = torch.empty(2, size, dtype=torch.float64, device=rows.device)
+    temperature = torch.empty(size, dtype=torch.float32, device=rows.device)
+    own_table = torch.empty(size, pages, dtype=torch.int64, device=rows.device)
+    _open[(size,)](
+        rows, length, seed, sampling, history, table, integers, numbers, temperature, own_table,
+        history.shape[1], pages, table.stride(0), size, PAGES, **OVERLAPPING,
+    )  # fmt: skip
+    return integers, numbers, temperature, own_table
+
+
+@triton.jit(do_not_specialize=["longest", "padding_row", "steps", "nodes"])
+def _close(
+    rows, lengths, tokens, path, accepted, bonus, history, length, outcome, longest, padding_row, steps, nodes,
+    STEPS: tl.constexpr, NODES: tl.constexpr,
+):  # fmt: skip
+    """Append one sequence's gained tokens."""
+    wait_for_predecessors()
+    b = tl.program_id(0).to(tl.int64)
+    slot, before = tl.load(rows + b), tl.load(lengths + b)
+    kept, last = tl.load(accepted + b), tl.load(bonus + b)
+    step = tl.arange(0, STEPS)
+    node = tl.load(path + b * (steps + 1) + 1 + step, mask=step < steps, other=-1)
+    token = tl.load(tokens + node, mask=node >= 0, other=0)
+    tl.store(outcome + b * (steps + 3) + 3 + step, token, mask=step < steps)
+    at = tl.minimum(before + step, longest - 1)
+    tl.store(history + slot * longest + at, tl.where(step == kept, last, token), mask=step <= kept)
+    i = 1 + tl.arange(0, NODES)
+    guess = tl.load(tokens + b * (nodes + 1) + i, mask=i <= nodes, other=-1)
+    tl.store(outcome + b * (steps + 3), kept)
+    tl.store(outcome + b * (steps + 3) + 1, last)
+    tl.store(outcome + b * (steps + 3) + 2, tl.sum((guess >= 0).to(tl.int64), 0))
+    tl.store(length + slot, tl.where(slot == padding_row, 1, tl.minimum(before + kept + 1, longest - 1)))
+
+
+def closed(
+    rows: Tensor, lengths: Tensor, tokens: Tensor, path: Tensor, accepted: Tensor, bonus: Tensor,
+    history: Tensor, length: Tensor, padding_row: int, outcome: Tensor,
+) -> None:  # fmt: skip
+    """Append gained tokens to `history`, update `length`, and write `outcome` [B, 3 + D] for the host."""
+    size, steps = len(rows), path.shape[1] - 1
+    nodes = len(tokens) // size - 1
+    _close[(size,)](
+        rows, lengths, tokens, path.contiguous(), accepted.contiguous(), bonus.contiguous(), history, length, outcome,
+        history.shape[1], padding_row, steps, nodes,
+        max(2, triton.next_power_of_2(steps + 1)), max(2, triton.next_power_of_2(nodes)), **OVERLAPPING,
+    )  # fmt: skip
