@@ -400,3 +400,13 @@ def test_a_law_that_cannot_be_captured_goes_step_by_step(caplog: pytest.LogCaptu
     assert generated(harness.run(wanted)) == plain(wanted)
     assert len(tried) == 1, "once is enough to know"
     assert "not permitted" in caplog.text
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_drafters_forget_sequences_that_have_ended(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees that the host makes, and steps on the host between captured ones, leave state there."""
+    harness, released = RoundHarness(DRAFTERS[name](), "match"), []
+    forget = harness.engine.drafter.release
+    monkeypatch.setattr(harness.engine.drafter, "release", lambda seq_id: (released.append(seq_id), forget(seq_id)))
+    answers = harness.run(asks(1.0))
+    assert sorted(released) == sorted(answer.id for answer in answers)

@@ -69,7 +69,13 @@ class Engine:
         if rounds is not None:
             rounds.health = self.health[0]
         self.pipeline = None if rounds is None else AsyncStep(rounds, scheduler)
-        scheduler.on_end = self._guarded.release if self.pipeline is None else self.pipeline.release
+        scheduler.on_end = self._release
+
+    def _release(self, seq_id: int) -> None:
+        """Drop a finished sequence's state: the drafter may keep some on the host beside captured steps, too."""
+        self._guarded.release(seq_id)
+        if self.pipeline is not None:
+            self.pipeline.release(seq_id)
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
