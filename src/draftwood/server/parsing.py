@@ -48,6 +48,14 @@ NOT_OFFERED: dict[str, tuple[tuple[Any, ...], str]] = {
     "guided_whitespace_pattern": ((), "JSON is written with one space behind ',' and ':'"),
     "modalities": ((["text"],), "answers are text"),
     "audio": ((), "answers are text"),
+    "prompt_logprobs": ((), "use /v1/completions with echo and logprobs"),
+    # Fields of one route, sent to another.
+    "response_format": (({"type": "text"},), "use guided_json, or /v1/chat/completions"),
+    "tools": (([],), "use /v1/chat/completions"),
+    "tool_choice": (("none", "auto"), "use /v1/chat/completions"),
+    "max_completion_tokens": ((), "use max_tokens"),
+    "top_logprobs": ((), "logprobs is the number of alternatives here"),
+    "echo": ((False,), "use /v1/completions"),
     "web_search_options": ((), "this server reaches no other"),
 }
 
