@@ -64,7 +64,8 @@ def serve(flags: argparse.Namespace) -> None:
     """The other process."""
     from draftwood.server.app import make_app
     from draftwood.server.config import ServerConfig
-    from draftwood.server.run import DrainingServer, listening
+    from draftwood.server.run import DrainingServer
+    from draftwood.server.sockets import listening
 
     with listening([("127.0.0.1", flags.port)]) as sockets, engine(flags, flags.serve) as llm:
         config = ServerConfig(NAME, max_queue=4096, deadline=3600)

@@ -6,7 +6,7 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -47,12 +47,27 @@ class Serving:
     def idle(self, seconds: float = 5) -> bool:
         """Whether nothing is left of any request, soon: no answer, no page."""
         pool, scheduler = self.llm.engine.scheduler.tables.pool, self.llm.engine.scheduler
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            if not scheduler.has_work and not self.service.desk.tickets and pool.num_available == pool.num_pages:
-                return True
-            time.sleep(0.01)
-        return False
+
+        def done() -> bool:
+            return (
+                not scheduler.has_work and not self.service.admission.tickets and pool.num_available == pool.num_pages
+            )
+
+        return soon(done, seconds)
+
+
+def soon(true: Callable[[], object], seconds: float = 10) -> bool:
+    """Whether it is so within some seconds."""
+    end = time.monotonic() + seconds
+    while not true():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.005)
+    return True
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 5) -> None:
+    assert soon(condition, seconds), "it never happened"
 
 
 def http_request(path: str, body: bytes) -> bytes:

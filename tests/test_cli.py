@@ -111,6 +111,22 @@ def test_help_and_version_do_not_import_torch(argument: str) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
 
 
+def test_serve_reads_weights_ahead_before_it_imports_torch() -> None:
+    """Importing torch takes seconds, in which a disk can read."""
+    code = (
+        "import sys\n"
+        "from draftwood.cli import serve\n"
+        "from draftwood.cli.flags import EngineFlags\n"
+        "def ahead(files):\n"
+        "    assert 'torch' not in sys.modules\n"
+        "    sys.exit(7)\n"
+        "serve.reading_ahead = ahead\n"
+        "serve.run_serve(EngineFlags(), serve.ServeFlags(port=0))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 7, done.stderr
+
+
 def test_package_loads_its_names_lazily() -> None:
     assert set(draftwood.__all__) <= set(dir(draftwood))
     assert all(getattr(draftwood, name) is not None for name in draftwood.__all__)

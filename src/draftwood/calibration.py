@@ -77,7 +77,7 @@ def default_controller(target: ModelRunner, drafter: Drafter, costs: StepCosts |
     return (MeasuredBudget if drafter.law.chain else MeasuredTreeBudget)(costs, drafter.max_nodes)
 
 
-def trimmed(drafter: Drafter, target: ModelRunner) -> PrunedDrafter:
+def pruned(drafter: Drafter, target: ModelRunner) -> PrunedDrafter:
     """The same drafter with its trees cut to what pays for its time on this machine."""
     costs = known_costs(target)
     if costs is None:

@@ -166,7 +166,7 @@ def test_an_implausible_table_is_not_used_and_is_replaced() -> None:
     assert known_costs(target) is None
     assert isinstance(default_controller(target, NgramDrafter()), FixedBudget)
     with pytest.raises(InvalidRequest, match="quiet machine"):
-        calibration.trimmed(NgramDrafter(), target)
+        calibration.pruned(NgramDrafter(), target)
     calibrate(target)
     assert known_costs(target) is not None
     assert isinstance(default_controller(target, NgramDrafter()), MeasuredBudget)

@@ -18,7 +18,7 @@ from draftwood import LLM
 from draftwood.errors import InvalidRequest
 from draftwood.server.bodies import MAX_ELEMENTS
 from draftwood.server.connections import RESERVED
-from serving import Serving, http_request, serving
+from serving import Serving, http_request, serving, soon
 
 SILENCE = 0.5  # seconds that /health may be silent
 MANY = 500_000  # values in a list, which count with what separates them: just below what is refused unread
@@ -131,7 +131,7 @@ def test_all_bodies_together_have_a_limit(llm: LLM) -> None:
     head = http_request("/tokenize", body)[: -len(body)]
     with serving(llm, max_bodies=100_000) as served, closing(_connect(served)) as first, served.http() as http:
         first.sendall(head + body[:-1])
-        _until(lambda: http.post("/tokenize", json={"prompt": "a" * 60_000}).status_code == 503)
+        assert soon(lambda: http.post("/tokenize", json={"prompt": "a" * 60_000}).status_code == 503)
         first.sendall(body[-1:])
         assert first.recv(12) == b"HTTP/1.1 400"  # longer than the tiny model's context
         assert http.post("/tokenize", json={"prompt": "a"}).status_code == 200
@@ -194,13 +194,6 @@ def _rest(line: socket.socket) -> bytes:
     return b"".join(parts)
 
 
-def _until(true: Callable[[], bool], seconds: float = 10) -> None:
-    end = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize("sent", [b"", b"GET /hea", b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Slow: "])
 def test_headers_that_do_not_come_end_the_connection(hasty: Serving, sent: bytes) -> None:
     with closing(_connect(hasty)) as line:
@@ -259,17 +252,17 @@ def test_connections_have_a_limit_and_health_a_reserve(llm: LLM) -> None:
     with serving(llm, max_connections=8) as served:
         idle = [_connect(served) for _ in range(8)]
         connections = served.server.server_state.connections
-        _until(lambda: len(connections) == 8)
+        assert soon(lambda: len(connections) == 8)
         with served.http() as http:
             assert http.get("/health").status_code == 200
             refused = http.get("/v1/models")
             assert (refused.status_code, refused.json()["error"]["code"]) == (503, "too_many_connections")
             assert refused.headers["retry-after"] == "1"
         more = [_connect(served) for _ in range(RESERVED + 20)]
-        _until(lambda: len(connections) <= 8 + RESERVED)
+        assert soon(lambda: len(connections) <= 8 + RESERVED)
         for line in (*idle, *more):
             line.close()
-        _until(lambda: len(connections) == 0)
+        assert soon(lambda: len(connections) == 0)
         with served.http() as http:
             assert http.get("/v1/models").status_code == 200
 
@@ -281,7 +274,7 @@ def test_an_answer_that_is_not_read_is_given_up(llm: LLM) -> None:
         with suppress(BrokenPipeError, ConnectionResetError, TimeoutError):
             line.settimeout(2)
             line.sendall(request * 5000)
-        _until(lambda: not served.server.server_state.connections)
+        assert soon(lambda: not served.server.server_state.connections)
 
 
 # Names and places -----------------------------------------------------------------------------------------------
@@ -371,7 +364,7 @@ def test_requests_that_take_long_to_prepare_hold_up_no_others(served: Serving, m
     for thread in slow:
         thread.start()
     try:
-        _until(lambda: served.service.desk.open_answers >= 12)
+        assert soon(lambda: served.service.admission.open_answers >= 12)
         assert served.post("/v1/completions", {"prompt": "a", "max_tokens": 2}).status_code == 200
         assert not release.is_set()
     finally:

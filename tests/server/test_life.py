@@ -27,7 +27,7 @@ from draftwood.errors import InvalidRequest
 from draftwood.model.checkpoint import open_checkpoint
 from draftwood.nets.embeddings import TargetEmbeddings
 from draftwood.nets.export import export
-from serving import NAME, SMALL, Serving, http_request, serving
+from serving import NAME, SMALL, Serving, http_request, serving, wait_for
 from tiny import CPU, random_net
 
 MESSAGES = [{"role": "user", "content": "the cat sat on the mat"}]
@@ -51,13 +51,6 @@ def slow(folder: Path):
 def running(serving_: Serving) -> int:
     scheduler = serving_.llm.engine.scheduler
     return len(scheduler.running) + len(scheduler.waiting)
-
-
-def wait_for(condition, seconds: float = 5) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never happened"
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -178,7 +171,7 @@ def test_draining_finishes_what_is_under_way(slow: LLM) -> None:
         asked = pool.submit(served.post, "/v1/chat/completions", json=LONG | {"max_tokens": 60})
         wait_for(lambda: running(served) == 1)
         served.server.handle_exit(signal.SIGTERM, None)
-        wait_for(lambda: served.service.desk.closed_for is not None)
+        wait_for(lambda: served.service.admission.closed_for is not None)
         with served.http() as http:
             assert http.get("/ready").status_code == 503
         text = asked.result().text

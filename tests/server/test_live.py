@@ -8,7 +8,7 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,7 +21,7 @@ from draftwood import LLM
 from draftwood.costs import StepCosts
 from draftwood.engine.controller import MeasuredBudget, MeasuredTreeBudget
 from draftwood.server.metrics import RecentDepths
-from serving import SMALL, Serving, serving
+from serving import SMALL, Serving, serving, wait_for
 
 MESSAGES = [{"role": "user", "content": "the cat sat on the mat, the cat sat on"}]
 FIELDS = {
@@ -29,13 +29,6 @@ FIELDS = {
     *("tokens_per_second", "steps_per_second", "tokens_per_step", "drafted", "accepted", "emitted", "steps"),
     "last_step",
 }
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 5) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it never happened"
-        time.sleep(0.005)
 
 
 def events(response: httpx.Response) -> Iterator[dict[str, Any]]:
@@ -175,10 +168,10 @@ def test_draining_does_not_wait_for_those_who_watch(folder: Path) -> None:
     ):
         news = events(response)
         assert next(news)["status"] == "ready"
-        served.service.desk._arriving += 1  # an answer that takes a while
+        served.service.admission._arriving[served.service.keys.callers[0]] += 1  # an answer that takes a while
         served.server.handle_exit(signal.SIGTERM, None)
         assert next(event for event in news if event["status"] != "ready")["status"] == "draining"
-        served.service.desk._arriving -= 1
+        served.service.admission._arriving.clear()
         began = time.monotonic()
         list(news)  # ends by itself
         wait_for(lambda: not served.server.server_state.connections)
@@ -204,7 +197,7 @@ def test_a_listener_who_leaves_takes_nothing_from_the_others(llm: LLM, served: S
         from draftwood.server.live import Live
 
         service = served.service
-        live = Live(llm, service.metrics, service.desk, service.monitor)
+        live = Live(llm, service.metrics, service.admission, service.monitor)
         one, other = live.listen(0.1), live.listen(0.1)
         await anext(one)
         await anext(other)

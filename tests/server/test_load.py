@@ -10,16 +10,14 @@ import asyncio
 import gc
 import os
 import random
-import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import httpx
 
 from draftwood import LLM, SamplingParams
-from serving import SMALL, Serving, serving
+from serving import SMALL, Serving, serving, soon
 
 KINDS = 12
 POISON = 0.05  # share of requests that are wrong
@@ -98,16 +96,9 @@ async def storm(served: Serving, requests: int, wanted: list[str], usage: Usage)
             for start in range(first, first + requests // 4, 50):
                 wave = range(start, min(start + 50, first + requests // 4))
                 results.update(await asyncio.gather(*(one(http, i, wanted, rng) for i in wave)))
-        assert _soon(lambda: not served.server.server_state.connections), "connections have leaked"
+        assert soon(lambda: not served.server.server_state.connections), "connections have leaked"
         usage.look()
     return results
-
-
-def _soon(true: Callable[[], bool]) -> bool:
-    end = time.monotonic() + 10
-    while not true() and time.monotonic() < end:
-        time.sleep(0.01)
-    return true()
 
 
 def test_nothing_is_lost_and_no_page_leaks(folder: Path, thorough: bool) -> None:

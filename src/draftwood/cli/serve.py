@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from socket import socket
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -15,10 +15,9 @@ from draftwood.cli.session import check_adaptable, open_llm, start_adapting
 from draftwood.errors import InvalidRequest
 from draftwood.machine import reading_ahead
 from draftwood.model import store
-
-if TYPE_CHECKING:
-    from draftwood.server.config import ServerConfig
-    from draftwood.server.keys import ApiKey
+from draftwood.server.config import ServerConfig
+from draftwood.server.keys import ApiKey, read_key_file
+from draftwood.server.sockets import listening
 
 
 def _option(text: str, panel: str, *names: str, **more: Any) -> Any:
@@ -48,9 +47,13 @@ class ServeFlags:
         Path | None, _option("Let a trained drafter learn from the answers, and keep it in this folder.", "Parts")
     ] = None
     max_running: Annotated[int, _option("Answers at a time; 0: 64 on a CPU, 256 on a GPU.", "Machine")] = 0
-    max_queue: Annotated[int, _option("Answers that may wait; others are told to come back later.", "Server")] = 256
-    deadline: Annotated[float, _option("Seconds a request may take.", "Server")] = 600.0
-    drain: Annotated[float, _option("Seconds that SIGTERM waits for answers under way.", "Server")] = 30.0
+    max_queue: Annotated[int, _option("Answers that may wait; others are told to come back later.", "Server")] = (
+        ServerConfig.max_queue
+    )
+    deadline: Annotated[float, _option("Seconds a request may take.", "Server")] = ServerConfig.deadline
+    drain: Annotated[float, _option("Seconds that SIGTERM waits for answers under way.", "Server")] = (
+        ServerConfig.drain_seconds
+    )
     vllm_metrics: Annotated[bool, _option("Export metrics under vLLM's names too.", "Server")] = False
     api_key_file: Annotated[
         Path | None,
@@ -69,18 +72,20 @@ class ServeFlags:
     manage_port: Annotated[
         int | None, _option("Port of 127.0.0.1 for /manage, which is then nowhere else.", "Server")
     ] = None
-    max_connections: Annotated[int, _option("Connections at a time.", "Limits")] = 1000
-    max_body: Annotated[int, _option("Bytes of a request's body.", "Limits")] = 8 << 20
-    max_header: Annotated[int, _option("Bytes of a request's headers.", "Limits")] = 64 << 10
-    header_timeout: Annotated[float, _option("Seconds a client has to send its headers.", "Limits")] = 10.0
-    body_timeout: Annotated[float, _option("Seconds it has to send the body.", "Limits")] = 60.0
-    write_timeout: Annotated[float, _option("Seconds it may leave an answer unread.", "Limits")] = 60.0
-    keep_alive: Annotated[int, _option("Seconds an idle connection stays open.", "Limits")] = 5
+    max_connections: Annotated[int, _option("Connections at a time.", "Limits")] = ServerConfig.max_connections
+    max_body: Annotated[int, _option("Bytes of a request's body.", "Limits")] = ServerConfig.max_body
+    max_header: Annotated[int, _option("Bytes of a request's headers.", "Limits")] = ServerConfig.max_header
+    header_timeout: Annotated[float, _option("Seconds a client has to send its headers.", "Limits")] = (
+        ServerConfig.header_timeout
+    )
+    body_timeout: Annotated[float, _option("Seconds it has to send the body.", "Limits")] = ServerConfig.body_timeout
+    write_timeout: Annotated[float, _option("Seconds it may leave an answer unread.", "Limits")] = (
+        ServerConfig.write_timeout
+    )
+    keep_alive: Annotated[int, _option("Seconds an idle connection stays open.", "Limits")] = ServerConfig.keep_alive
 
     def config(self, model: str) -> ServerConfig:
         """Checked."""
-        from draftwood.server.config import ServerConfig
-
         return ServerConfig(
             model_name=self.name or model,
             api_keys=(*(self.api_key or ()), *self._keys_from_file()),
@@ -102,8 +107,6 @@ class ServeFlags:
         )
 
     def _keys_from_file(self) -> tuple[ApiKey, ...]:
-        from draftwood.server.keys import read_key_file
-
         return () if self.api_key_file is None else read_key_file(self.api_key_file)
 
 
@@ -115,23 +118,21 @@ def _shown(host: str) -> str:
 
 def run_serve(engine: EngineFlags, flags: ServeFlags) -> None:
     """Serve until a signal."""
-    try:
-        from draftwood.server.run import listening
-    except ImportError as error:
-        raise InvalidRequest(f"Serving needs {error.name}: pip install 'draftwood[serve]'.") from error
     addresses = [(flags.host, flags.port)]
     if flags.manage_port is not None:
         addresses.append(("127.0.0.1", flags.manage_port))
     config = flags.config(engine.model)
-    with listening(addresses) as sockets:  # before anything is loaded: the port may be in use
+    with listening(addresses) as sockets:  # before anything is imported or loaded: the port may be in use
         _serve(engine, flags, config, sockets)
 
 
 def _serve(engine: EngineFlags, flags: ServeFlags, config: ServerConfig, sockets: list[socket]) -> None:
     with reading_ahead(store.local_files(engine.model)):
-        from draftwood.server.app import make_app
-        from draftwood.server.run import DrainingServer, set_up_logging
-
+        try:
+            from draftwood.server.app import make_app
+            from draftwood.server.run import DrainingServer, set_up_logging
+        except ImportError as error:
+            raise InvalidRequest(f"Serving needs {error.name}: pip install 'draftwood[serve]'.") from error
         if flags.adapt is not None:
             check_adaptable(engine)
         set_up_logging()

@@ -109,9 +109,7 @@ class Intake:
         self._check_tokens(tokens, params)
         params = self._guessers.fitted(params)
         if params.min_tokens and not (params.stop or self._stop_ids(params)):
-            params = replace(
-                params, min_tokens=0
-            )  # nothing can end it early: it may run where requests without one run
+            params = replace(params, min_tokens=0)  # nothing can end it early: it runs where others do
         request_id = next(self._request_ids)
         seed = secrets.randbits(63) if params.seed is None else params.seed
         first = self._answer(request_id, tokens, params, seed, tenant)

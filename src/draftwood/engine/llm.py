@@ -33,7 +33,7 @@ from draftwood.assembly import (
     settle,
     suited_tree,
 )
-from draftwood.calibration import calibrate, default_controller, known_costs, trimmed
+from draftwood.calibration import calibrate, default_controller, known_costs, pruned
 from draftwood.config import EngineConfig
 from draftwood.costs import StepCosts
 from draftwood.drafters.by_request import OfferedDrafters
@@ -159,7 +159,7 @@ class LLM:
         self._controller = controller
         self._allow_pickle = allow_pickle  # of a drafter's files that exist in no other form; tensors only, even then
         self._progress = progress
-        self._trimmed: list[PrunedDrafter] = []
+        self._pruned: list[PrunedDrafter] = []
         if isinstance(law, str) and law != AUTO:
             build_verifier(law)  # refuse a name nobody knows before anything is read
         self.checkpoint = open_checkpoint(model) if isinstance(model, str | Path) else model
@@ -212,8 +212,8 @@ class LLM:
         return build_drafter(drafter, tree, self.checkpoint, self.config, allow_pickle=self._allow_pickle)
 
     def _trim(self, drafter: Drafter, target: ModelRunner) -> Drafter:
-        self._trimmed.append(trimmed(drafter, target))
-        return self._trimmed[-1]
+        self._pruned.append(pruned(drafter, target))
+        return self._pruned[-1]
 
     @property
     def max_length(self) -> int:
@@ -232,7 +232,7 @@ class LLM:
             costs = calibrate(self.engine.target, say)
             trusted = costs if costs.doubt is None else None
             if trusted is not None:
-                for drafter in self._trimmed:
+                for drafter in self._pruned:
                     drafter.costs = trusted
             engine = self.engine
             engine.controller = self._controller or default_controller(engine.target, engine.drafter, trusted)

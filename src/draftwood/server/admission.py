@@ -6,10 +6,9 @@ The bound is on answers, running and waiting together: an unbounded queue only d
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from draftwood.server.errors import ApiError
 from draftwood.server.keys import Caller
 
 T = TypeVar("T")
-SHARE = 2
+SHARE = 2  # answers that a caller may have under way for each that there is room for
 News = tuple[int, Event]  # which prompt of the request, and what happened
 Watcher = Callable[["Ticket", News], None]
 
@@ -93,7 +92,6 @@ class Ticket:
     def receive(self, prompt: int, event: Event) -> None:
         """News from the engine."""
         self.open_answers -= event.finished
-        self.caller.open_answers -= event.finished
         self.watcher(self, (prompt, event))
         if self.closed:
             return
@@ -166,8 +164,7 @@ class Admission:
         self.closed_for: ApiError | None = None  # why no more requests are admitted
         self._watcher = watcher
         self._mailbox: Mailbox | None = None
-        self._numbers = itertools.count()
-        self._arriving = 0
+        self._arriving: Counter[Caller] = Counter()  # answers that are being prepared
         self._mean_seconds = 1.0
 
     @property
@@ -178,7 +175,11 @@ class Admission:
     @property
     def open_answers(self) -> int:
         """Answers under way."""
-        return self._arriving + sum(ticket.open_answers for ticket in self.tickets)
+        return self._arriving.total() + sum(ticket.open_answers for ticket in self.tickets)
+
+    def _open_for(self, caller: Caller) -> int:
+        own = (ticket.open_answers for ticket in self.tickets if ticket.caller is caller)
+        return self._arriving[caller] + sum(own)
 
     def make_room(self, answers: int, caller: Caller) -> None:
         """Refuse what there is no room for, before any work is done for it."""
@@ -192,10 +193,9 @@ class Admission:
                 f"The queue is full: {self.open_answers} answers are under way and the limit is {self.limit}.",
                 self._mean_seconds,
             )
-        if caller.open_answers + answers > min(caller.max_concurrent, self._share()):
-            raise come_later(
-                f"This API key has {caller.open_answers} answers under way already.", self._mean_seconds, "key_limit"
-            )
+        own = self._open_for(caller)
+        if own + answers > min(caller.max_concurrent, self._share()):
+            raise come_later(f"This API key has {own} answers under way already.", self._mean_seconds, "key_limit")
         wait = caller.seconds_to_wait()
         if wait:
             raise come_later("This API key has made too many requests.", wait, "rate_limit_exceeded")
@@ -212,17 +212,13 @@ class Admission:
     ) -> Ticket:
         """Take `count` answers in. `prepare` makes them, on another thread: reading a long prompt takes time."""
         self.make_room(count, arrival.caller)
-        self._arriving += count
-        arrival.caller.open_answers += count
+        self._arriving[arrival.caller] += count
         try:
             prompts = await self.prepared(arrival, prepare)
             if self.closed_for is not None:
                 raise self.closed_for
-        except BaseException:
-            arrival.caller.open_answers -= count
-            raise
         finally:
-            self._arriving -= count
+            self._arriving[arrival.caller] -= count
         ticket = Ticket(arrival.request_id, prompts, patient, self._heard, self.llm.cancel, arrival.caller)
         return self._submit(ticket, arrival.deadline)
 

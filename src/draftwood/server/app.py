@@ -172,7 +172,7 @@ def _watching(app: FastAPI, service: Service) -> None:
     @app.get("/ready", tags=["state"], responses={200: {"model": State}, 503: {"model": State}})
     async def ready() -> JSONResponse:
         """200 while new requests are taken in."""
-        closed = service.desk.closed_for
+        closed = service.admission.closed_for
         state = State(status="ready" if closed is None else "closed", reason=None if closed is None else closed.message)
         return JSONResponse(state.model_dump(), 200 if closed is None else 503)
 
@@ -211,12 +211,12 @@ def _managing(app: FastAPI, service: Service) -> None:
     @app.get("/manage/requests", dependencies=here, responses=refused, tags=["management"])
     async def under_way() -> list[UnderWay]:
         """Requests that are being answered."""
-        return [_under_way(ticket) for ticket in service.desk.tickets]
+        return [_under_way(ticket) for ticket in service.admission.tickets]
 
     @app.post("/manage/requests/{request_id}/cancel", dependencies=here, responses=refused, tags=["management"])
     async def cancel(request_id: str) -> State:
         """End a request."""
-        found = [ticket for ticket in service.desk.tickets if ticket.id == request_id]
+        found = [ticket for ticket in service.admission.tickets if ticket.id == request_id]
         if not found:
             raise ApiError(404, f"No request '{request_id}' is under way.", "not_found")
         for ticket in found:
@@ -226,7 +226,9 @@ def _managing(app: FastAPI, service: Service) -> None:
     @app.post("/manage/drain", dependencies=here, responses=refused, tags=["management"])
     async def drain() -> State:
         """Take no new requests in; those under way go on."""
-        service.desk.close_for(ApiError(503, "The server is being drained.", DRAINING, headers={"Retry-After": "5"}))
+        service.admission.close_for(
+            ApiError(503, "The server is being drained.", DRAINING, headers={"Retry-After": "5"})
+        )
         return State(status=DRAINING)
 
     @app.post("/manage/resume", dependencies=here, responses=refused, tags=["management"])
@@ -234,7 +236,7 @@ def _managing(app: FastAPI, service: Service) -> None:
         """Take requests in again."""
         if service.monitor.reason is not None:
             raise ApiError(503, f"The engine is dead: {service.monitor.reason}", "engine_dead")
-        service.desk.closed_for = None
+        service.admission.closed_for = None
         return State(status="ready")
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from draftwood.errors import InvalidRequest
-from draftwood.server.keys import ApiKey
+from draftwood.server.keys import ApiKey, check_distinct
 
 POSITIVE = (
     "max_queue",
@@ -42,9 +42,7 @@ class ServerConfig:
     write_timeout: float = 60.0  # seconds it may leave an answer unread
     keep_alive: int = 5  # seconds an idle connection stays open
     vllm_names: bool = False  # also export metrics under vLLM's names
-    allowed_hosts: tuple[
-        str, ...
-    ] = ()  # names clients may call the server by, beside localhost and addresses; "*": all
+    allowed_hosts: tuple[str, ...] = ()  # names of the server, beside localhost and addresses; "*": any
     trusted_proxies: tuple[str, ...] = ()  # addresses or networks whose X-Forwarded-* headers are believed
     cors_origins: tuple[str, ...] = ()  # origins whose pages may call the server from a browser; "*": all
     manage_port: int | None = None  # /manage answers there, on loopback, and nowhere else
@@ -57,7 +55,7 @@ class ServerConfig:
             raise InvalidRequest("drain_seconds must be at least 0.")
         if self.manage_port is not None and not 0 <= self.manage_port < 1 << 16:
             raise InvalidRequest("manage_port must lie between 0 and 65535.")
-        _ = self.keys  # checked
+        check_distinct(self.keys)
 
     @cached_property
     def keys(self) -> tuple[ApiKey, ...]:

@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import sys
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from draftwood.server.config import ServerConfig
 from draftwood.server.errors import ApiError, log
+from draftwood.server.middleware import OPEN_PATHS
 
 DESCRIPTORS = 64  # kept for everything that is not a connection
 RESERVED = 16  # connections beyond the limit that may ask for /health
-HEALTH = b"/health"
 IMPATIENT = 2.0  # seconds in which they must have asked
 
 
@@ -147,7 +148,7 @@ class BoundedProtocol(HttpToolsProtocol):
     def _refusal(self) -> ApiError | None:
         if self._field_bytes > self.limits.head_bytes:
             return self._head_too_large()
-        if self._extra and self.url.partition(b"?")[0] != HEALTH:
+        if self._extra and self.url.partition(b"?")[0].decode("latin-1") not in OPEN_PATHS:
             log.warning("more than %d connections are open: one is refused", self.limits.connections)
             headers = {"Retry-After": "1", "Connection": "close"}
             return ApiError(503, "The server has too many open connections.", "too_many_connections", headers=headers)
@@ -161,8 +162,7 @@ class BoundedProtocol(HttpToolsProtocol):
         """Answer without the application, as far as it has not begun to, and hang up."""
         idle = self.cycle is None or self.cycle.response_complete
         if (idle and self._began) or (not idle and not self.cycle.response_started):
-            body = refusal.response().body
-            reason = {408: "Request Timeout", 431: "Request Header Fields Too Large"}[refusal.status]
+            body, reason = refusal.response().body, HTTPStatus(refusal.status).phrase
             head = f"HTTP/1.1 {refusal.status} {reason}\r\nContent-Type: application/json\r\nConnection: close\r\n"
             self.transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + bytes(body))
         self.transport.close()

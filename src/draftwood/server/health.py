@@ -16,10 +16,10 @@ INTERVAL = 0.25  # seconds
 class Monitor:
     """Watches the engine, and turns everything red when it is gone."""
 
-    def __init__(self, llm: LLM, desk: Admission, stall_seconds: float) -> None:
+    def __init__(self, llm: LLM, admission: Admission, stall_seconds: float) -> None:
         self.reason: str | None = None  # why the engine counts as dead
         self._llm = llm
-        self._desk = desk
+        self._admission = admission
         self._stall = stall_seconds
         self._failures = llm.pulse.failures
         self._asked: asyncio.Task[None] | None = None
@@ -66,5 +66,5 @@ class Monitor:
             self.reason = reason
             log.critical("the engine is dead: %s", reason)
             gone = ApiError(503, f"The engine is dead: {reason}", "engine_dead")
-            self._desk.close_for(gone)
-            self._desk.fail_all(gone)
+            self._admission.close_for(gone)
+            self._admission.fail_all(gone)

@@ -39,8 +39,8 @@ class ApiKey:
     def __post_init__(self) -> None:
         if not isinstance(self.key, str) or not self.key or not self.key.isascii():
             raise InvalidRequest("An API key must be ASCII text of at least one character: it travels in a header.")
-        for name in ("requests_per_minute", "max_concurrent"):
-            value = {"requests_per_minute": self.requests_per_minute, "max_concurrent": self.max_concurrent}[name]
+        limits = {"requests_per_minute": self.requests_per_minute, "max_concurrent": self.max_concurrent}
+        for name, value in limits.items():
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if value is not None and not (number and math.isfinite(value) and value > 0):
                 raise InvalidRequest(f"{name} of the API key '{self.name}' must be a number greater than 0.")
@@ -95,13 +95,12 @@ class TokenBucket:
 
 
 class Caller:
-    """Whom a request is answered for, and what is under way for them."""
+    """Whom a request is answered for, and what they may ask for."""
 
     def __init__(self, key: ApiKey | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.name = "" if key is None else key.name
         self.salt = "" if key is None else key.salt
         self.max_concurrent = math.inf if key is None or key.max_concurrent is None else key.max_concurrent
-        self.open_answers = 0
         per_minute = None if key is None else key.requests_per_minute
         self._bucket = None if per_minute is None else TokenBucket(per_minute, clock)
 
@@ -110,24 +109,23 @@ class Caller:
         return 0.0 if self._bucket is None else self._bucket.wait()
 
 
+def check_distinct(keys: Sequence[ApiKey]) -> None:
+    """Refuse keys that could be taken for one another."""
+    for what, values in (("name", [key.name for key in keys]), ("key", [key.key for key in keys])):
+        if len(set(values)) < len(values):
+            raise InvalidRequest(f"Two API keys have the same {what}; give each its own.")
+
+
 class KeyRing:
     """Finds the caller a key belongs to. Every key is compared, each in constant time."""
 
     def __init__(self, keys: Sequence[ApiKey]) -> None:
-        for what, values in (("names", [key.name for key in keys]), ("keys", [key.key for key in keys])):
-            if len(set(values)) < len(values):
-                raise InvalidRequest(f"Two API keys have the same {what[:-1]}; {what} must differ.")
         self.callers = [Caller(key) for key in keys] or [Caller(None)]
         self._digests = [hashlib.sha256(key.key.encode()).digest() for key in keys]
 
-    @property
-    def open(self) -> bool:
-        """Whether no key is needed."""
-        return not self._digests
-
     def caller_of(self, given: bytes) -> Caller | None:
-        """Whose key it is; None: no one's."""
-        if self.open:
+        """Whose key it is; None: no one's. Where there are no keys, every request has the same caller."""
+        if not self._digests:
             return self.callers[0]
         digest = hashlib.sha256(given).digest()
         same = [hmac.compare_digest(digest, known) for known in self._digests]

@@ -55,10 +55,10 @@ class _Channel:
 class Live:
     """Samples the engine while anybody listens."""
 
-    def __init__(self, llm: LLM, metrics: Metrics, desk: Admission, monitor: Monitor) -> None:
+    def __init__(self, llm: LLM, metrics: Metrics, admission: Admission, monitor: Monitor) -> None:
         self._llm = llm
         self._metrics = metrics
-        self._desk = desk
+        self._admission = admission
         self._monitor = monitor
         self._began = time.monotonic()
         self._samples: deque[Sample] = deque(maxlen=round(LONGEST / TICK) + 1)
@@ -160,7 +160,7 @@ class Live:
     def _status(self) -> str:
         if self._monitor.reason is not None:
             return "dead"
-        return "ready" if self._desk.closed_for is None else "draining"
+        return "ready" if self._admission.closed_for is None else "draining"
 
 
 def _last_step(engine: Engine) -> dict[str, float | None] | None:

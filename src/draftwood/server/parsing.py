@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +17,6 @@ from draftwood.server.schemas import (
     CompletionRequest,
     ContentPart,
     Message,
-    Open,
     Prediction,
     ResponseFormat,
     Sampling,
@@ -29,7 +28,9 @@ from draftwood.server.tools import ToolBox, write_call
 DEFAULT_COMPLETION = 16  # tokens, as OpenAI's
 TINY = 1e-9  # a top_p of 0 keeps the likeliest token
 # Fields of OpenAI's and vLLM's that would change an answer and are not offered: values that change nothing, and a hint.
-NOT_OFFERED: dict[str, tuple[tuple[Any, ...], str]] = {
+NotOffered = Mapping[str, tuple[tuple[Any, ...], str]]
+NOT_OFFERED: NotOffered = {
+    "suffix": (("",), "this server continues texts, it does not fill gaps"),
     "functions": (([],), "describe functions in tools"),
     "function_call": (("auto", "none"), "use tool_choice"),
     "use_beam_search": ((False,), "answers are sampled"),
@@ -75,8 +76,6 @@ def chat_params(request: ChatRequest, toolbox: ToolBox | None, longest: int) -> 
 
 def completion_params(request: CompletionRequest) -> SamplingParams:
     """How a text is continued."""
-    if request.suffix:
-        raise invalid("suffix is not offered: this server continues texts, it does not fill gaps.", "suffix")
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise invalid("best_of is not offered; ask for n answers and choose.", "best_of")
     if request.max_tokens == 0 and not request.echo:
@@ -105,7 +104,7 @@ def only_echoes(request: CompletionRequest) -> bool:
 def _params(
     request: Sampling, max_tokens: int, logprobs: int | None, grammar: str | None, prediction: str
 ) -> SamplingParams:
-    check_fields(request)
+    check_fields(request.model_extra or {})
     wishes = request.speculation or Speculation()  # pyright: ignore[reportCallIssue]
     given: dict[str, Any] = {
         "top_k": None if request.top_k is None else max(request.top_k, 0),
@@ -139,10 +138,10 @@ def _params(
     )
 
 
-def check_fields(request: Open) -> None:
+def check_fields(given: Mapping[str, Any], not_offered: NotOffered = NOT_OFFERED) -> None:
     """Refuse fields that would change the answer's meaning, by name: an answer to another question helps no one."""
-    for name, value in (request.model_extra or {}).items():
-        neutral, instead = NOT_OFFERED.get(name, ((value,), ""))
+    for name, (neutral, instead) in not_offered.items():
+        value = given.get(name)
         if value is not None and value not in neutral:
             raise invalid(f"{name} is not offered: {instead}.", name, "unsupported_parameter")
 

@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
-import os
 import signal
-import socket
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 
-from draftwood.errors import InvalidRequest
 from draftwood.server.app import DRAINING
 from draftwood.server.connections import ConnectionLimits, bounded
 from draftwood.server.errors import ApiError, log
@@ -70,34 +64,13 @@ class DrainingServer(uvicorn.Server):
 
     async def drain(self) -> None:
         """Take nobody in any more, wait, end what is left, stop."""
-        desk, seconds = self._service.desk, self._service.config.drain_seconds
-        desk.close_for(ApiError(503, "The server is going down.", DRAINING, headers={"Retry-After": "5"}))
-        if not await desk.drained(seconds):
-            log.warning("ending %d answers that were not finished in %g seconds", desk.open_answers, seconds)
-            desk.fail_all(ApiError(503, "The server went down before the answer was finished.", DRAINING))
+        admission, seconds = self._service.admission, self._service.config.drain_seconds
+        admission.close_for(ApiError(503, "The server is going down.", DRAINING, headers={"Retry-After": "5"}))
+        if not await admission.drained(seconds):
+            log.warning("ending %d answers that were not finished in %g seconds", admission.open_answers, seconds)
+            admission.fail_all(ApiError(503, "The server went down before the answer was finished.", DRAINING))
             await asyncio.sleep(0.1)  # so that the last events get out
         self.should_exit = True
-
-
-@contextmanager
-def listening(addresses: Iterable[tuple[str, int]]) -> Iterator[list[socket.socket]]:
-    """Sockets at addresses that are free."""
-    with ExitStack() as stack:
-        yield [stack.enter_context(_listen(host, port)) for host, port in addresses]
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except socket.gaierror as error:
-        raise InvalidRequest(f"'{host}' is no address: {error.strerror}. Choose another one with --host.") from error
-    except OSError as error:
-        reason = os.strerror(error.errno or 0).lower()
-        hint = (
-            "choose another port with --port" if error.errno == errno.EADDRINUSE else "choose another --host or --port"
-        )
-        raise InvalidRequest(f"The server cannot listen at {host}:{port}: {reason}; {hint}.") from error
 
 
 def set_up_logging() -> None:

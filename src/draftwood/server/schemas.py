@@ -227,7 +227,6 @@ class CompletionRequest(Sampling):
     )
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool | None = Field(None, description="Repeat the prompt; with `logprobs`, those of its tokens as well.")
-    suffix: str | None = None
     best_of: int | None = None
     prediction: Prediction | None = None
 

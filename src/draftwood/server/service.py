@@ -1,4 +1,4 @@
-"""What the routes do: ask, wait, answer. One service is one engine with its desk."""
+"""What the routes do: ask, wait, answer. One service is one engine with its admission."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ class Service:
         self.drafters = list(dict.fromkeys((drafter, "none", *offers)))
         self.keys = KeyRing(config.keys)
         self.metrics = Metrics(llm, config.model_name, vllm_names=config.vllm_names)
-        self.desk = Admission(llm, config, self.metrics.heard, sole_caller=len(self.keys.callers) == 1)
-        self.monitor = Monitor(llm, self.desk, config.stall_seconds)
-        self.live = Live(llm, self.metrics, self.desk, self.monitor)
+        self.admission = Admission(llm, config, self.metrics.heard, sole_caller=len(self.keys.callers) == 1)
+        self.monitor = Monitor(llm, self.admission, config.stall_seconds)
+        self.live = Live(llm, self.metrics, self.admission, self.monitor)
         self.started = int(time.time())
         laws = [entry() for entry in LAWS.values()]
         self._laws = [LawCard(name=law.name, lossless=law.lossless, exact_for=str(law.scope)) for law in laws]
@@ -102,7 +102,7 @@ class Service:
         def prepare() -> list[list[Answer]]:
             return self._answers([self._chat_tokens(body.messages, toolbox)], params, arrival.caller)
 
-        ticket = await self.desk.take(arrival, prepare, params.n, patient=not body.stream)
+        ticket = await self.admission.take(arrival, prepare, params.n, patient=not body.stream)
         return await self._respond(body, request, ticket, params, writer, reads_calls=toolbox is not None)
 
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
@@ -129,10 +129,10 @@ class Service:
             return answers
 
         if only_echoes(body):
-            self.desk.make_room(count, arrival.caller)
-            ticket = _nothing_to_do(arrival, await self.desk.prepared(arrival, prepare))
+            self.admission.make_room(count, arrival.caller)
+            ticket = _nothing_to_do(arrival, await self.admission.prepared(arrival, prepare))
         else:
-            ticket = await self.desk.take(arrival, prepare, count, patient=not body.stream)
+            ticket = await self.admission.take(arrival, prepare, count, patient=not body.stream)
         return await self._respond(body, request, ticket, params, writer, reads_calls=False)
 
     def _echoes(
@@ -221,7 +221,7 @@ def _tells_usage(body: Sampling) -> bool:
 def _nothing_to_do(arrival: Arrival, prompts: list[list[Answer]]) -> Ticket:
     """Answers that end before anything is run for them."""
     watcher, cancel = (lambda *_: None), (lambda _: None)
-    ticket = Ticket(arrival.request_id, prompts, True, watcher, cancel, Caller(None))
+    ticket = Ticket(arrival.request_id, prompts, True, watcher, cancel, arrival.caller)
     for i, answers in enumerate(prompts):
         for answer in answers:
             ticket.receive(i, answer.event(0, 0, FinishReason.LENGTH, time.perf_counter()))

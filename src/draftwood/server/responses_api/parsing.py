@@ -8,6 +8,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
 
 from draftwood.server.errors import invalid
+from draftwood.server.parsing import NotOffered, check_fields
 from draftwood.server.responses_api.schemas import (
     LOGPROBS,
     Content,
@@ -23,16 +24,17 @@ from draftwood.server.responses_api.schemas import (
 from draftwood.server.schemas import ChatRequest, FunctionCall, Message, Sampling, ToolCall
 
 TEXT_PARTS = ("input_text", "output_text", "text")
-NOT_STORED = "responses are not stored here; send the whole conversation in input."
-REFUSED = {
-    "previous_response_id": NOT_STORED,
-    "conversation": NOT_STORED,
-    "prompt": "prompt templates are not stored here; send instructions and input.",
-    "background": "responses are not run in the background; wait for the answer, or stream it.",
-    "messages": "this field belongs to /v1/chat/completions; here it is input.",
-    "response_format": "this field belongs to /v1/chat/completions; here it is text.format.",
-    "logprobs": f"this field belongs to /v1/chat/completions; here it is '{LOGPROBS}' in include.",
-    "max_completion_tokens": "this field belongs to /v1/chat/completions; here it is max_output_tokens.",
+NOT_STORED = "responses are not stored here; send the whole conversation in input"
+NOT_OFFERED: NotOffered = {
+    "previous_response_id": ((), NOT_STORED),
+    "conversation": ((), NOT_STORED),
+    "prompt": ((), "prompt templates are not stored here; send instructions and input"),
+    "background": ((False,), "responses are not run in the background; wait for the answer, or stream it"),
+    "truncation": (("disabled",), "input is never shortened here; leave old items out yourself"),
+    "messages": ((), "this field belongs to /v1/chat/completions; here it is input"),
+    "response_format": ((), "this field belongs to /v1/chat/completions; here it is text.format"),
+    "logprobs": ((False,), f"this field belongs to /v1/chat/completions; here it is '{LOGPROBS}' in include"),
+    "max_completion_tokens": ((), "this field belongs to /v1/chat/completions; here it is max_output_tokens"),
 }
 CHAT_NAMES = {
     "messages": "input",
@@ -65,13 +67,7 @@ def as_chat(body: ResponsesRequest) -> ChatRequest:
 
 
 def _check(body: ResponsesRequest) -> None:
-    given = dict(body)
-    for name, reason in REFUSED.items():
-        if given.get(name) not in (None, False):
-            raise invalid(f"{name} is not supported: {reason}", name, "unsupported_parameter")
-    if body.truncation == "auto":
-        reason = "input is never shortened here; leave old items out yourself."
-        raise invalid(f"truncation 'auto' is not supported: {reason}", "truncation", "unsupported_parameter")
+    check_fields(dict(body), NOT_OFFERED)
     if (body.n or 1) > 1:
         raise invalid("n is not supported: a response is one answer; ask again for another.", "n")
     if body.top_logprobs and not body.wants_logprobs:
