@@ -1,4 +1,4 @@
-"""Trees as lists of the host, and how they become tensors."""
+"""Trees as lists of the host, how they become tensors, and when the host may look at tensors."""
 
 from __future__ import annotations
 
@@ -10,6 +10,12 @@ import torch
 from torch import Tensor
 
 BITS = 64  # nodes a word of an ancestor set
+LOOKED_AT = frozenset({"cpu"})  # devices whose values the host may look at: elsewhere it would wait, or a graph breaks
+
+
+def may_look(values: Tensor) -> bool:
+    """Whether the host may look at values where that saves work."""
+    return values.device.type in LOOKED_AT
 
 
 @dataclass

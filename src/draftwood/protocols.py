@@ -1,21 +1,19 @@
 """The narrow waist: every border between the parts of a decode step, and the values that cross it.
 
-Legend: B sequences that sample in a step · M tree nodes of the batch, roots included · V vocabulary.
+What drafters and tree growers are is in `drafting.py`; they need caches and models.
+Legend: B sequences of a step · M tree nodes of the batch, roots included · V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, fields, replace
 from typing import Protocol, runtime_checkable
 
-import torch
 from torch import Tensor
 
 from draftwood.request import SamplingParams
 from draftwood.tree import DraftLaw, TokenTree, Verdict
-from draftwood.treebuilder import TreeBuilder
 
 
 @dataclass(frozen=True)
@@ -23,7 +21,7 @@ class Budget:
     """How much a step may guess: draft nodes a sequence, the root not counted."""
 
     max_nodes: int
-    worth: float = 0.0  # the chance of acceptance below which a node costs more than it gives, as far as one can tell
+    min_accept_prob: float = 0.0  # chance of acceptance below which a node costs more than it gives
     why: object = field(default="", compare=False)  # the controller's reason; its `str` is for people, if any ask
 
 
@@ -62,6 +60,26 @@ class TimedStep:
 
 
 @dataclass(frozen=True)
+class StepMode:
+    """What the code of a step has to do: the union of what its requests ask for. A captured step has one."""
+
+    laws: tuple[str | None, ...] = (None,)  # acceptance laws by the name a request gives, None: the engine's
+    drafters: tuple[str | None, ...] = (None,)  # likewise
+    greedy: bool = False  # every sequence takes the likeliest token, and every law is lossless
+    truncates: bool = False  # some have top-k, top-p or min-p
+    limited: bool = False  # some may have fewer or less deep draft nodes than others
+    predicted: bool = False  # some come with the text their caller expects
+    masked: bool = False  # the host gives masks of what may follow the nodes of some
+    traced: bool = False  # some ask for traces
+
+    def covers(self, other: StepMode) -> bool:
+        """Whether a step of this mode also does what `other` does."""
+        flags = (f.name for f in fields(self) if f.type == "bool" and f.name != "greedy")
+        named = set(other.laws) <= set(self.laws) and set(other.drafters) <= set(self.drafters)
+        return named and self.greedy <= other.greedy and all(getattr(self, f) >= getattr(other, f) for f in flags)
+
+
+@dataclass(frozen=True)
 class Truncation:
     """What is cut off each sequence's distribution before drawing; see `SamplingParams`."""
 
@@ -75,6 +93,29 @@ class Truncation:
     def limits(cls, params: SamplingParams) -> tuple[int, float, float]:
         """One request's limits."""
         return (params.top_k or cls.OFF[0], params.top_p, params.min_p) if params.truncates else cls.OFF
+
+
+@dataclass(frozen=True)
+class LogitEdits:
+    """What comes between logits and temperature for E of the sequences of a step, most recent tokens included."""
+
+    which: Tensor  # [E] int64 sequences of the batch; one may come again
+    bias_tokens: Tensor  # [E, A] int64, padded with any token
+    bias: Tensor  # [E, A] float64, 0 where it is padded
+    penalties: Tensor  # [E, 3] float64 repetition, presence, frequency
+    stop_tokens: Tensor  # [E, S] int64 what may not end an answer before its minimum length, -1 padded
+    min_lengths: Tensor  # [E] int64 tokens, the prompt's included, before which that holds
+    prompt_lengths: Tensor  # [E] int64
+    lengths: Tensor  # [E] int64
+    history: Tensor  # [E, L] int64 committed tokens
+
+
+@dataclass(frozen=True)
+class NodeMasks:
+    """What may follow some nodes of a step's trees, by the grammars and bad words of their requests."""
+
+    nodes: Tensor  # [K] int64; one may come again
+    allowed: Tensor  # [K, V] bool
 
 
 class Constraint(Protocol):
@@ -93,56 +134,67 @@ class Constraint(Protocol):
 
 
 @dataclass(frozen=True)
-class BatchView:
-    """What drafters and verifiers may know of the sequences that sample in this step; nobody writes to it."""
+class HostView:
+    """What the host knows of the sequences of a step; it may be behind the device by one step."""
 
     seq_ids: tuple[int, ...]
     tokens: Sequence[Sequence[int]]  # committed tokens of each, the root last
     prompt_lengths: tuple[int, ...]
     params: tuple[SamplingParams, ...]
-    bad_words: tuple[tuple[tuple[int, ...], ...], ...]  # tokenised
+    max_nodes: tuple[int, ...]  # draft nodes that have room
+    max_depth: tuple[int, ...]  # draft tokens that could still be emitted
+    bad_words: tuple[tuple[tuple[int, ...], ...], ...] = ()  # tokenised; () where no request has any
+    predictions: tuple[tuple[int, ...], ...] = ()  # tokens that the caller expects of each answer; likewise
+    constraints: tuple[Constraint | None, ...] = ()  # likewise
+
+    def take(self, rows: Sequence[int]) -> HostView:
+        """The same of some of the sequences."""
+        columns = {f.name: getattr(self, f.name) for f in fields(self)}
+        return HostView(**{name: tuple(column[b] for b in rows) if column else () for name, column in columns.items()})
+
+
+@dataclass(frozen=True)
+class BatchView:
+    """What drafters and laws may know of the sequences of a step: tensors on its device, read only."""
+
     lengths: Tensor  # [B] int64 committed tokens: the position of the next token, and the name of this round
     seeds: Tensor  # [B] int64
+    roots: Tensor  # [B] int64 the last committed token of each
     temperature: Tensor  # [B] float32
-    max_nodes: Tensor  # [B] int64 draft nodes that have room
-    max_depth: Tensor  # [B] int64 draft tokens that could still be emitted
-    # Tokens that the caller expects of each answer, and what each may be; nothing at all where nobody asks for it.
-    predictions: tuple[tuple[int, ...], ...] = field(default=(), kw_only=True)
-    constraints: tuple[Constraint | None, ...] = field(default=(), kw_only=True)
-    # Stop tokens that may not end an answer yet, because it would be shorter than its `min_tokens`.
-    early_stop_ids: tuple[frozenset[int], ...] = field(default=(), kw_only=True)
+    rows: Tensor  # [B] int64 rows of `history`
+    history: Tensor  # [any, L] int64 committed tokens, row by row
+    block_table: Tensor  # [B, P] int64 pages of each sequence, never -1
+    mode: StepMode = field(default_factory=StepMode)
+    truncation: Truncation | None = None  # None: nothing is cut off
+    max_nodes: Tensor | None = None  # [B] int64 draft nodes that have room; None: as many as the step has
+    max_depth: Tensor | None = None  # [B] int64 draft tokens that could still be emitted; None: any number
+    law: Tensor | None = None  # [B] int64 which of the mode's laws each has; None: there is one
+    drafter: Tensor | None = None  # [B] int64 likewise
+    edits: LogitEdits | None = None
+    gained: int | None = None  # no sequence has gained more tokens in the last step; None: as many as a tree is deep
+    min_accept_prob: float = 0.0  # chosen nodes that are less likely to be accepted should be absent
+    may_look: bool = False  # values may be looked at on the host: nothing is captured, and looking is cheap
 
-    @cached_property
-    def roots(self) -> Tensor:
-        """The last committed token of each sequence. [B]."""
-        return torch.tensor([tokens[-1] for tokens in self.tokens], device=self.lengths.device)
+    @property
+    def size(self) -> int:
+        """B."""
+        return self.lengths.shape[0]
 
-    @cached_property
-    def truncation(self) -> Truncation:
-        """What is cut off before drawing."""
-        columns = zip(*map(Truncation.limits, self.params), strict=True)
-        dtypes = (torch.int64, torch.float64, torch.float64)
-        return Truncation(
-            *(torch.tensor(c, dtype=t, device=self.lengths.device) for c, t in zip(columns, dtypes, strict=True))
-        )
+    @property
+    def num_run(self) -> Tensor:
+        """Tokens of each sequence that are in the target's KV cache: all but the last. [B]."""
+        return self.lengths - 1
 
-    def take(self, rows: Sequence[int]) -> BatchView:
-        """The same of some of the sequences."""
-        return BatchView(
-            seq_ids=tuple(self.seq_ids[b] for b in rows),
-            tokens=[self.tokens[b] for b in rows],
-            prompt_lengths=tuple(self.prompt_lengths[b] for b in rows),
-            params=tuple(self.params[b] for b in rows),
-            bad_words=tuple(self.bad_words[b] for b in rows),
-            lengths=self.lengths[rows],
-            seeds=self.seeds[rows],
-            temperature=self.temperature[rows],
-            max_nodes=self.max_nodes[rows],
-            max_depth=self.max_depth[rows],
-            predictions=tuple(self.predictions[b] for b in rows) if self.predictions else (),
-            constraints=tuple(self.constraints[b] for b in rows) if self.constraints else (),
-            early_stop_ids=tuple(self.early_stop_ids[b] for b in rows) if self.early_stop_ids else (),
-        )
+    def take(self, rows: Tensor) -> BatchView:
+        """The view of some of its sequences [b]; without logit edits, which only the whole step needs."""
+        per_sequence = ("lengths", "seeds", "roots", "temperature", "rows", "block_table")
+        optional = ("max_nodes", "max_depth", "law", "drafter")
+        taken = {name: getattr(self, name)[rows] for name in per_sequence}
+        taken |= {name: part[rows] for name in optional if (part := getattr(self, name)) is not None}
+        limits = self.truncation
+        if limits is not None:
+            taken["truncation"] = Truncation(limits.top_k[rows], limits.top_p[rows], limits.min_p[rows])
+        return replace(self, edits=None, **taken)
 
 
 Features = Mapping[int, Tensor]  # layer -> [rows, hidden] the residual stream after it
@@ -167,80 +219,6 @@ class Randomness(Protocol):
 
     def race(self, weights: Tensor, keys: Tensor, winners: int = 1) -> Tensor:
         """Indices in proportion to `weights`, none twice, by noise that similar weights share. [B, winners]."""
-        ...
-
-
-class Drafter(Protocol):
-    """Guesses trees. Returning bare roots is always right: cold, without room, or out of ideas."""
-
-    @property
-    def law(self) -> DraftLaw:
-        """How the nodes of every tree are chosen."""
-        ...
-
-    @property
-    def max_nodes(self) -> int:
-        """The largest tree it would like to propose for one sequence, the root not counted."""
-        ...
-
-    @property
-    def needs(self) -> frozenset[int]:
-        """Layers of the target whose output it wants to observe; usually none."""
-        ...
-
-    def propose(self, view: BatchView, budget: Budget, rng: Randomness) -> TokenTree:
-        """A tree for each sequence of the view, within `budget` and the view's room."""
-        ...
-
-    def read(self, spans: Sequence[Span], features: Features) -> None:
-        """What the target made of committed tokens, span by span. Only called for those who need something."""
-        ...
-
-    def observe(self, view: BatchView, tree: TokenTree, verdict: Verdict, features: Features) -> None:
-        """What became of the proposal; with what the target made of its nodes, in the tree's order."""
-        ...
-
-    def release(self, seq_id: int) -> None:
-        """The sequence is gone; forget it. Also called for sequences it never saw."""
-        ...
-
-
-class FrontierModel(Protocol):
-    """What a neural drafter is to a grower: something that scores the nodes of a growing tree."""
-
-    def begin(self, view: BatchView) -> Tensor:
-        """Logits at the roots. [B, V]."""
-        ...
-
-    def extend(self, builder: TreeBuilder, columns: Tensor) -> Tensor:
-        """Logits at the living nodes in `columns` [B, k]; dead ones get any row. [B, k, V]."""
-        ...
-
-
-@runtime_checkable
-class ChainModel(FrontierModel, Protocol):
-    """One that can guess several tokens on end by itself, which saves the steps in between."""
-
-    def chain(self, view: BatchView, depth: int) -> Tensor | None:
-        """The likeliest token after each text, the likeliest after that, …; None: ask step by step. [B, depth]."""
-        ...
-
-
-class Grower(Protocol):
-    """A tree shape; knows no network."""
-
-    @property
-    def law(self) -> DraftLaw:
-        """How it chooses nodes."""
-        ...
-
-    @property
-    def max_nodes(self) -> int:
-        """Its largest tree, the root not counted."""
-        ...
-
-    def grow(self, model: FrontierModel, view: BatchView, budget: Budget, rng: Randomness) -> TreeBuilder:
-        """Grow a tree for each sequence of the view."""
         ...
 
 

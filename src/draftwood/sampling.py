@@ -1,38 +1,40 @@
 """From logits to the target's distribution at every tree node, each along its own path; and log-probabilities.
 
-Losslessness is with respect to what this module returns, so plain and speculative decoding share it.
+Losslessness is with respect to what this module returns, so plain and speculative decoding share it. Nothing here
+looks at values but where trees have different sizes, which only happens in steps that are not captured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from draftwood.ops.softmax import one_hot, tempered
-from draftwood.protocols import BatchView, Constraint
+from draftwood.protocols import BatchView, HostView, LogitEdits, NodeMasks
 from draftwood.request import TokenLogprob
 from draftwood.tree import TokenTree, Verdict
 
 FAST_TOP_P = 512  # tokens looked at before a whole row is sorted
 SCORED_ROWS = 64  # of a prompt that are held in double precision at a time: a vocabulary can have 150,000 entries
+FORBIDDEN = float("-inf")
 
 
 def target_distribution(logits: Tensor, tree: TokenTree, view: BatchView) -> Tensor:
-    """The distribution each node's next token is drawn from. [M, V] -> [M, V], float32 or wider."""
-    logits = _edit_logits(_wide(logits), tree, view)
-    if all(params.greedy for params in view.params):
+    """The distribution each node's next token is drawn from, of edited logits. [M, V] -> [M, V], float32 or wider."""
+    logits = _wide(logits)
+    if view.mode.greedy:
         return one_hot(logits.max(-1).indices, logits)
     return _drawn_from(logits, view.temperature, tree, view)
 
 
 def shown_distribution(logits: Tensor, tree: TokenTree, view: BatchView) -> Tensor:
-    """The same for those who want to look at it: where the likeliest token is always taken, how likely the model itself
-    finds it, as at temperature 1. [M, V] -> [M, V].
+    """The same for traces: where the likeliest token is always taken, how likely the model itself finds it, as at
+    temperature 1. [M, V] -> [M, V].
     """
-    logits = _edit_logits(_wide(logits), tree, view)
-    return _drawn_from(logits, torch.where(view.temperature > 0, view.temperature, 1), tree, view)
+    return _drawn_from(_wide(logits), torch.where(view.temperature > 0, view.temperature, 1), tree, view)
 
 
 def _wide(logits: Tensor) -> Tensor:
@@ -41,7 +43,7 @@ def _wide(logits: Tensor) -> Tensor:
 
 def _drawn_from(logits: Tensor, temperature: Tensor, tree: TokenTree, view: BatchView) -> Tensor:
     p = tempered(logits, temperature[tree.owner])
-    return _truncate(p, tree, view) if any(params.truncates for params in view.params) else p
+    return p if view.truncation is None else _truncate(p, tree, view)
 
 
 def draft_distribution(logits: Tensor, temperature: Tensor) -> Tensor:
@@ -49,92 +51,103 @@ def draft_distribution(logits: Tensor, temperature: Tensor) -> Tensor:
     return tempered(logits, temperature)
 
 
-def _edit_logits(logits: Tensor, tree: TokenTree, view: BatchView) -> Tensor:
-    """Logit bias, bad words, penalties, grammars and minimum lengths, for the sequences that ask for them."""
-    early = view.early_stop_ids
-    edited = [b for b, params in enumerate(view.params) if params.edits_logits or (early and early[b])]
-    if not edited:
+def edited_logits(logits: Tensor, tree: TokenTree, view: BatchView, masks: NodeMasks | None = None) -> Tensor:
+    """Logits with what requests ask for on top: bias, penalties, then `masks` (grammars, bad words), then minimum
+    lengths; each node along its own path. [M, V] -> [M, V].
+    """
+    if view.edits is None and masks is None:
         return logits
-    logits = logits.clone()
-    bounds = tree.offsets.tolist()
-    for b in edited:
-        nodes = slice(bounds[b], bounds[b + 1])
-        _apply_bias(logits[nodes], view, b)
-        if view.bad_words[b]:
-            _ban_words(logits[nodes], _histories(tree, view, b, nodes), view.bad_words[b])
-        if view.params[b].penalises:
-            logits[nodes] = _penalise(logits[nodes], tree, view, b, nodes)
-        grammar = view.constraints[b] if view.constraints else None
-        if grammar is not None:
-            _constrain(logits[nodes], grammar, tree, view, b, nodes)
-        if early and early[b]:
-            _defer_stops(logits[nodes], tree, view, b, nodes)
+    logits = _wide(logits).clone()
+    nodes, number = (None, None) if view.edits is None else _nodes_of(tree, view.edits.which)
+    if view.edits is not None and nodes is not None:
+        rows = _penalised(_biased(logits[nodes], view.edits, number), tree, view.edits, nodes, number)
+        logits.index_copy_(0, nodes, rows)
+    if masks is not None:
+        logits.index_copy_(0, masks.nodes, logits[masks.nodes].masked_fill(~masks.allowed, FORBIDDEN))
+    if view.edits is not None and nodes is not None:
+        logits.index_copy_(0, nodes, _deferred_stops(logits[nodes], tree, view.edits, nodes, number))
     return logits
 
 
-def _defer_stops(logits: Tensor, tree: TokenTree, view: BatchView, b: int, nodes: slice) -> None:
-    """Forbid stop tokens where the answer, along the node's own path, is shorter than its minimum length.
+def _nodes_of(tree: TokenTree, which: Tensor) -> tuple[Tensor, Tensor]:
+    """The nodes of the trees `which` [E], and the number of each one's tree among them. [K], [K]."""
+    number = torch.arange(len(which), device=which.device)
+    if tree.num_nodes == tree.num_trees * tree.widest:
+        inside = torch.arange(tree.widest, device=which.device)
+        return (which[:, None] * tree.widest + inside).view(-1), number.repeat_interleave(tree.widest)
+    sizes = tree.sizes[which]
+    number = number.repeat_interleave(sizes)
+    inside = torch.arange(len(number), device=which.device) - (sizes.cumsum(0) - sizes)[number]
+    return tree.offsets[which][number] + inside, number
+
+
+def _biased(rows: Tensor, edits: LogitEdits, number: Tensor) -> Tensor:
+    return rows.scatter_add(1, edits.bias_tokens[number], edits.bias.to(rows.dtype)[number])
+
+
+def _penalised(rows: Tensor, tree: TokenTree, edits: LogitEdits, nodes: Tensor, number: Tensor) -> Tensor:
+    """Repetition over prompt and answer, presence and frequency over the answer. [K, V] -> [K, V]."""
+    place = torch.arange(edits.history.shape[1], device=rows.device)
+    in_prompt = place < edits.prompt_lengths[:, None]
+    in_answer = ~in_prompt & (place < edits.lengths[:, None])
+    nothing = torch.zeros(len(edits.which), rows.shape[1], dtype=rows.dtype, device=rows.device)
+    prompt = nothing.scatter_add(1, edits.history, in_prompt.to(rows.dtype)) > 0
+    answer = nothing.scatter_add(1, edits.history, in_answer.to(rows.dtype))
+    paths = tree.paths[nodes, 1:]
+    on_path = tree.tokens[paths.clamp(min=0)].clamp(min=0)
+    counts = answer[number].scatter_add_(1, on_path, (paths >= 0).to(rows.dtype))
+    repetition, presence, frequency = edits.penalties.to(rows.dtype)[number].unbind(1)
+    harsher = torch.where(rows > 0, rows / repetition[:, None], rows * repetition[:, None])
+    rows = torch.where((counts > 0) | prompt[number], harsher, rows)
+    return rows - frequency[:, None] * counts - presence[:, None] * (counts > 0)
+
+
+def _deferred_stops(rows: Tensor, tree: TokenTree, edits: LogitEdits, nodes: Tensor, number: Tensor) -> Tensor:
+    """Forbid stop tokens where the text, along the node's own path, is shorter than its minimum length.
 
     Where nothing else is left, as at the end of a grammar, they stay.
     """
-    stops = [token for token in view.early_stop_ids[b] if token < logits.shape[1]]
-    generated = len(view.tokens[b]) - view.prompt_lengths[b] + tree.depth[nodes]
-    without = logits.index_fill(1, torch.tensor(stops, dtype=torch.int64, device=logits.device), float("-inf"))
-    early = (generated < view.params[b].min_tokens) & (without.amax(-1) > float("-inf"))
-    logits.copy_(torch.where(early[:, None], without, logits))
+    without = rows.scatter(1, edits.stop_tokens[number], FORBIDDEN)
+    early = (edits.lengths[number] + tree.depth[nodes] < edits.min_lengths[number]) & (without.amax(-1) > FORBIDDEN)
+    return torch.where(early[:, None], without, rows)
 
 
-def _constrain(logits: Tensor, grammar: Constraint, tree: TokenTree, view: BatchView, b: int, nodes: slice) -> None:
-    """Forbid what the grammar does not allow after each node, along that node's own path."""
-    parents = (tree.parents[nodes] - nodes.start).tolist()
+def host_masks(tree: TokenTree, view: HostView, which: Sequence[int], vocabulary: int) -> NodeMasks:
+    """What grammars and bad words allow after the nodes of the sequences `which`, computed on the host."""
+    bounds, tokens, parents = tree.offsets.tolist(), tree.tokens.tolist(), tree.parents.tolist()
+    nodes: list[int] = []
+    rows: list[Tensor] = []
+    for b in which:
+        first, end = bounds[b], bounds[b + 1]
+        there = [i for i in range(first, end) if tokens[i] >= 0]
+        number = {node: i for i, node in enumerate(there)}
+        links = [number[parents[node]] if parents[node] >= 0 else -1 for node in there]
+        nodes += there
+        rows.append(_allowed(view, b, [tokens[node] for node in there], links, vocabulary))
+    return NodeMasks(torch.tensor(nodes, dtype=torch.int64), torch.cat(rows))
+
+
+def _allowed(view: HostView, b: int, tokens: list[int], parents: list[int], vocabulary: int) -> Tensor:
+    """What may follow each node of one tree. [n, V]."""
     answer = view.tokens[b][view.prompt_lengths[b] :]
-    allowed = grammar.allowed(answer, tree.tokens[nodes].tolist(), parents)
-    logits.masked_fill_(~allowed.to(logits.device), float("-inf"))
-
-
-def _apply_bias(logits: Tensor, view: BatchView, b: int) -> None:
-    bias = view.params[b].logit_bias
-    if bias:
-        tokens = torch.tensor(list(bias), device=logits.device)
-        logits[:, tokens] += torch.tensor(list(bias.values()), device=logits.device, dtype=logits.dtype)
-
-
-def _histories(tree: TokenTree, view: BatchView, b: int, nodes: slice) -> list[list[int]]:
-    """The last tokens before each node's next one: enough of the committed text, then the node's own path."""
-    reach = max(len(word) for word in view.bad_words[b])
-    committed = list(view.tokens[b][max(view.prompt_lengths[b], len(view.tokens[b]) - reach) :])
-    paths = tree.paths[nodes, 1:]
-    tokens = tree.tokens[paths.clamp(min=0)].tolist()
-    return [
-        committed + [token for token, node in zip(row, path, strict=True) if node >= 0]
-        for row, path in zip(tokens, paths.tolist(), strict=True)
-    ]
-
-
-def _ban_words(logits: Tensor, histories: list[list[int]], words: tuple[tuple[int, ...], ...]) -> None:
-    for row, history in enumerate(histories):
-        banned = [w[-1] for w in words if len(w) == 1 or tuple(history[-(len(w) - 1) :]) == w[:-1]]
-        logits[row, banned] = float("-inf")
-
-
-def _penalise(logits: Tensor, tree: TokenTree, view: BatchView, b: int, nodes: slice) -> Tensor:
-    """Repetition over prompt and answer, presence and frequency over the answer. [n, V] -> [n, V]."""
-    params, vocabulary = view.params[b], logits.shape[1]
-    committed = torch.tensor(view.tokens[b], device=logits.device)
-    answer = torch.bincount(committed[view.prompt_lengths[b] :], minlength=vocabulary).to(logits.dtype)
-    prompt = torch.bincount(committed[: view.prompt_lengths[b]], minlength=vocabulary) > 0
-    paths = tree.paths[nodes, 1:]
-    counts = answer.repeat(logits.shape[0], 1)
-    counts.scatter_add_(1, tree.tokens[paths.clamp(min=0)], (paths >= 0).to(logits.dtype))
-    if params.repetition_penalty != 1:
-        harsher = torch.where(logits > 0, logits / params.repetition_penalty, logits * params.repetition_penalty)
-        logits = torch.where((counts > 0) | prompt, harsher, logits)
-    return logits - params.frequency_penalty * counts - params.presence_penalty * (counts > 0)
+    grammar = view.constraints[b] if view.constraints else None
+    everything = torch.ones(len(tokens), vocabulary, dtype=torch.bool)
+    rows = everything if grammar is None else grammar.allowed(answer, tokens, parents)
+    words = view.bad_words[b] if view.bad_words else ()
+    if words:
+        reach = max(len(word) for word in words)
+        said = [list(answer[-reach:])]
+        for token, parent in zip(tokens[1:], parents[1:], strict=True):
+            said.append([*said[parent], token])
+        for row, text in enumerate(said):
+            rows[row, [w[-1] for w in words if len(w) == 1 or tuple(text[-(len(w) - 1) :]) == w[:-1]]] = False
+    return rows
 
 
 def _truncate(p: Tensor, tree: TokenTree, view: BatchView) -> Tensor:
     """Top-k, then top-p, then min-p, row by row with its own limits; what is left is renormalised."""
     limits = view.truncation
+    assert limits is not None
     top_k, top_p, min_p = (limit[tree.owner][:, None] for limit in (limits.top_k, limits.top_p, limits.min_p))
     floor = torch.maximum(_smallest_kept(p, top_k, top_p.to(p.dtype)), min_p.to(p.dtype) * p.amax(-1, keepdim=True))
     kept = p.masked_fill(p < floor, 0)
@@ -167,31 +180,44 @@ def _ranked(p: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     return p.sort(-1, descending=True).values if bool(unsettled.any()) else ranked
 
 
-def unusable(logits: Tensor, p: Tensor, verdict: Verdict) -> frozenset[int]:
-    """Sequences whose next token has no distribution: logits that are not numbers, or forbidden altogether.
+def usable(logits: Tensor, p: Tensor | None, verdict: Verdict) -> Tensor:
+    """Whether each sequence's next token has a distribution: its logits are numbers, and not all forbidden. [B] bool.
 
     One number a sequence tells: a row with a NaN, or without a finite logit, has no other maximum and no other softmax.
     Looked at is the last row of each accepted path: what is no number stays so for every later token of its sequence.
     """
     last = verdict.path.gather(1, verdict.length[:, None])[:, 0], verdict.bonus
-    fine = (logits[last] + p[last]).isfinite()
-    return frozenset(b for b, usable in enumerate(fine.tolist()) if not usable)
+    found = logits[last] if p is None else logits[last] + p[last]
+    return found.isfinite()
 
 
-def token_logprobs(logits: Tensor, tree: TokenTree, verdict: Verdict, view: BatchView) -> list[list[TokenLogprob]]:
-    """Log-probabilities of every token the verdict emits, for the sequences that ask for them; others get []."""
-    asked = [params.logprobs for params in view.params]
-    if all(k is None for k in asked):
-        return [[] for _ in asked]
-    lengths, paths, bonuses = verdict.length.tolist(), verdict.path.tolist(), verdict.bonus.tolist()
-    return [
-        [] if k is None else _path_logprobs(logits, tree, paths[b][: lengths[b] + 1], bonuses[b], k)
-        for b, k in enumerate(asked)
-    ]
+@dataclass(frozen=True)
+class PathLogprobs:
+    """Log-probabilities of every token that Q sequences gained, at the D + 1 places of a path."""
+
+    own: Tensor  # [Q, D + 1] float64
+    best: Tensor  # [Q, D + 1, k] float64 of the k likeliest tokens
+    tokens: Tensor  # [Q, D + 1, k] int64
+
+    def to_host(self, number: int, gained: Sequence[int], k: int) -> list[TokenLogprob]:
+        """Of the tokens that the `number`-th of the sequences gained, with k alternatives each."""
+        count = len(gained)
+        columns = (part[number, :count].tolist() for part in (self.own, self.tokens[..., :k], self.best[..., :k]))
+        return [
+            TokenLogprob(token, own, tuple(zip(others, values, strict=True)))
+            for token, own, others, values in zip(gained, *columns, strict=True)
+        ]
 
 
-def _path_logprobs(logits: Tensor, tree: TokenTree, path: list[int], bonus: int, k: int) -> list[TokenLogprob]:
-    return _logprobs_of(logits[path], [*tree.tokens[path[1:]].tolist(), bonus], k)
+def path_logprobs(logits: Tensor, tree: TokenTree, verdict: Verdict, which: Tensor, k: int) -> PathLogprobs:
+    """By the model's own logits [M, V], for the sequences `which` [Q]."""
+    path, length, bonus = verdict.path[which], verdict.length[which], verdict.bonus[which]
+    after = torch.nn.functional.pad(tree.tokens[path[:, 1:].clamp(min=0)], (0, 1)).scatter(
+        1, length[:, None], bonus[:, None]
+    )
+    rows = torch.log_softmax(logits[path.clamp(min=0)].double(), -1)  # [Q, D + 1, V]
+    best, tokens = rows.topk(min(k, rows.shape[-1]), -1)
+    return PathLogprobs(rows.gather(2, after.clamp(min=0)[..., None])[..., 0], best, tokens)
 
 
 def text_logprobs(logits: Tensor, tokens: Sequence[int], k: int) -> list[TokenLogprob]:

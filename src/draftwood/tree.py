@@ -4,7 +4,11 @@
         root t ── a ── b            parents  -1  0  1  1        never a guess. Parents come before children,
                    └── c            depth     0  1  2  2        siblings in the order a verifier tries them.
 
-A chain is a tree; plain decoding is the tree of one node.
+A chain is a tree; plain decoding is the tree of one node. How nodes hang together is a `TreeShape`, computed once and
+shared by all trees that look alike.
+
+A captured step has trees of one size: there a node may be *absent*. It holds the token -1, is its own parent, and is
+nobody's child: no draw behind any node names it. `packed` drops absent nodes where the host may look.
 """
 
 from __future__ import annotations
@@ -16,9 +20,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from draftwood.links import BITS, HostLinks, table_of
-
-Turn = tuple[Tensor, Tensor]  # (which node of a level, which of the draws behind it), one for each tree
+from draftwood.links import BITS, HostLinks, may_look, table_of
 
 
 class Draw(IntEnum):
@@ -44,47 +46,95 @@ POINT_TREE = DraftLaw(frozenset({Draw.POINT}), chain=False)
 
 
 @dataclass(frozen=True)
-class TokenTree:
-    """A packed batch of B trees with M nodes in all. Indices are global (0 … M-1) unless said otherwise."""
+class TreeShape:
+    """How the nodes of B trees hang together, M nodes in all. Indices are global (0 … M-1) unless said otherwise."""
 
-    tokens: Tensor  # [M] int64
-    parents: Tensor  # [M] int64, global index, -1 at a root
-    offsets: Tensor  # [B + 1] int64
-    draw: Tensor  # [M] int64, a `Draw`
-    q_row: Tensor  # [M] int64, row of `q` a sampled node was drawn from, -1 for a point mass
-    q: Tensor | None = None  # [R, V] the laws of the sampled nodes, given their earlier siblings
-    # [E] the node of every draw in the order drawn, where independent draws gave some node twice; None: each once
-    drawn: Tensor | None = None
+    parents: Tensor  # [M] int64, -1 at a root
+    offsets: Tensor  # [B + 1] int64 where each tree begins
+    owner: Tensor  # [M] int64 the tree a node belongs to
+    local: Tensor  # [M] int64 index inside the own tree, 0 at the root
+    depth: Tensor  # [M] int64 distance from the root
+    # [M, W] int64 the draft nodes on the way to each node, itself included, as bits over local indices. Bit i of word w
+    # is local node 64 w + i + 1: the root is an ordinary committed token and needs no bit.
+    ancestors: Tensor
+    tries: Tensor  # [M, C] int64 the nodes drawn behind each node, in the order a verifier tries them, -1 padded
+    max_depth: int  # D: no node is deeper
+    widest: int  # no tree has more nodes, root included
+    repeats: bool = False  # independent draws gave some node twice: `tries` names it as often
 
     @classmethod
-    def roots(cls, tokens: Tensor) -> TokenTree:
-        """Nothing but the last committed token of each sequence. [B]."""
-        num = tokens.shape[0]
-        steps = torch.arange(num + 1, device=tokens.device)
-        zeros, none = torch.zeros_like(tokens), torch.full_like(tokens, -1)
-        tree = cls(tokens, none, steps, zeros, none)
-        # Plain decoding should not pay for finding out that there is nothing to find out.
-        own = steps[:-1]
-        tree.__dict__.update(sizes=zeros + 1, owner=own, local=zeros, depth=zeros, max_depth=0, widest=1, inner=own[:0])
-        tree.__dict__.update(
-            paths=own[:, None], tries=none[:, None], ancestors=zeros[:, None], levels=[own], turns=[[]]
+    def of(cls, parents: Tensor, offsets: Tensor, drawn: Tensor | None = None) -> TreeShape:
+        """From parents alone, by looking at them; `drawn` [E]: the node of every draw in the order drawn, where
+        independent draws gave some node twice.
+        """
+        count = parents.shape[0]
+        index = torch.arange(count, device=parents.device)
+        sizes = offsets[1:] - offsets[:-1]
+        trees = torch.arange(len(sizes), device=parents.device)
+        owner = torch.repeat_interleave(trees, sizes, output_size=count)
+        local = index - offsets[owner]
+        climb = [index]
+        while bool((up := follow(parents, climb[-1])).ge(0).any()):
+            climb.append(up)
+        paths = torch.stack(climb, 1)
+        widest = int(sizes.max()) if len(sizes) else 1
+        return cls(
+            parents=parents,
+            offsets=offsets,
+            owner=owner,
+            local=local,
+            depth=(paths >= 0).sum(1) - 1,
+            ancestors=ancestor_words(paths, local, num_words(widest)),
+            tries=_tries(parents, index if drawn is None else drawn),
+            max_depth=len(climb) - 1,
+            widest=widest,
+            repeats=drawn is not None,
         )
-        return tree
 
     @classmethod
-    def of_points(cls, trees: list[tuple[list[int], list[int]]], device: torch.device | None = None) -> TokenTree:
-        """Deterministic trees from host lists: (tokens, parents inside the own tree) for each sequence."""
+    def of_lists(cls, trees: list[tuple[list[int], list[int]]], device: torch.device | None) -> tuple[Tensor, TreeShape]:
+        """From host lists, (tokens, parents inside the own tree) for each sequence; and the tokens. One pass."""
         links = HostLinks()
         for tokens, parents in trees:
             links.add_tree(tokens, parents)
         columns = [links.tokens, links.parents, links.owner, links.local, links.depth]
         tokens, parents, owner, local, depth = table_of(columns, device)
-        offsets = table_of(links.offsets, device)
-        tree = cls(tokens, parents, offsets, torch.zeros_like(tokens), torch.full_like(tokens, -1))
-        # The host knows the structure already; finding it again would take dozens of small operations.
-        tree.__dict__.update(owner=owner, local=local, depth=depth, max_depth=max(links.depth, default=0))
-        tree.__dict__.update(tries=table_of(links.tries(), device), ancestors=table_of(links.words(), device))
-        return tree
+        offsets, tries, ancestors = (table_of(part, device) for part in (links.offsets, links.tries(), links.words()))
+        deepest, widest = max(links.depth, default=0), max(links.local, default=0) + 1
+        return tokens, cls(parents, offsets, owner, local, depth, ancestors, tries, deepest, widest)
+
+    @classmethod
+    def roots(cls, count: int, device: torch.device) -> TreeShape:
+        """Bare roots."""
+        steps = torch.arange(count + 1, device=device)
+        own, zeros = steps[:-1], torch.zeros(count, dtype=torch.int64, device=device)
+        none = torch.full_like(zeros, -1)
+        shape = cls(none, steps, own, zeros, zeros, zeros[:, None], none[:, None], 0, 1)
+        # Plain decoding should not pay for finding out that there is nothing to find out.
+        shape.__dict__.update(sizes=zeros + 1, paths=own[:, None], inner=own[:0], levels=[own], turns=[], widths=[0])
+        return shape
+
+    def tiled(self, count: int, device: torch.device) -> TreeShape:
+        """The shape of this batch `count` times, one behind the other."""
+        moved = {name: getattr(self, name).to(device) for name in ("parents", "depth", "local", "ancestors", "tries")}
+        nodes, trees = self.num_nodes, self.num_trees
+        number = torch.arange(count, device=device)[:, None]
+
+        def shifted(links: Tensor, by: int) -> Tensor:
+            every = links.view(1, -1) + by * number
+            return torch.where(links.view(1, -1) < 0, -1, every).reshape(-1, *links.shape[1:])
+
+        starts = shifted(self.offsets[:-1].to(device), nodes)
+        return replace(
+            self,
+            parents=shifted(moved["parents"], nodes),
+            offsets=torch.nn.functional.pad(starts, (0, 1), value=count * nodes),
+            owner=shifted(self.owner.to(device), trees),
+            local=moved["local"].repeat(count),
+            depth=moved["depth"].repeat(count),
+            ancestors=moved["ancestors"].repeat(count, 1),
+            tries=shifted(moved["tries"], nodes),
+        )
 
     @property
     def num_trees(self) -> int:
@@ -94,12 +144,7 @@ class TokenTree:
     @property
     def num_nodes(self) -> int:
         """M, roots included."""
-        return self.tokens.shape[0]
-
-    @property
-    def num_drafted(self) -> int:
-        """Nodes that are guesses."""
-        return self.num_nodes - self.num_trees
+        return self.parents.shape[0]
 
     @cached_property
     def sizes(self) -> Tensor:
@@ -107,89 +152,223 @@ class TokenTree:
         return self.offsets[1:] - self.offsets[:-1]
 
     @cached_property
-    def owner(self) -> Tensor:
-        """The tree a node belongs to. [M]."""
-        trees = torch.arange(self.num_trees, device=self.tokens.device)
-        return torch.repeat_interleave(trees, self.sizes, output_size=self.num_nodes)
-
-    @cached_property
-    def local(self) -> Tensor:
-        """Index of a node inside its own tree, 0 at the root. [M]."""
-        return torch.arange(self.num_nodes, device=self.tokens.device) - self.offsets[self.owner]
-
-    @cached_property
     def paths(self) -> Tensor:
         """The nodes from the root to each node, root first, -1 padded. [M, D + 1]."""
-        upwards = [torch.arange(self.num_nodes, device=self.tokens.device)]
-        while bool((up := follow(self.parents, upwards[-1])).ge(0).any()):
-            upwards.append(up)
-        climb = torch.stack(upwards, 1)  # self, parent, grandparent, …, -1
-        steps = torch.arange(climb.shape[1], device=climb.device)
-        source = (climb >= 0).sum(1, keepdim=True) - 1 - steps
-        return climb.gather(1, source.clamp(min=0)).masked_fill(source < 0, -1)
-
-    @cached_property
-    def depth(self) -> Tensor:
-        """Distance from the root. [M]."""
-        return (self.paths >= 0).sum(1) - 1
-
-    @cached_property
-    def max_depth(self) -> int:
-        """D, the depth of the deepest node of the batch."""
-        return int(self.depth.max())
-
-    @cached_property
-    def ancestors(self) -> Tensor:
-        """The draft nodes on the way to each node, itself included, as bits over local indices. [M, W] int64.
-
-        Bit i of word w is local node 64 w + i + 1: the root is an ordinary committed token and needs no bit.
-        """
-        return ancestor_words(self.paths, self.local, max(1, -(-(self.widest - 1) // BITS)))
-
-    @cached_property
-    def widest(self) -> int:
-        """Nodes of the largest tree, root included."""
-        return int(self.sizes.max()) if self.num_trees else 1
+        climb = [torch.arange(self.num_nodes, device=self.parents.device)]
+        for _ in range(self.max_depth):
+            climb.append(follow(self.parents, climb[-1]))
+        upwards = torch.stack(climb, 1)  # self, parent, grandparent, …, -1
+        steps = torch.arange(upwards.shape[1], device=upwards.device)
+        source = self.depth[:, None] - steps
+        return upwards.gather(1, source.clamp(min=0)).masked_fill(source < 0, -1)
 
     @cached_property
     def inner(self) -> Tensor:
-        """Nodes something was drawn behind. [n]."""
-        return (self.tries[:, 0] >= 0).nonzero().view(-1)
-
-    @cached_property
-    def turns(self) -> list[list[Turn]]:
-        """The draws behind each level, one a tree at a time: whose turn it is, and with which of its draws."""
-        return [self._turns_behind(nodes) for nodes in self.levels]
-
-    def _turns_behind(self, nodes: Tensor) -> list[Turn]:
-        row, place = (self.tries[nodes] >= 0).nonzero(as_tuple=True)
-        whose = self.owner[nodes[row]]
-        counts = torch.bincount(whose, minlength=self.num_trees)
-        turn = torch.arange(len(row), device=row.device) - (counts.cumsum(0) - counts)[whose]
-        return [(row[turn == i], place[turn == i]) for i in range(int(counts.max()) if len(row) else 0)]
+        """Nodes something was drawn behind; all nodes where values may not be looked at. [n]."""
+        return self._inner(may_look(self.tries))
 
     @cached_property
     def levels(self) -> list[Tensor]:
-        """The nodes of each depth, roots first. Each [n]."""
-        return [(self.depth == depth).nonzero().view(-1) for depth in range(self.max_depth + 1)]
+        """The nodes of each depth, roots first. Each [n]; where values may not be looked at [M], and -1 instead of nodes
+        of other depths.
+        """
+        return self._levels(may_look(self.depth))
 
     @cached_property
+    def turns(self) -> list[Tensor]:
+        """All draws, one of each tree at a time, those behind a level before those behind the next: places in the
+        flattened `tries`. Each [n]; where values may not be looked at [B], -1 where a tree has no more.
+        """
+        return self._turns(may_look(self.tries))
+
+    @cached_property
+    def widths(self) -> list[int]:
+        """The most draws behind a node of each depth, or more where values may not be looked at."""
+        return self._widths(may_look(self.tries))
+
+    def _inner(self, look: bool) -> Tensor:
+        index = torch.arange(self.num_nodes, device=self.tries.device)
+        return index[(self.tries >= 0).any(1)] if look else index
+
+    def _levels(self, look: bool) -> list[Tensor]:
+        index = torch.arange(self.num_nodes, device=self.depth.device)
+        depths = range(self.max_depth + 1)
+        return [index[self.depth == d] if look else torch.where(self.depth == d, index, -1) for d in depths]
+
+    def _turns(self, look: bool) -> list[Tensor]:
+        nodes, width = self.tries.shape
+        place = torch.arange(nodes * width, device=self.tries.device)
+        there, row = self.tries.view(-1) >= 0, place // width
+        column = self.local[row] * width + place % width
+        known = torch.full((self.num_trees, self.widest * width), -1, device=place.device)
+        known = known.index_put((self.owner[row], column), torch.where(there, place, -1))
+        depth = torch.where(known >= 0, self.depth[known.clamp(min=0) // width], self.max_depth + 1)
+        ordered = known.gather(1, depth.argsort(1, stable=True))
+        if look:
+            return [turn[turn >= 0] for turn in ordered.unbind(1) if bool((turn >= 0).any())]
+        return list(ordered.unbind(1))[: None if self.repeats else self.widest - 1]
+
+    def _widths(self, look: bool) -> list[int]:
+        width, most = self.tries.shape[1], torch.zeros(self.max_depth + 1, dtype=torch.int64, device=self.tries.device)
+        if not look:
+            return [width] * (self.max_depth + 1)
+        return most.scatter_reduce(0, self.depth, (self.tries >= 0).sum(1), "amax").tolist()
+
+    def known(self) -> TreeShape:
+        """The same, once everything about it has been looked at: a captured graph cannot look."""
+        looked = {
+            "inner": self._inner(True), "levels": self._levels(True), "turns": self._turns(True),
+            "widths": self._widths(True),
+        }  # fmt: skip
+        self.__dict__.update(looked, sizes=self.sizes, paths=self.paths)
+        return self
+
+    def linked(self, tries: Tensor, parents: Tensor) -> TreeShape:
+        """The same nodes where some have become absent: other parents, no draws that were not there before, and those
+        that are left packed to the left. What is known of levels and draws stays known, absent nodes included.
+        """
+        shape = replace(self, tries=tries, parents=parents)
+        names = ("sizes", "paths", "inner", "levels", "turns", "widths")
+        shape.__dict__.update({name: self.__dict__[name] for name in names if name in self.__dict__})
+        return shape
+
+    def part(self, keep: Tensor, trees: Tensor | None = None) -> tuple[TreeShape, NodeMap]:
+        """The shape of the nodes in `keep` [M], of some `trees` [b] alone or of all; no node may outlive its parent."""
+        nodes = keep.nonzero()[:, 0]
+        number = torch.where(keep, keep.cumsum(0) - 1, -1)
+        counts = torch.bincount(self.owner[nodes], minlength=self.num_trees)
+        if trees is not None:
+            counts = counts[trees]
+        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+        owner = torch.repeat_interleave(
+            torch.arange(len(counts), device=nodes.device), counts, output_size=nodes.shape[0]
+        )
+        local = torch.arange(nodes.shape[0], device=nodes.device) - offsets[owner]
+        tries = packed_left(follow(number, self.tries[nodes]))
+        paths = follow(number, self.paths[nodes])
+        ancestors = ancestor_words(paths, local, self.ancestors.shape[1])
+        parents = follow(number, self.parents[nodes])
+        shape = replace(
+            self, parents=parents, offsets=offsets, owner=owner, local=local, depth=self.depth[nodes],
+            ancestors=ancestors, tries=tries,
+        )  # fmt: skip
+        return shape, NodeMap(nodes, number)
+
+
+@dataclass(frozen=True)
+class NodeMap:
+    """Which node of a whole batch of trees each node of a part of it is."""
+
+    whole: Tensor  # [m] the node of the whole that each node of the part is
+    part: Tensor  # [M] the node of the part that each node of the whole is, -1: none
+
+    def in_whole(self, verdict: Verdict) -> Verdict:
+        """A verdict about the part in the whole's numbers."""
+        return replace(verdict, path=follow(self.whole, verdict.path))
+
+    def in_part(self, verdict: Verdict) -> Verdict:
+        """A verdict about the whole in the part's numbers; -1 where it is about other nodes."""
+        return replace(verdict, path=follow(self.part, verdict.path))
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """A packed batch of B trees with M nodes in all: tokens, and how each was chosen."""
+
+    tokens: Tensor  # [M] int64
+    shape: TreeShape
+    draw: Tensor  # [M] int64, a `Draw`
+    q_row: Tensor  # [M] int64, row of `q` a sampled node was drawn from, -1 for a point mass
+    q: Tensor | None = None  # [R, V] the laws of the sampled nodes, given their earlier siblings
+
+    @classmethod
+    def chosen(cls, tokens: Tensor, shape: TreeShape) -> TokenTree:
+        """Point masses."""
+        return cls(tokens, shape, torch.zeros_like(tokens), torch.full_like(tokens, -1))
+
+    @classmethod
+    def roots(cls, tokens: Tensor) -> TokenTree:
+        """Nothing but the last committed token of each sequence. [B]."""
+        return cls.chosen(tokens, TreeShape.roots(len(tokens), tokens.device))
+
+    @classmethod
+    def of_points(cls, trees: list[tuple[list[int], list[int]]], device: torch.device | None = None) -> TokenTree:
+        """Deterministic trees from host lists: (tokens, parents inside the own tree) for each sequence."""
+        return cls.chosen(*TreeShape.of_lists(trees, device))
+
+    @property
+    def parents(self) -> Tensor:
+        """See `TreeShape`; so for what follows. [M]."""
+        return self.shape.parents
+
+    @property
+    def offsets(self) -> Tensor:
+        """[B + 1]."""
+        return self.shape.offsets
+
+    @property
+    def owner(self) -> Tensor:
+        """[M]."""
+        return self.shape.owner
+
+    @property
+    def local(self) -> Tensor:
+        """[M]."""
+        return self.shape.local
+
+    @property
+    def depth(self) -> Tensor:
+        """[M]."""
+        return self.shape.depth
+
+    @property
+    def paths(self) -> Tensor:
+        """[M, D + 1]."""
+        return self.shape.paths
+
+    @property
     def tries(self) -> Tensor:
-        """The nodes drawn behind each node, in the order a verifier tries them, -1 padded. [M, W], W at least 1."""
-        drawn = torch.arange(self.num_nodes, device=self.tokens.device) if self.drawn is None else self.drawn
-        above = self.parents[drawn]
-        order = torch.argsort(above, stable=True)
-        order = order[above[order] >= 0]
-        above, drawn = above[order], drawn[order]
-        counts = torch.bincount(above, minlength=self.num_nodes)
-        rank = torch.arange(len(order), device=drawn.device) - (counts.cumsum(0) - counts)[above]
-        table = torch.full((self.num_nodes, max(1, int(counts.max()))), -1, device=drawn.device)
-        table[above, rank] = drawn
-        return table
+        """[M, C]."""
+        return self.shape.tries
+
+    @property
+    def levels(self) -> list[Tensor]:
+        """Each [n]."""
+        return self.shape.levels
+
+    @property
+    def sizes(self) -> Tensor:
+        """[B]."""
+        return self.shape.sizes
+
+    @property
+    def max_depth(self) -> int:
+        """D."""
+        return self.shape.max_depth
+
+    @property
+    def widest(self) -> int:
+        """Nodes of the largest tree, root included."""
+        return self.shape.widest
+
+    @property
+    def num_trees(self) -> int:
+        """B."""
+        return self.shape.num_trees
+
+    @property
+    def num_nodes(self) -> int:
+        """M, roots included."""
+        return self.tokens.shape[0]
+
+    @property
+    def num_drafted(self) -> int:
+        """Nodes that are guesses, absent ones included."""
+        return self.num_nodes - self.num_trees
 
     @property
     def _first_tries(self) -> Tensor:
-        """`tries`, with -1 where a node comes again. [M, W]."""
+        """`tries`, with -1 where a node comes again. [M, C]."""
         again = (self.tries[:, :, None] == self.tries[:, None, :]).tril(-1).any(-1)
         return self.tries.masked_fill(again, -1)
 
@@ -206,18 +385,20 @@ class TokenTree:
 
         Whether another different token comes at all depends only on the draws before it, so this is admissible.
         """
-        if self.drawn is None or self.q is None:
+        if not self.shape.repeats or self.q is None:
             return self
         rows = torch.where(self.q_row[:, None] >= 0, self.q[self.q_row.clamp(min=0)], 0)  # [M, V] a law of its own each
-        merged = self._merged_siblings
+        merged, first = self._merged_siblings, self._first_tries
         for place, child in enumerate(self.tries.unbind(1)):
-            for later in self._first_tries[:, place + 1 :].unbind(1):
-                known = ((later >= 0) & merged[later.clamp(min=0)]).nonzero().view(-1)
-                rows[later[known], self.tokens[child[known]]] = 0
+            token = self.tokens[child.clamp(min=0)]
+            for later in first[:, place + 1 :].unbind(1):
+                at = (later.clamp(min=0), token)  # no node twice, but for the first root, whose row is empty
+                rows[at] = torch.where((later >= 0) & merged[at[0]], 0, rows[at])
         rows = rows / rows.sum(-1, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny)
         draw = torch.where(merged, int(Draw.WITHOUT_REPLACEMENT), self.draw)
         own = torch.arange(self.num_nodes, device=self.tokens.device)
-        return replace(self, draw=draw, q_row=torch.where(self.q_row >= 0, own, -1), q=rows, drawn=None)
+        shape = replace(self.shape.linked(packed_left(first), self.parents), repeats=False)
+        return TokenTree(self.tokens, shape, draw, torch.where(self.q_row >= 0, own, -1), rows)
 
     def drawn_probability(self, nodes: Tensor, dtype: torch.dtype) -> Tensor:
         """q(x) of each node's own token, one for a point mass. [k] -> [k]."""
@@ -232,20 +413,24 @@ class TokenTree:
         if self.q is None:
             return torch.zeros_like(like).scatter_(1, self.tokens[nodes][:, None], 1.0)
         rows = self.q[row.clamp(min=0)].to(like.dtype)
-        if like.device.type == "cpu" and bool((row >= 0).all()):
+        if may_look(like) and bool((row >= 0).all()):
             return rows
         chosen = row < 0
         return rows.masked_fill_(chosen[:, None], 0).scatter_add_(
             1, self.tokens[nodes][:, None], chosen[:, None].to(like.dtype)
         )
 
-    def take(self, trees: Tensor) -> tuple[TokenTree, Tensor]:
-        """The batch of some trees [b], rising, and where its nodes [m] are in this one."""
+    def part(self, keep: Tensor, trees: Tensor | None = None) -> tuple[TokenTree, NodeMap]:
+        """The nodes in `keep` [M], of some `trees` [b] alone or of all; see `TreeShape.part`."""
+        shape, nodes = self.shape.part(keep, trees)
+        kept = nodes.whole
+        return TokenTree(self.tokens[kept], shape, self.draw[kept], self.q_row[kept], self.q), nodes
+
+    def take(self, trees: Tensor) -> tuple[TokenTree, NodeMap]:
+        """The batch of some trees [b], rising."""
         wanted = torch.zeros(self.num_trees, dtype=torch.bool, device=self.tokens.device)
         wanted[trees] = True
-        keep = wanted[self.owner]
-        offsets = torch.cat([self.sizes.new_zeros(1), self.sizes[trees].cumsum(0)])
-        return replace(self._keep(keep), offsets=offsets), keep.nonzero()[:, 0]
+        return self.part(wanted[self.owner], trees)
 
     def select(self, keep: Tensor, *, judged: bool) -> TokenTree:
         """The tree of the nodes in `keep` [M]; roots always stay, and no node may outlive its parent.
@@ -257,39 +442,37 @@ class TokenTree:
         orphaned = keep & (self.parents >= 0) & ~keep[self.parents]
         if bool(orphaned.any()):
             raise ValueError("select() would keep a node whose parent it drops")
-        kept = replace(self._keep(keep), offsets=offsets_of(self.owner[keep], self.num_trees))
+        kept = self.part(keep)[0]
         return kept.forget_draws() if judged else kept
 
-    def _keep(self, keep: Tensor) -> TokenTree:
-        """The nodes in `keep` [M], renumbered; the offsets are the caller's to mend."""
-        renumbered = keep.cumsum(0) - 1
-        parents = self.parents[keep]
-        return replace(
-            self,
-            tokens=self.tokens[keep],
-            parents=torch.where(parents >= 0, renumbered[parents], -1),
-            draw=self.draw[keep],
-            q_row=self.q_row[keep],
-            drawn=None if self.drawn is None else renumbered[self.drawn[keep[self.drawn]]],
-        )
+    def without(self, absent: Tensor) -> TokenTree:
+        """The same batch with the nodes in `absent` [M] absent, and all behind them; without looking at values.
+
+        Which nodes these are must not depend on what was drawn.
+        """
+        gone = absent & (self.parents >= 0)
+        for _ in range(self.max_depth - 1):
+            gone = gone | gone[self.parents.clamp(min=0)] & (self.parents >= 0)
+        own = torch.arange(self.num_nodes, device=gone.device)
+        tries = self.tries.masked_fill((self.tries >= 0) & gone[self.tries.clamp(min=0)], -1)
+        shape = self.shape.linked(packed_left(tries), torch.where(gone, own, self.parents))
+        return replace(self, tokens=self.tokens.masked_fill(gone, -1), shape=shape)
+
+    def packed(self) -> tuple[TokenTree, NodeMap | None]:
+        """The same without absent nodes; None where there are none. Looks at values."""
+        there = self.tokens >= 0
+        return (self, None) if bool(there.all()) else self.part(there)
 
     def forget_draws(self) -> TokenTree:
         """The same tokens as point masses."""
-        none = torch.full_like(self.q_row, -1)
-        return replace(self, draw=torch.zeros_like(self.draw), q_row=none, q=None, drawn=None)
+        shape = self.shape
+        if shape.repeats:
+            shape = replace(shape.linked(packed_left(self._first_tries), shape.parents), repeats=False)
+        return TokenTree.chosen(self.tokens, shape)
 
     def refilled(self, tokens: Tensor, q: Tensor | None = None) -> TokenTree:
-        """The same trees with other tokens and laws; what is known of their structure stays known."""
-        tree = replace(self, tokens=tokens, q=q)
-        tree.__dict__.update({name: getattr(self, name) for name in _STRUCTURE})
-        return tree
-
-    def relinked(self, tokens: Tensor, parents: Tensor, depth: Tensor, ancestors: Tensor, tries: Tensor) -> TokenTree:
-        """As many nodes in as many trees that hang together otherwise, no deeper than these."""
-        tree = replace(self, tokens=tokens, parents=parents)
-        kept = {name: getattr(self, name) for name in ("sizes", "owner", "local", "widest", "max_depth")}
-        tree.__dict__.update(kept, depth=depth, ancestors=ancestors, tries=tries)
-        return tree
+        """The same trees with other tokens and laws."""
+        return replace(self, tokens=tokens, q=q)
 
     def validate(self) -> None:
         """Raise ValueError unless the packed arrays describe B well-formed trees."""
@@ -305,7 +488,7 @@ class TokenTree:
             ),
             "a sampled node names no law": bool(((self.draw != Draw.POINT) & (self.q_row < 0)).any()),
             "a point mass names a law": bool(((self.draw == Draw.POINT) & (self.q_row >= 0)).any()),
-            "a node was never drawn": self.drawn is not None and not torch.equal(self.drawn.unique(), index),
+            "a node was never drawn": not torch.equal(self.tries[self.tries >= 0].unique(), index[~is_root]),
             "a law is named that is not there": bool((self.q_row >= (0 if self.q is None else self.q.shape[0])).any()),
         }
         wrong = [text for text, broken in problems.items() if broken]
@@ -313,12 +496,42 @@ class TokenTree:
             raise ValueError("; ".join(wrong))
 
 
-_STRUCTURE = [name for name, value in vars(TokenTree).items() if isinstance(value, cached_property)]
-
-
 def follow(links: Tensor, at: Tensor) -> Tensor:
     """Where `links` lead from the nodes `at`; from no node (-1) to none."""
     return torch.where(at >= 0, links[at.clamp(min=0)], -1)
+
+
+def num_words(widest: int) -> int:
+    """Words of an ancestor set for trees of so many nodes, root included."""
+    return max(1, -(-(widest - 1) // BITS))
+
+
+def own_bits(local: Tensor, words: int) -> Tensor:
+    """The bit of each node in ancestor sets, by its local index; none for a root. [...] -> [..., words]."""
+    place = local - 1
+    word = torch.arange(words, device=local.device)
+    bit = torch.ones_like(place) << (place.clamp(min=0) % BITS)
+    return torch.where((place >= 0)[..., None] & (place[..., None] // BITS == word), bit[..., None], 0)
+
+
+def packed_left(table: Tensor) -> Tensor:
+    """Rows with their -1 entries behind all others, which keep their order. [n, C]."""
+    if table.shape[1] == 1:
+        return table
+    return table.gather(1, (table < 0).long().argsort(dim=1, stable=True))
+
+
+def _tries(parents: Tensor, drawn: Tensor) -> Tensor:
+    """The nodes drawn behind each node, in the order drawn, -1 padded. [M], [E] -> [M, C], C at least 1."""
+    above = parents[drawn]
+    order = torch.argsort(above, stable=True)
+    order = order[above[order] >= 0]
+    above, drawn = above[order], drawn[order]
+    counts = torch.bincount(above, minlength=parents.shape[0])
+    rank = torch.arange(len(order), device=drawn.device) - (counts.cumsum(0) - counts)[above]
+    table = torch.full((parents.shape[0], max(1, int(counts.max()) if len(counts) else 1)), -1, device=drawn.device)
+    table[above, rank] = drawn
+    return table
 
 
 def offsets_of(owner: Tensor, num_trees: int) -> Tensor:
@@ -327,17 +540,17 @@ def offsets_of(owner: Tensor, num_trees: int) -> Tensor:
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
 
-def ancestor_words(paths: Tensor, local: Tensor, num_words: int) -> Tensor:
-    """Bit sets over local node indices for the nodes on `paths`. [M, D + 1] -> [M, num_words] int64."""
-    words = torch.zeros(paths.shape[0], num_words, dtype=torch.int64, device=paths.device)
+def ancestor_words(paths: Tensor, local: Tensor, words: int) -> Tensor:
+    """Bit sets over local node indices for the nodes on `paths`, in any order. [M, D + 1] -> [M, words] int64."""
+    table = torch.zeros(paths.shape[0], words, dtype=torch.int64, device=paths.device)
     for step in range(paths.shape[1]):
         node = torch.where(paths[:, step] >= 0, local[paths[:, step].clamp(min=0)], 0) - 1
         present = node >= 0
         bit = torch.ones_like(node) << (node.clamp(min=0) % BITS)
         word = (node.clamp(min=0) // BITS).unsqueeze(1)
         # Every step of a path is another node, so adding a bit is setting it.
-        words.scatter_add_(1, word, torch.where(present, bit, 0).unsqueeze(1))
-    return words
+        table.scatter_add_(1, word, torch.where(present, bit, 0).unsqueeze(1))
+    return table
 
 
 @dataclass(frozen=True)
@@ -347,10 +560,15 @@ class Verdict:
     path: Tensor  # [B, D + 1] int64 global nodes, root first, -1 padded
     length: Tensor  # [B] int64 accepted draft tokens, 0 … D
     bonus: Tensor  # [B] int64
-    drift: Tensor | None = None  # [B] how far from the model's own law these tokens may be; nan: nobody knows; None: 0
+    drift: Tensor | None = None  # [B] how far from the model's own law these tokens may be; nan: unknown; None: 0
+
+    @classmethod
+    def of_roots(cls, tree: TokenTree, bonus: Tensor) -> Verdict:
+        """Nothing was guessed, so nothing is accepted."""
+        return cls(tree.offsets[:-1, None], torch.zeros_like(bonus), bonus)
 
     def to_host(self, tree: TokenTree) -> HostVerdict:
-        """The step's one copy to the host: the tokens each sequence gains."""
+        """The tokens each sequence gains, as lists; waits for them."""
         safe = self.path[:, 1:].clamp(min=0)
         drafted = (tree.sizes - 1).unsqueeze(1)
         packed = torch.cat([self.length[:, None], self.bonus[:, None], drafted, tree.tokens[safe]], 1).tolist()
@@ -359,12 +577,8 @@ class Verdict:
             accepted=[row[0] for row in packed],
             drafted=[row[2] for row in packed],
             drift=[0.0] * len(packed) if self.drift is None else self.drift.tolist(),
+            usable=[True] * len(packed),
         )
-
-    @classmethod
-    def of_roots(cls, tree: TokenTree, bonus: Tensor) -> Verdict:
-        """Nothing was guessed, so nothing is accepted."""
-        return cls(tree.offsets[:-1, None], torch.zeros_like(bonus), bonus)
 
 
 @dataclass(frozen=True)
@@ -375,3 +589,9 @@ class HostVerdict:
     accepted: list[int]
     drafted: list[int]
     drift: list[float]
+    usable: list[bool]  # whether the bonus token had a distribution
+
+    def take(self, rows: list[int]) -> HostVerdict:
+        """The same of some of the sequences."""
+        columns = (self.tokens, self.accepted, self.drafted, self.drift, self.usable)
+        return HostVerdict(*([column[b] for b in rows] for column in columns))

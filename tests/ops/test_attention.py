@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftwood.model.batch import AttentionShape, ForwardBatch, Pages
+from draftwood.batch import AttentionShape, ForwardBatch, Pages
 from draftwood.ops.reference import DenseAttention
 
 pytest.importorskip("triton")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from draftwood.cache.kv import NodeRows
-from draftwood.model.batch import AttentionShape, Pages
+from draftwood.batch import AttentionShape, Pages
 from draftwood.model.config import ModelConfig
 from draftwood.model.runner import ModelRunner
 from draftwood.ops.cpu import SegmentedAttention

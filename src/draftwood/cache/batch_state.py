@@ -1,62 +1,119 @@
-"""What the device knows of the running sequences, so that a captured step needs nothing from the host.
+"""What the device knows of the running sequences, so that a step needs nothing from the host but which of them run.
 
-A sequence whose prompt is prefilled gets a row: its tokens, length, sampling parameters and block table. Every step
-advances the rows by the tokens it gained. The host follows one step behind.
+A sequence whose prompt is prefilled gets a row: its tokens, length, sampling settings, logit edits and block table.
+Every step advances the rows by the tokens it gained. The host follows one step behind, or, on a CPU, at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from draftwood.protocols import BatchView, Truncation
+from draftwood.protocols import BatchView, LogitEdits, StepMode, Truncation
 from draftwood.request import SamplingParams
 from draftwood.tree import TokenTree, Verdict
 
-
-@dataclass(frozen=True)
-class DeviceBatchView(BatchView):
-    """A view of rows of the batch state; its host-side fields are empty."""
-
-    rows: Tensor  # [B] int64 rows of the batch state
-    block_table: Tensor  # [B, P] int64, never -1
-    history: Tensor  # [capacity + 1, length] int64 tokens of all rows
-
-    @cached_property
-    def num_run(self) -> Tensor:
-        """Tokens of each sequence that are in the target's KV cache: all but the last. [B]."""
-        return self.lengths - 1
+NO_EDITS = (1.0, 0.0, 0.0)  # repetition, presence and frequency penalty
+NUM_FACTS = 4  # numbers of an outcome before its tokens
 
 
 @dataclass(frozen=True)
-class SamplingMode:
-    """What the sequences of a captured step have in common: the code that samples for them."""
+class RowSettings:
+    """What a sequence's row holds besides its tokens."""
 
-    law: str | None
-    greedy: bool
-    truncates: bool
-    traced: bool = False  # some request asks for traces
-
-    @classmethod
-    def of(cls, params: Sequence[SamplingParams]) -> SamplingMode | None:
-        """None where a request needs the host, or where laws differ."""
-        laws = {p.law for p in params}
-        by_hand = any(p.edits_logits or p.steers_guesses or p.logprobs is not None or p.min_tokens for p in params)
-        if by_hand or len(laws) != 1:  # no requests: no law
-            return None
-        greedy, truncates = all(p.greedy for p in params), any(p.truncates for p in params)
-        return cls(laws.pop(), greedy, truncates, any(p.trace for p in params))
+    params: SamplingParams
+    seed: int
+    prompt_length: int
+    max_length: int  # tokens of prompt and answer together
+    max_depth: int  # draft tokens one behind the other
+    stop_ids: frozenset[int] = frozenset()  # that its `min_tokens` defers
 
     @property
-    def params(self) -> SamplingParams:
-        """Parameters of such a request."""
-        return SamplingParams(
-            temperature=0.0 if self.greedy else 1.0, top_p=0.5 if self.truncates else 1.0, law=self.law
-        )
+    def edits(self) -> bool:
+        """Whether its logits are edited on the device."""
+        return edits_on_device(self.params)
+
+
+def edits_on_device(params: SamplingParams) -> bool:
+    """Whether a request has biases, penalties or a minimum length; grammars and bad words are masks of the host."""
+    return bool(params.logit_bias or params.min_tokens) or params.penalises
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What the host tells a step, in one piece: a captured step reads it from where it was written before the launch."""
+
+    flat: Tensor  # [4 B + E + Q] int64, of which the others are parts
+    sequences: Tensor  # [4, B] row, draft nodes that have room, index of the law, index of the drafter
+    edited: Tensor  # [E] sequences of the batch whose logits are edited, padded with any
+    scored: Tensor  # [Q] sequences that ask for log-probabilities, padded with any
+
+    @classmethod
+    def over(cls, flat: Tensor, batch: int, edited: int) -> StepInputs:
+        """The parts of `flat`."""
+        sequences, lists = flat[: 4 * batch].view(4, batch), flat[4 * batch :]
+        return cls(flat, sequences, lists[:edited], lists[edited:])
+
+
+def input_numbers(
+    sequences: Sequence[tuple[int, int, int, int]], edited: Sequence[int], scored: Sequence[int], room: tuple[int, int, int],
+    padding_row: int,
+) -> list[int]:  # fmt: skip
+    """The numbers of `StepInputs` for a step with `room` for so many sequences, edited and scored ones."""
+    batch, most_edited, most_scored = room
+    padded = [*sequences, *[(padding_row, 0, 0, 0)] * (batch - len(sequences))]
+    columns = [number for column in zip(*padded, strict=True) for number in column]
+    return [*columns, *_filled(edited, most_edited), *_filled(scored, most_scored)]
+
+
+def _filled(numbers: Sequence[int], count: int) -> list[int]:
+    return [*numbers, *[numbers[0] if numbers else 0] * (count - len(numbers))]
+
+
+class _EditTables:
+    """Logit edits of every row, as wide as the widest request so far."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self._rows, self._device = rows, device
+        self.bias_tokens, self.bias = self._room(16, torch.int64), self._room(16, torch.float64)
+        self.stop_tokens = self._room(8, torch.int64)
+        self.penalties = torch.tensor([NO_EDITS] * rows, dtype=torch.float64, device=device)
+        self.lengths = torch.zeros(rows, 2, dtype=torch.int64, device=device)  # minimum length, prompt length
+        self.version = 0  # changes when a table moves: captured steps know addresses
+        self._dirty: set[int] = set()
+
+    def _room(self, width: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(self._rows, width, dtype=dtype, device=self._device)
+
+    def write(self, row: int, settings: RowSettings) -> None:
+        """The edits of a new occupant; clears those of the one before."""
+        if not settings.edits and row not in self._dirty:
+            return
+        params, stops = settings.params, sorted(settings.stop_ids)
+        self._widen(len(params.logit_bias), len(stops))
+        for table, values in (
+            (self.bias_tokens, list(params.logit_bias)),
+            (self.bias, list(params.logit_bias.values())),
+            (self.stop_tokens, stops + stops[:1] * (self.stop_tokens.shape[1] - len(stops))),
+            (self.penalties, [params.repetition_penalty, params.presence_penalty, params.frequency_penalty]),
+            (self.lengths, [settings.prompt_length + params.min_tokens if stops else 0, settings.prompt_length]),
+        ):
+            table[row] = 0
+            table[row, : len(values)] = torch.tensor(values, dtype=table.dtype)
+        (self._dirty.add if settings.edits else self._dirty.discard)(row)
+
+    def _widen(self, biases: int, stops: int) -> None:
+        if biases > self.bias.shape[1]:
+            extra = max(biases, 2 * self.bias.shape[1]) - self.bias.shape[1]
+            self.bias_tokens, self.bias = (torch.nn.functional.pad(t, (0, extra)) for t in (self.bias_tokens, self.bias))
+            self.version += 1
+        if stops > self.stop_tokens.shape[1]:
+            more = self.stop_tokens[:, :1].expand(-1, stops - self.stop_tokens.shape[1])
+            self.stop_tokens = torch.cat([self.stop_tokens, more], 1)
+            self.version += 1
 
 
 class BatchState:
@@ -72,10 +129,12 @@ class BatchState:
         self.seed = torch.zeros(rows, dtype=torch.int64, device=device)
         self.block_table = torch.full((rows, pages), scratch_page, dtype=torch.int64, device=device)
         self.sampling = torch.ones(rows, 4, dtype=torch.float64, device=device)  # temperature, top k, top p, min p
+        self.limits = torch.zeros(rows, 2, dtype=torch.int64, device=device)  # longest text, deepest tree
+        self.edits = _EditTables(rows, device)
         self._scratch_page = scratch_page
         self._free = list(range(capacity))[::-1]
         self._row_of: dict[int, int] = {}
-        self._pages: dict[int, int] = {}  # row -> pages in its block table
+        self._pages: dict[int, list[int]] = {}  # row -> pages in its block table
 
     def __contains__(self, seq_id: int) -> bool:
         return seq_id in self._row_of
@@ -85,15 +144,17 @@ class BatchState:
         """Sequences that have a row."""
         return set(self._row_of)
 
-    def add(self, seq_id: int, tokens: Sequence[int], params: SamplingParams, seed: int) -> None:
+    def add(self, seq_id: int, tokens: Sequence[int], settings: RowSettings) -> None:
         """Give a prefilled sequence a row."""
-        row = self._row_of[seq_id] = self._free.pop()
-        self._pages[row] = 0
+        row, params = self._free.pop(), settings.params
+        self._row_of[seq_id] = row
+        self._pages[row] = []
         self.block_table[row] = self._scratch_page  # clear the previous occupant's block table
         self.history[row, : len(tokens)] = self._upload(tokens)
-        numbers = self._upload([len(tokens), seed])
-        self.length[row], self.seed[row] = numbers[0], numbers[1]
+        numbers = self._upload([len(tokens), settings.seed, settings.max_length, settings.max_depth])
+        self.length[row], self.seed[row], self.limits[row] = numbers[0], numbers[1], numbers[2:]
         self.sampling[row] = self._upload((params.temperature, *Truncation.limits(params)), torch.float64)
+        self.edits.write(row, settings)
 
     def remove(self, seq_id: int) -> None:
         """Free a sequence's row; one that has none is fine."""
@@ -101,17 +162,17 @@ class BatchState:
         if row is not None:
             self._free.append(row)
 
-    def update_block_tables(self, pages: Mapping[int, Sequence[int]]) -> None:
-        """Upload the block tables that have changed. Pages are only ever appended."""
+    def update_block_tables(self, pages: Mapping[int, list[int]]) -> None:
+        """Upload the block tables that have changed: pages were appended, or the last ones exchanged for others."""
         news = {self._row_of[seq_id]: own for seq_id, own in pages.items()}
-        news = {row: own for row, own in news.items() if len(own) != self._pages[row]}
+        news = {row: own for row, own in news.items() if own != self._pages[row]}
         if not news:
             return
-        width = max(map(len, news.values()))
+        width = max(max(len(own), len(self._pages[row])) for row, own in news.items())
         table = [[*own, *[self._scratch_page] * (width - len(own))] for own in news.values()]
         packed = self._upload([[row, *own] for row, own in zip(news, table, strict=True)])
         self.block_table[packed[:, 0], :width] = packed[:, 1:]
-        self._pages.update({row: len(own) for row, own in news.items()})
+        self._pages.update({row: list(own) for row, own in news.items()})
 
     @property
     def num_pages(self) -> int:
@@ -120,35 +181,53 @@ class BatchState:
 
     def most_pages(self, seq_ids: Sequence[int]) -> int:
         """Pages of the longest of these sequences."""
-        return max(self._pages[self._row_of[seq_id]] for seq_id in seq_ids)
+        return max(len(self._pages[self._row_of[seq_id]]) for seq_id in seq_ids)
 
-    def rows(self, seq_ids: Sequence[int], size: int) -> Tensor:
-        """The rows of a step of `size` sequences, padded. [size]."""
-        rows = [self._row_of[seq_id] for seq_id in seq_ids]
-        return self._upload(rows + [self.padding_row] * (size - len(rows)))
+    def rows(self, seq_ids: Sequence[int]) -> list[int]:
+        """The rows of sequences."""
+        return [self._row_of[seq_id] for seq_id in seq_ids]
 
-    def view(self, rows: Tensor, kind: SamplingMode, pages: int) -> DeviceBatchView:
-        """The view of `rows` [B] for a step, with at most `pages` pages each."""
-        count = len(rows)
+    def view(self, inputs: StepInputs, mode: StepMode, pages: int) -> BatchView:
+        """The view of a step, with at most `pages` pages for each sequence."""
+        rows, max_nodes, law, drafter = inputs.sequences.unbind(0)
         integers, numbers, temperature, table = self._gathered(rows, pages)
         lengths, seeds, roots, top_k = integers.unbind(0)
-        view = DeviceBatchView(
-            seq_ids=(),
-            tokens=(),
-            prompt_lengths=(),
-            params=(kind.params,) * count,
-            bad_words=((),) * count,
+        limited = mode.limited
+        return BatchView(
             lengths=lengths,
             seeds=seeds,
+            roots=roots,
             temperature=temperature,
-            max_nodes=lengths,  # unused: every tree has its fixed shape
-            max_depth=lengths,
             rows=rows,
-            block_table=table,
             history=self.history,
+            block_table=table,
+            mode=mode,
+            truncation=Truncation(top_k, *numbers.unbind(0)) if mode.truncates else None,
+            max_nodes=max_nodes if limited else None,
+            max_depth=self._max_depth(rows, lengths) if limited else None,
+            law=law if len(mode.laws) > 1 else None,
+            drafter=drafter if len(mode.drafters) > 1 else None,
+            edits=self._edits(rows[inputs.edited], inputs.edited, lengths) if len(inputs.edited) else None,
         )
-        view.__dict__.update(roots=roots, truncation=Truncation(top_k, *numbers.unbind(0)))
-        return view
+
+    def _max_depth(self, rows: Tensor, lengths: Tensor) -> Tensor:
+        longest, deepest = self.limits[rows].unbind(1)
+        return torch.minimum(longest - lengths - 1, deepest).clamp(min=0)
+
+    def _edits(self, rows: Tensor, which: Tensor, lengths: Tensor) -> LogitEdits:
+        tables = self.edits
+        min_lengths, prompt_lengths = tables.lengths[rows].unbind(1)
+        return LogitEdits(
+            which=which,
+            bias_tokens=tables.bias_tokens[rows],
+            bias=tables.bias[rows],
+            penalties=tables.penalties[rows],
+            stop_tokens=tables.stop_tokens[rows],
+            min_lengths=min_lengths,
+            prompt_lengths=prompt_lengths,
+            lengths=lengths[which],
+            history=self.history[rows],
+        )
 
     def _gathered(self, rows: Tensor, pages: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Length, seed, last token and top k [4, B]; top p and min p [2, B]; temperature [B]; pages [B, P]."""
@@ -163,16 +242,17 @@ class BatchState:
         integers = torch.stack([lengths, self.seed[rows], roots, sampling[:, 1].long()])
         return integers, sampling[:, 2:].t().contiguous(), sampling[:, 0].float(), table[rows]
 
-    def advance(self, view: DeviceBatchView, tree: TokenTree, verdict: Verdict, outcome: Tensor) -> None:
-        """Append what every sequence gained. `outcome` [B, 3 + D], for the host: number of accepted tokens, the bonus
-        token, number of drafted tokens, then the accepted tokens.
+    def advance(self, view: BatchView, tree: TokenTree, verdict: Verdict, usable: Tensor) -> Tensor:
+        """Append what every sequence gained. For the host: number of accepted tokens, the bonus token, number of
+        drafted tokens, whether the bonus token had a distribution (`usable` [B]), then the accepted tokens.
+        [B, 4 + D] int64.
         """
         if view.rows.is_cuda:
             from draftwood.ops.cuda.batch_state import closed
 
             return closed(
-                view.rows, view.lengths, tree.tokens, verdict.path, verdict.length, verdict.bonus,
-                self.history, self.length, self.padding_row, outcome,
+                view.rows, view.lengths, tree.tokens, tree.offsets, verdict.path, verdict.length, verdict.bonus,
+                usable, self.history, self.length, self.padding_row,
             )  # fmt: skip
         accepted = tree.tokens[verdict.path[:, 1:].clamp(min=0)]  # [B, D], as far as the length says
         bonus, length = verdict.bonus[:, None], verdict.length[:, None]
@@ -182,10 +262,15 @@ class BatchState:
         self.history[view.rows[:, None], at.clamp(max=last)] = gained
         self.length[view.rows] = (view.lengths + verdict.length + 1).clamp(max=last)
         self.length[self.padding_row] = 1
-        drafted = (tree.tokens.view(len(view.rows), -1)[:, 1:] >= 0).sum(1, keepdim=True)
-        outcome.copy_(torch.cat([length, bonus, drafted, accepted], 1))
+        there = (tree.tokens >= 0).long()
+        drafted = torch.zeros_like(verdict.bonus).index_add_(0, tree.owner, there) - 1
+        return torch.cat([length, bonus, drafted[:, None], usable[:, None].long(), accepted], 1)
 
     def _upload(self, values: Sequence, dtype: torch.dtype = torch.int64) -> Tensor:
         """An asynchronous copy to the device."""
-        tensor = torch.tensor(values, dtype=dtype)
-        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
+        return uploaded(torch.tensor(values, dtype=dtype), self.device)
+
+
+def uploaded(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device, without waiting for it."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

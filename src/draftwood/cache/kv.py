@@ -19,51 +19,14 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from draftwood.cache.batch_state import DeviceBatchView
+from draftwood.batch import ForwardBatch, Pages
 from draftwood.cache.blocks import PageTables
 from draftwood.errors import InvalidRequest
 from draftwood.machine import zeroed_memory
-from draftwood.model.batch import ForwardBatch, Pages
 from draftwood.model.config import ModelConfig
 from draftwood.ops.staging import staged
-from draftwood.protocols import Span
-from draftwood.tree import TokenTree, Verdict
-from draftwood.treebuilder import TreeBuilder
-
-
-@dataclass(frozen=True)
-class NodeRows:
-    """Draft nodes to run: K rows of trees that hang behind the last token of some span."""
-
-    span: Tensor  # [K] int64 index of the span
-    index: Tensor  # [K] int64 the node's number in its own tree, 1 …: where its key is staged
-    tokens: Tensor  # [K] int64
-    depth: Tensor  # [K] int64
-    ancestors: Tensor  # [K, W] int64
-
-    @classmethod
-    def of_tree(cls, tree: TokenTree, span: Tensor) -> NodeRows | None:
-        """All draft nodes of `tree`, whose b-th tree belongs to span `span[b]`; None if there are none."""
-        if tree.num_drafted == 0:
-            return None
-        drafted = tree.parents >= 0
-        owner = span[tree.owner[drafted]]
-        return cls(owner, tree.local[drafted], tree.tokens[drafted], tree.depth[drafted], tree.ancestors[drafted])
-
-    @classmethod
-    def of_growth(cls, builder: TreeBuilder, columns: Tensor, runs: Tensor, spans: Sequence[int]) -> NodeRows:
-        """Those nodes in `columns` [B, k] of growing trees that are to run [B, k]; tree `spans[i]` is behind span i."""
-        owner, place = runs.nonzero(as_tuple=True)
-        column = columns[owner, place]
-        span_of = torch.full((builder.num_trees,), -1, device=columns.device)
-        span_of[list(spans)] = torch.arange(len(spans), device=columns.device)
-        return cls(
-            span=span_of[owner],
-            index=column,
-            tokens=builder.tokens[owner, column],
-            depth=builder.depth[owner, column],
-            ancestors=builder.ancestors(columns)[owner, place],
-        )
+from draftwood.protocols import BatchView, Span
+from draftwood.tree import TokenTree
 
 
 class KVCache:
@@ -104,31 +67,16 @@ class KVCache:
         page = block_table[span, index // self.page_size]
         return page * self.page_size + index % self.page_size
 
-    def stage(self, spans: Sequence[Span], nodes: NodeRows | None, logit_rows: Tensor | None = None) -> ForwardBatch:
-        """Rows for every pending token of `spans` and every node, with their slots and masks.
-
-        Without `logit_rows` (indices into pending tokens followed by nodes), logits are wanted at each span's
-        last pending token, then at every node.
-        """
-        text, owner = self._pending(spans, self.device)
-        if logit_rows is None:
-            count = len(text.tokens)
-            extra = torch.arange(count, count + (nodes.tokens.shape[0] if nodes else 0), device=self.device)
-            logit_rows = torch.cat([text.row_offsets[1:] - 1, extra])
-        batch = replace(text, logit_rows=logit_rows)
-        return batch if nodes is None else self._with_nodes(batch, owner, nodes)
-
-    def stage_text(self, spans: Sequence[Span], device: torch.device | None = None) -> ForwardBatch:
-        """Rows for every pending token of `spans`, of which no logits are wanted; there, or on another device."""
-        return self._pending(spans, device or self.device)[0]
-
-    def _pending(self, spans: Sequence[Span], device: torch.device) -> tuple[ForwardBatch, Tensor]:
-        """Rows for every pending token, without logits, and the span of each."""
+    def stage_text(
+        self, spans: Sequence[Span], logit_rows: Tensor | None = None, device: torch.device | None = None
+    ) -> ForwardBatch:
+        """Rows for every pending token of `spans`, there or on another device; logits only at `logit_rows` [K]."""
+        device = device or self.device
         tokens, index, owner = _pending_rows(spans, device)
         table = self.block_table(spans, device)
         base = torch.tensor([span.end for span in spans], device=device)
         ends = [0, *itertools.accumulate(span.end - span.start for span in spans)]
-        batch = ForwardBatch(
+        return ForwardBatch(
             tokens=tokens,
             positions=index,
             slots=self.slots(table, owner, index),
@@ -138,70 +86,10 @@ class KVCache:
             tree_base=base,
             num_keys=base,
             block_table=table,
-            logit_rows=torch.empty(0, dtype=torch.int64, device=device),
+            logit_rows=torch.empty(0, dtype=torch.int64, device=device) if logit_rows is None else logit_rows,
             max_rows=max((span.end - span.start for span in spans), default=0),
             linear=True,
         )
-        return batch, owner
-
-    def stage_next(self, seq_ids: Sequence[int], index: Tensor, tokens: Tensor) -> ForwardBatch:
-        """One further row of text for each of some sequences, with key number `index` [S]: a node of a chain."""
-        return replace(self.stage_ahead(seq_ids, index, 1)[0], tokens=tokens)
-
-    def stage_ahead(self, seq_ids: Sequence[int], index: Tensor, count: int) -> list[ForwardBatch]:
-        """That `count` times, from `index` [S] on, for tokens which are not known yet."""
-        table = self.block_table([Span(seq_id, (), 0, 0) for seq_id in seq_ids])
-        rows = torch.arange(len(seq_ids) + 1, device=self.device)
-        ahead = index + torch.arange(count, device=self.device)[:, None]  # [count, S]
-        slots = self.slots(table, rows[:-1].expand_as(ahead).reshape(-1), ahead.reshape(-1)).view_as(ahead)
-        nothing = torch.zeros(len(seq_ids), 1, dtype=torch.int64, device=self.device)
-        return [
-            ForwardBatch(
-                tokens=nothing[:, 0],
-                positions=here,
-                slots=slot,
-                visible=seen,
-                ancestors=nothing,
-                row_offsets=rows,
-                tree_base=seen,
-                num_keys=seen,
-                block_table=table,
-                logit_rows=rows[:-1],
-                max_rows=1,
-                linear=True,
-            )
-            for here, slot, seen in zip(ahead, slots, ahead + 1, strict=True)
-        ]
-
-    def _with_nodes(self, pending: ForwardBatch, owner: Tensor, nodes: NodeRows) -> ForwardBatch:
-        """The same batch with `nodes` behind their sequences' pending rows."""
-        before = pending.tree_base[nodes.span]
-        index = before + nodes.index - 1
-        owner = torch.cat([owner, nodes.span])
-        order = torch.argsort(owner, stable=True)
-        placed = torch.empty_like(order)
-        placed[order] = torch.arange(order.shape[0], device=self.device)
-        counts = torch.bincount(owner, minlength=pending.tree_base.shape[0])
-        words = nodes.ancestors.new_zeros(pending.tokens.shape[0], nodes.ancestors.shape[1])
-        return ForwardBatch(
-            tokens=torch.cat([pending.tokens, nodes.tokens])[order],
-            positions=torch.cat([pending.positions, before - 1 + nodes.depth])[order],
-            slots=torch.cat([pending.slots, self.slots(pending.block_table, nodes.span, index)])[order],
-            visible=torch.cat([pending.visible, before])[order],
-            ancestors=torch.cat([words, nodes.ancestors])[order],
-            row_offsets=torch.cat([counts.new_zeros(1), counts.cumsum(0)]),
-            tree_base=pending.tree_base,
-            num_keys=pending.num_keys.scatter_reduce(0, nodes.span, index + 1, "amax"),
-            block_table=pending.block_table,
-            logit_rows=placed[pending.logit_rows],
-            text_rows=placed[: pending.tokens.shape[0]],
-        )
-
-    def commit(self, batch: ForwardBatch, tree: TokenTree, verdict: Verdict, span: Tensor) -> None:
-        """Move the keys and values of accepted nodes to where committed tokens live."""
-        if tree.num_drafted:
-            index = tree.local[verdict.path.clamp(min=0)]  # [B, D + 1]
-            self.keep(batch.block_table[span], batch.tree_base[span], index, verdict.length)
 
     def keep(self, block_table: Tensor, base: Tensor, index: Tensor, length: Tensor, *, chain: bool = False) -> None:
         """Move staged nodes `index` [B, D + 1] (root first, `length` of the others count) right behind `base` [B].
@@ -283,17 +171,42 @@ def stage_behind(
     )
 
 
-def stage_trees(
-    view: DeviceBatchView, tree: TokenTree, page_size: int, max_positions: int, *, chain: bool
-) -> ForwardBatch:
-    """Whole trees of one shape, root and all, behind what their sequences have committed."""
-    size = tree.num_trees
-    rows = tree.num_nodes // size
+def stage_trees(view: BatchView, tree: TokenTree, page_size: int, max_positions: int, *, chain: bool) -> ForwardBatch:
+    """Whole trees, root and all, behind what their sequences have committed; logits at every node."""
+    size, rows = tree.num_trees, tree.widest
+    if tree.num_nodes != size * rows:
+        return _stage_ragged(view, tree, page_size, max_positions, chain)
     places = Places(tree.local.view(size, rows), tree.depth.view(size, rows), shift=-1)
     if not chain:  # a chain is a piece of text
-        places = replace(places, ancestors=tree.ancestors, max_depth=tree.max_depth, max_nodes=rows - 1)
+        places = replace(places, ancestors=tree.shape.ancestors, max_depth=tree.max_depth, max_nodes=rows - 1)
     tokens = tree.tokens.clamp(min=0).view(size, rows)
     return stage_behind(view.lengths, view.block_table, tokens, places, page_size, max_positions)
+
+
+def _stage_ragged(
+    view: BatchView, tree: TokenTree, page_size: int, max_positions: int, chain: bool
+) -> ForwardBatch:
+    """The same for trees of different sizes."""
+    owner, before = tree.owner, view.lengths[tree.owner]
+    key = before - 1 + tree.local
+    num_keys = view.lengths + tree.sizes - 1
+    return ForwardBatch(
+        tokens=tree.tokens,
+        positions=(before - 1 + tree.depth).clamp(max=max_positions - 1),
+        slots=view.block_table[owner, key // page_size] * page_size + key % page_size,
+        visible=key + 1 if chain else before,
+        ancestors=torch.zeros_like(key)[:, None] if chain else tree.shape.ancestors,
+        row_offsets=tree.offsets,
+        tree_base=num_keys if chain else view.lengths,
+        num_keys=num_keys,
+        block_table=view.block_table,
+        logit_rows=torch.arange(tree.num_nodes, device=key.device),
+        max_rows=tree.widest,
+        linear=chain,
+        max_depth=None if chain else tree.max_depth,
+        max_nodes=None if chain else tree.widest - 1,
+        logits_in_order=True,
+    )
 
 
 @lru_cache(maxsize=1024)

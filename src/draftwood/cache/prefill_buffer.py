@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftwood.model.batch import ForwardBatch
+from draftwood.batch import ForwardBatch
 
 SEQUENCES = 16  # of which a buffer may hold pieces
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from draftwood.cache.batch_state import DeviceBatchView, SamplingMode
-from draftwood.model.batch import ForwardBatch
+from draftwood.batch import ForwardBatch
 from draftwood.protocols import BatchView, Drafter, Features, Randomness, Verifier
 from draftwood.tree import DraftLaw, TokenTree
 

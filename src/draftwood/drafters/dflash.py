@@ -16,7 +16,7 @@ from draftwood.cache.kv import NodeRows
 from draftwood.drafters.features import READ_FROM, FeatureDrafter, PagedAttend, pages_under, text_ends, write
 from draftwood.drafters.growths import growth_of
 from draftwood.drafters.resident_features import ResidentBlock
-from draftwood.model.batch import ForwardBatch, Pages
+from draftwood.batch import ForwardBatch, Pages
 from draftwood.model.runner import ModelRunner
 from draftwood.nets.dflash import BlockNet
 from draftwood.nets.embeddings import TargetEmbeddings

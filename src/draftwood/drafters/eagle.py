@@ -16,7 +16,7 @@ from draftwood.cache.kv import NodeRows
 from draftwood.drafters.features import READ_FROM, FeatureDrafter, PagedAttend, Pending, pages_under, text_ends
 from draftwood.drafters.growths import growth_of
 from draftwood.drafters.resident_features import ResidentRecurrent
-from draftwood.model.batch import ForwardBatch, Pages
+from draftwood.batch import ForwardBatch, Pages
 from draftwood.model.runner import ModelRunner
 from draftwood.nets.eagle import Eagle3, Eagle3Layer, RecurrentNet
 from draftwood.nets.native import NativeLayers, native_layers, native_linear

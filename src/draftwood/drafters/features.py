@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from draftwood.model.batch import AttentionShape, ForwardBatch, Pages
+from draftwood.batch import AttentionShape, ForwardBatch, Pages
 from draftwood.model.config import ModelConfig
 from draftwood.model.runner import ModelRunner
 from draftwood.nets.embeddings import TargetEmbeddings

@@ -12,7 +12,7 @@ from torch import Tensor
 from draftwood.cache.batch_state import DeviceBatchView, SamplingMode
 from draftwood.cache.resident import NeedsNothing, round_sizes
 from draftwood.drafters.growth import only_compares
-from draftwood.model.batch import ForwardBatch
+from draftwood.batch import ForwardBatch
 from draftwood.protocols import BatchView, Budget, Drafter, Randomness, Verifier
 from draftwood.rng import KeyedRng
 from draftwood.tree import BITS, TokenTree, follow

@@ -16,7 +16,7 @@ from draftwood.cache.kv import KVCache
 from draftwood.drafters.features import PagedAttend
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.resident import ResidentModel
-from draftwood.model.batch import ForwardBatch, ForwardOutput, Pages
+from draftwood.batch import ForwardBatch, ForwardOutput, Pages
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.runner import Model, ModelRunner
 from draftwood.nets.embeddings import TargetEmbeddings

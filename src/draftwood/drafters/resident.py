@@ -11,7 +11,7 @@ from draftwood.cache.batch_state import DeviceBatchView, SamplingMode
 from draftwood.cache.kv import Places, stage_behind
 from draftwood.cache.resident import NeedsNothing, round_sizes
 from draftwood.drafters.growth import Front, GrownTrees, Growth, State, known, only_compares
-from draftwood.model.batch import ForwardBatch
+from draftwood.batch import ForwardBatch
 from draftwood.model.runner import ModelRunner
 from draftwood.ops.lookup import suffix_lookup
 from draftwood.protocols import BatchView, Randomness, Verifier

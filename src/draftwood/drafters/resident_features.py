@@ -19,7 +19,7 @@ from draftwood.cache.kv import Places, stage_behind
 from draftwood.drafters.features import FeatureDrafter, pages_under
 from draftwood.drafters.growth import Front, GrownTrees, Growth, State
 from draftwood.growers.pickers import Guessable
-from draftwood.model.batch import ForwardBatch
+from draftwood.batch import ForwardBatch
 from draftwood.model.runner import ModelRunner
 from draftwood.ops.staging import staged
 from draftwood.protocols import Features

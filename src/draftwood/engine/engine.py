@@ -1,36 +1,41 @@
-"""The decode step, and nothing else: somebody guesses, the target scores, a law keeps a path.
+"""The host's half of decoding: it schedules, launches a step, and collects what the step before gained.
+
+On a GPU the host is one step behind: while step n + 1 runs it collects step n. When it learns that a sequence has
+ended, the sequence has already run one step more; that step wrote behind the committed tokens, into pages that are
+written again on the same stream before they are read, so it is simply dropped. On a CPU a step is collected at once.
 
 Knows no drafter, no tree shape and no law by name. Plain decoding is this code with bare roots.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import time
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
-from draftwood.cache.kv import NodeRows
-from draftwood.cache.resident import attach
-from draftwood.engine.async_step import AsyncStep
-from draftwood.engine.graph_runner import GraphRunner
+from draftwood.cache.batch_state import RowSettings, edits_on_device
+from draftwood.drafting import Drafter
+from draftwood.engine.decode_step import Parts
+from draftwood.engine.graph_runner import Batch, GraphRunner, Launched, batch_state_for
 from draftwood.engine.plan import Plan
 from draftwood.engine.scheduler import Scheduler
-from draftwood.engine.scoring import prompt_logprobs, stage_prompts
-from draftwood.engine.trace import step_traces
+from draftwood.engine.scoring import prompt_logprobs
+from draftwood.engine.sequence import Sequence
+from draftwood.engine.shapes import ShapePlan, StepShape
 from draftwood.errors import IncompatibleParts
 from draftwood.faults import guarded
-from draftwood.model.batch import ForwardBatch, ForwardOutput
 from draftwood.model.runner import ModelRunner
-from draftwood.protocols import Budget, Controller, Drafter, Features, Randomness, StepReport, TimedStep, Verifier
+from draftwood.protocols import Budget, Controller, Randomness, Span, StepMode, StepReport, TimedStep, Verifier
 from draftwood.request import Event
-from draftwood.sampling import target_distribution, token_logprobs, unusable
 from draftwood.telemetry import Timers
-from draftwood.tree import DraftLaw, HostVerdict, TokenTree
+from draftwood.tree import DraftLaw, HostVerdict
 
-LENT = Budget(0, why="no nodes: a request needs the host, and the drafter's memory lies with the device's rounds")
 OFF = Budget(0, why="no nodes: the drafter has failed and is switched off")
+NOTHING = HostVerdict([], [], [], [], [])  # the outcome of a prefill
+USUAL_MODES = (StepMode(greedy=True), StepMode(truncates=True))
 
 
 def check_exact(verifier: Verifier, drafts: DraftLaw) -> None:
@@ -38,6 +43,21 @@ def check_exact(verifier: Verifier, drafts: DraftLaw) -> None:
     reason = verifier.refuses(drafts)
     if reason is not None:
         raise IncompatibleParts(f"The law '{verifier.name}' would not be exact here: {reason}.")
+
+
+@dataclass(frozen=True)
+class _InFlight:
+    """A launched step whose outcome has not been collected."""
+
+    launched: Launched
+    lives: tuple[int, ...]  # preemptions of each sequence at the launch
+    since: float
+    draft_seconds: float  # spent on drafting before the launch
+    alone: bool  # nothing else took device time: no prefill in it or before it
+
+    @property
+    def plan(self) -> Plan:
+        return self.launched.batch.plan
 
 
 class Engine:
@@ -51,134 +71,242 @@ class Engine:
         controller: Controller,
         scheduler: Scheduler,
         rng: Randomness,
-        rounds: GraphRunner | None = None,
+        *,
+        captures: bool = False,
         drafter_name: str | None = None,  # for the log and the metrics
     ) -> None:
         check_exact(verifier, drafter.law)
-        self.target = target
-        self.drafter = drafter
-        self.verifier = verifier
-        self.controller = controller
-        self.scheduler = scheduler
-        self.rng = rng
-        self.timers = Timers()
-        self.last_step: TimedStep | None = None  # for those who watch, from any thread
-        attach(drafter, target)
+        drafter.attach(target)
+        self.target, self.drafter, self.verifier = target, drafter, verifier
+        self.controller, self.scheduler = controller, scheduler
         self._guarded = guarded(drafter, drafter_name or type(drafter).__name__)
         self.health = self._guarded.health  # of each drafter; requests that name none have the first
-        if rounds is not None:
-            rounds.health = self.health[0]
-        self.pipeline = None if rounds is None else AsyncStep(rounds, scheduler)
+        self.timers = Timers()
+        self.last_step: TimedStep | None = None  # the last step with a valid timing, for those who watch
+        parts = Parts(target, self._guarded, verifier, rng, self.health, self.timers)
+        state = batch_state_for(target, scheduler.config.max_running, drafter.max_nodes)
+        shapes = ShapePlan(drafter.sizes, state.capacity, state.num_pages, target.cache.page_size, USUAL_MODES)
+        self.runner = GraphRunner(parts, state, shapes, captures)
+        self._in_flight: _InFlight | None = None
+        self._read: dict[int, int] = {}  # sequence -> tokens in the drafter's KV cache, where that is less than all
+        self._gained: dict[int, int] = {}  # sequence -> tokens of its last step, where that drafted
+        self._collected_at = 0.0
+        self._timing_invalid = False
+        self._behind_text = False  # a prefill was launched since the last step
         scheduler.on_end = self._release
-
-    def _release(self, seq_id: int) -> None:
-        """Drop a finished sequence's state: the drafter may keep some on the host beside captured steps, too."""
-        self._guarded.release(seq_id)
-        if self.pipeline is not None:
-            self.pipeline.release(seq_id)
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
-        """One round for every sequence that has room in it."""
-        if self.pipeline is None:
-            return self._step(self._budget())
-        events = self.pipeline.step(self.controller)
-        if events is not None:
-            self.last_step = self.pipeline.last_step or self.last_step
-            return events
-        # A request needs host-side logits. Drafters with their own KV cache are bound to captured steps: draft nothing.
-        lent = self.pipeline.runner.drafter.reads
-        budget = LENT if lent else self._budget()
-        return self.pipeline.fall_back(self.controller) + self._step(budget)
+        """Launch step n + 1, collect step n; where nothing is asynchronous, launch and collect the same one."""
+        events = self._collect() if self._must_know_the_last_step else []
+        budget = self._budget()
+        prompts, ready = self.scheduler.schedule(budget, self._ahead)
+        scored, prompts = prompts.parted()
+        self._release_preempted()
+        launched = self._launch(ready, prompts, budget) if ready.items else None
+        if prompts.items and (launched is None or not launched.launched.with_prompts):
+            self._timing_invalid = self._behind_text = True
+            self.runner.read(prompts.spans)
+        self.scheduler.commit(prompts, NOTHING)
+        self._read_scored(scored)
+        events += self._collect()
+        self._in_flight = launched
+        return events if self.scheduler.config.asynchronous else events + self._collect()
+
+    def prepare_next(self) -> bool:
+        """Capture one more step while there is nothing else to do; False if there is nothing left to capture."""
+        with torch.inference_mode():
+            return self.runner.capture_next()
+
+    def invalidate_timing(self) -> None:
+        """The host was busy with something else: the step in flight cannot be timed any more."""
+        self._timing_invalid = True
+
+    @property
+    def _must_know_the_last_step(self) -> bool:
+        """The host makes trees or masks for the next step from what the last one gained."""
+        return self._guarded.waits or any(_masked(seq) or seq.prediction for seq in self.scheduler.running)
 
     def _budget(self) -> Budget:
         if all(health.disabled for health in self.health):
             return OFF
         return self.controller.budget(self.scheduler.load)
 
-    def invalidate_timing(self) -> None:
-        """Something else had the thread between two steps: what is on its way will be heard of late."""
-        if self.pipeline is not None:
-            self.pipeline.invalidate_timing()
+    @property
+    def _ahead(self) -> dict[int, int]:
+        """The most tokens each sequence may be ahead of the host."""
+        flight = self._in_flight
+        return {} if flight is None else {seq_id: flight.launched.depth + 1 for seq_id in flight.plan.seq_ids}
 
-    def _step(self, budget: Budget) -> list[Event]:
-        began = time.perf_counter()
-        plan = self.scheduler.schedule(budget)
-        if not plan.sampling:
-            return self._catch_up(plan)
-        view = plan.view(self.target.device)
+    def _release(self, seq_id: int) -> None:
+        """The sequence has ended."""
+        self._guarded.release(seq_id)
+        self._forget(seq_id)
+
+    def _forget(self, seq_id: int) -> None:
+        self.runner.state.remove(seq_id)
+        self._read.pop(seq_id, None)
+        self._gained.pop(seq_id, None)
+
+    def _release_preempted(self) -> None:
+        """Remove preempted sequences from the batch state."""
+        for seq_id in self.runner.state.sequences - {seq.id for seq in self.scheduler.running}:
+            self._forget(seq_id)
+
+    def _launch(self, ready: Plan, prompts: Plan, budget: Budget) -> _InFlight:
+        """Launch a step for all that are ready, with these prompts if they fit."""
         drafting = self.timers.seconds.get("draft", 0.0)
-        with self.timers.measure("draft"):
-            tree = self._guarded.propose(view, budget, self.rng)
-        span = torch.tensor(plan.sampling, device=self.target.device)  # [B] which span each tree hangs behind
-        batch, out = self._score(plan, tree, span)
-        self._let_read(plan, batch, out)
-        logits, scored = out.logits[: tree.num_nodes], out.logits[tree.num_nodes :]
-        p = target_distribution(logits, tree, view)
-        verdict = self.verifier.verify(tree, p, view, self.rng)
-        self.target.cache.commit(batch, tree, verdict, span)
-        with self.timers.measure("draft"):
-            self._guarded.observe(view, tree, verdict, _rows_of(out.features, batch.logit_rows[: tree.num_nodes]))
-        outcome = verdict.to_host(tree)
-        report = _report(plan, outcome, self.timers.seconds["draft"] - drafting)
-        self.controller.observe(report)
-        logprobs = token_logprobs(logits, tree, verdict, view)
-        traces = step_traces(logits, tree, verdict, view, len(plan.items), report.num_rows)
-        scored_prompts, bad = prompt_logprobs(plan, scored), unusable(logits, p, verdict)
-        events = self.scheduler.commit(plan, outcome, logprobs, traces, scored_prompts, bad)
-        if report.num_rows == report.num_sampling + report.drafted:  # no prompt was read
-            self.last_step = TimedStep(report, time.perf_counter() - began)
-        return events
+        since = time.perf_counter()
+        self._add_to_batch(ready)
+        batch = self._batch(ready, prompts, budget)
+        self._keep_drafter_reading(ready, batch.shape.nodes)
+        launched = self.runner.launch(batch)
+        lives = tuple(item.seq.preemptions for item in ready.items)
+        alone = not (launched.with_prompts or self._behind_text)
+        self._behind_text = False
+        return _InFlight(launched, lives, since, drafting, alone)
 
-    def _score(self, plan: Plan, tree: TokenTree, span: Tensor) -> tuple[ForwardBatch, ForwardOutput]:
-        """The target's logits at every tree node, in the tree's order, then at the plan's `scored_rows`."""
-        spans = plan.spans
-        nodes = NodeRows.of_tree(tree, span)
-        # A root is its sequence's last pending token; draft nodes follow all pending tokens.
-        ends = list(itertools.accumulate(s.end - s.start for s in spans))
-        rows = torch.tensor([ends[i] - 1 for i in plan.sampling], device=span.device)
-        if nodes is not None:
-            drafted = tree.parents >= 0
-            roots, rows = rows, torch.empty_like(tree.tokens)
-            rows[~drafted] = roots
-            rows[drafted] = torch.arange(ends[-1], ends[-1] + tree.num_drafted, device=span.device)
-        if plan.scored:
-            rows = torch.cat([rows, torch.tensor(plan.scored_rows, device=span.device)])
-        batch = self.target.cache.stage(spans, nodes, rows)
-        with self.timers.measure("target"):
-            return batch, self.target.forward(batch, self._guarded.needs)
+    def _add_to_batch(self, ready: Plan) -> None:
+        state, tables = self.runner.state, self.scheduler.tables
+        vocabulary = self.target.model.config.vocab_size
+        for seq in (item.seq for item in ready.items):
+            if seq.id not in state:
+                stops = frozenset(token for token in seq.stop_ids if token < vocabulary)
+                deferred = stops if seq.params.min_tokens else frozenset()
+                settings = RowSettings(
+                    seq.params, seq.seed, seq.prompt_length, seq.max_length, seq.deepest, deferred
+                )
+                state.add(seq.id, seq.tokens, settings)
+        state.update_block_tables({seq_id: tables.pages(seq_id) for seq_id in ready.seq_ids})
 
-    def _let_read(self, plan: Plan, batch: ForwardBatch, out: ForwardOutput) -> None:
-        """Show the drafter what it asked to see of committed tokens."""
-        if out.features:
+    def _batch(self, ready: Plan, prompts: Plan, budget: Budget) -> Batch:
+        """The step to run: what its requests ask for, and how large it has to be."""
+        seqs = [item.seq for item in ready.items]
+        rooms = [item.own_nodes for item in ready.items]
+        eager = not self.runner.captures
+        limited = eager or len(set(rooms)) > 1 or any(seq.params.max_depth is not None for seq in seqs)
+        mode = StepMode(
+            laws=_names(seq.params.law for seq in seqs),
+            drafters=_names(seq.params.drafter for seq in seqs),
+            greedy=all(seq.params.greedy and self._lossless(seq) for seq in seqs),
+            truncates=any(seq.params.truncates for seq in seqs),
+            limited=limited,
+            predicted=any(seq.prediction for seq in seqs),
+            masked=any(map(_masked, seqs)),
+            traced=any(seq.params.trace for seq in seqs),
+        )
+        edited, masked, scored = (
+            [b for b, seq in enumerate(seqs) if asks(seq)]
+            for asks in (lambda s: edits_on_device(s.params), _masked, lambda s: s.params.logprobs is not None)
+        )
+        most = max(rooms)
+        nodes = max(size for size in self.drafter.sizes if size <= most)
+        tables = [len(self.scheduler.tables.pages(seq_id)) for seq_id in (*ready.seq_ids, *prompts.seq_ids)]
+        shape = StepShape(
+            batch=len(seqs),
+            nodes=nodes,
+            pages=min(max(tables) + 1, self.runner.state.num_pages),
+            text=prompts.num_rows,
+            edited=len(edited),
+            masked=len(masked),
+            scored=len(scored),
+            alternatives=max((seq.params.logprobs or 0 for seq in seqs), default=0),
+        )
+        gained = max(self._gained.get(seq.id, 1) for seq in seqs) if eager else None
+        return Batch(ready, mode, shape, edited, masked, scored, prompts.spans, gained, budget.min_accept_prob)
+
+    def _lossless(self, seq: Sequence) -> bool:
+        return self.verifier.lossless if seq.params.law is None else seq.lossless
+
+    def _keep_drafter_reading(self, ready: Plan, nodes: int) -> None:
+        """A drafter that was not used falls behind, and reads what it missed before it drafts again."""
+        if not self._guarded.reads:
+            return
+        if nodes == 0:
+            for item in ready.items:
+                self._read[item.seq.id] = min(item.end - 1, self._read.get(item.seq.id, item.end - 1))
+                self._gained.pop(item.seq.id, None)
+            return
+        # A step begins with the last two tokens, so what the step in flight adds need not be known here.
+        behind = [(item, self._read.pop(item.seq.id, item.end)) for item in ready.items]
+        self._read_along([Span(i.seq.id, i.seq.tokens, read, i.end - 1) for i, read in behind if read < i.end - 1])
+
+    def _read_along(self, spans: list[Span]) -> None:
+        """Let the drafter read, with as many pieces together as a step has rows for."""
+        rows = self.scheduler.config.max_rows
+        pieces = [
+            Span(span.seq_id, span.tokens, start, min(span.end, start + rows))
+            for span in spans
+            for start in range(span.start, span.end, rows)
+        ]
+        while pieces:
+            total = list(itertools.accumulate(piece.end - piece.start for piece in pieces))
+            count = max(1, bisect.bisect_right(total, rows))
             with self.timers.measure("draft"):
-                self._guarded.read(plan.spans, _rows_of(out.features, batch.text_rows))
+                self._guarded.ingest(self.target.cache.stage_text(pieces[:count]), None)
+            self._behind_text = True
+            pieces = pieces[count:]
 
-    def _catch_up(self, plan: Plan) -> list[Event]:
-        """A step in which nobody samples: only chunks of prompts, or nothing at all."""
-        found = None
-        if plan.items:
-            batch = stage_prompts(plan, self.target.cache)
-            with self.timers.measure("target"):
-                out = self.target.forward(batch, self._guarded.needs)
-            self._let_read(plan, batch, out)
-            found = prompt_logprobs(plan, out.logits)
-        return self.scheduler.commit(plan, HostVerdict([], [], [], []), prompt_logprobs=found)
+    def _read_scored(self, prompts: Plan) -> None:
+        """Prefill prompts whose log-probabilities are wanted: the host waits for their logits."""
+        if prompts.items:
+            self._timing_invalid = self._behind_text = True
+            found = prompt_logprobs(prompts, self.runner.read_scored(prompts))
+            self.scheduler.commit(prompts, NOTHING, prompt_logprobs=found)
+
+    def _collect(self) -> list[Event]:
+        """Collect the step in flight; drop sequences that were finished or preempted since."""
+        flight, self._in_flight = self._in_flight, None
+        if flight is None:
+            return []
+        outcome = flight.launched.wait()
+        seconds = self._seconds(flight)
+        running = {seq.id: seq for seq in self.scheduler.running}
+        kept = [
+            b
+            for b, (item, lives) in enumerate(zip(flight.plan.items, flight.lives, strict=True))
+            if running.get(item.seq.id) is item.seq and item.seq.preemptions == lives
+        ]
+        plan = Plan(tuple(flight.plan.items[b] for b in kept)).brought_up_to_date()
+        outcome = outcome.take(kept)
+        report = self._report(plan, flight, outcome, seconds)
+        self.controller.observe(report)
+        if seconds is not None and report.num_sampling:
+            self.last_step = TimedStep(report, seconds)
+        if flight.launched.nodes:
+            self._gained |= {i.seq.id: len(t) for i, t in zip(plan.items, outcome.tokens, strict=True)}
+        logprobs = [flight.launched.logprobs(b, tokens) for b, tokens in zip(kept, outcome.tokens, strict=True)]
+        traces = [flight.launched.trace(b) for b in kept]
+        return self.scheduler.commit(plan, outcome, logprobs, traces)
+
+    def _seconds(self, flight: _InFlight) -> float | None:
+        """Seconds of the step, unless something else took time meanwhile."""
+        now = time.perf_counter()
+        seconds = now - max(flight.since, self._collected_at)
+        disturbed, self._collected_at, self._timing_invalid = self._timing_invalid or not flight.alone, now, False
+        return None if disturbed else seconds
+
+    def _report(self, plan: Plan, flight: _InFlight, outcome: HostVerdict, seconds: float | None) -> StepReport:
+        told_apart = not self.scheduler.config.asynchronous
+        return StepReport(
+            num_rows=flight.launched.rows,
+            num_sampling=len(outcome.tokens),
+            drafted=sum(outcome.drafted),
+            accepted=sum(outcome.accepted),
+            emitted=sum(len(tokens) for tokens in outcome.tokens),
+            outcomes=tuple(zip(outcome.drafted, outcome.accepted, strict=True)),
+            draft_seconds=self.timers.seconds.get("draft", 0.0) - flight.draft_seconds if told_apart else None,
+            step_seconds=None if told_apart else seconds,
+            context=sum(len(item.seq.tokens) for item in plan.items) / max(len(plan.items), 1),
+            room=flight.launched.room,
+        )
 
 
-def _rows_of(features: Features, rows: Tensor | None) -> Features:
-    return features if rows is None else {layer: part[rows] for layer, part in features.items()}
+def _masked(seq: Sequence) -> bool:
+    """Whether the host says what may follow: a grammar, or bad words."""
+    return seq.constraint is not None or bool(seq.bad_words)
 
 
-def _report(plan: Plan, outcome: HostVerdict, draft_seconds: float) -> StepReport:
-    return StepReport(
-        num_rows=sum(item.end - item.start for item in plan.items) + sum(outcome.drafted),
-        num_sampling=len(plan.sampling),
-        drafted=sum(outcome.drafted),
-        accepted=sum(outcome.accepted),
-        emitted=sum(len(tokens) for tokens in outcome.tokens),
-        outcomes=tuple(zip(outcome.drafted, outcome.accepted, strict=True)),
-        draft_seconds=draft_seconds,
-        context=sum(len(plan.items[i].seq.tokens) for i in plan.sampling) / len(plan.sampling),
-        room=max(plan.items[i].max_nodes for i in plan.sampling),
-    )
+def _names(values: object) -> tuple[str | None, ...]:
+    """Different names, that of the engine's own part first."""
+    return tuple(sorted(set(values), key=lambda name: (name is not None, name or "")))  # type: ignore[call-overload]

@@ -1,8 +1,8 @@
-"""The decode step on the device: draft, forward, verify, commit, all from the batch state; on CUDA one captured graph.
+"""Runs decode steps: eagerly in the shape of the batch, or by replaying CUDA graphs of planned shapes.
 
-A captured step ("round") is the engine's step without the host. The code is the same whether it is captured or run
-eagerly. Graphs are captured when first needed, by shape (batch, nodes, pages of the longest sequence, prefill rows) and
-sampling mode. Short pieces of prompts are prefilled by graphs too: by their own, or within the step of a running batch.
+Both run `decode_step`. Graphs are captured at start and while the engine is idle (`capture_next`), never while a
+request waits; a batch for which no graph is ready runs eagerly. Short pieces of prompts are prefilled within the step of
+a running batch, or by graphs of their own.
 """
 
 from __future__ import annotations
@@ -16,33 +16,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftwood.cache.batch_state import BatchState, DeviceBatchView, SamplingMode
-from draftwood.cache.kv import stage_trees
+from draftwood.batch import ForwardBatch
+from draftwood.cache.batch_state import BatchState, StepInputs, input_numbers, uploaded
 from draftwood.cache.prefill_buffer import SEQUENCES, PrefillBuffer
-from draftwood.cache.resident import ResidentDrafter, round_batch
-from draftwood.drafters.resident import ResidentNone
+from draftwood.engine.decode_step import Parts, StepOutput, decode_step, ingest, propose, score, settle
 from draftwood.engine.plan import Plan
-from draftwood.engine.scoring import stage_prompts
-from draftwood.engine.trace import NUM_FACTS, facts, step_trace
-from draftwood.faults import DrafterFailed, DrafterHealth, attributed
-from draftwood.model.batch import ForwardBatch, with_text
+from draftwood.engine.shapes import Key, ShapePlan, StepShape
+from draftwood.engine.trace import NUM_FACTS, step_trace
 from draftwood.model.runner import ModelRunner
-from draftwood.ops.choice import likeliest
-from draftwood.protocols import Features, Randomness, Span, Verifier
-from draftwood.request import StepTrace
-from draftwood.sampling import target_distribution
-from draftwood.tree import HostVerdict, TokenTree, Verdict
-from draftwood.verifiers.path import keep_chosen
+from draftwood.protocols import BatchView, HostView, NodeMasks, Span, StepMode
+from draftwood.request import StepTrace, TokenLogprob
+from draftwood.sampling import host_masks
+from draftwood.tree import HostVerdict, TokenTree
 
 HOST = torch.device("cpu")
-CAPTURE_AFTER = 32  # capture a new shape once padding has wasted this many plain steps: a capture takes as long
-FREE_ROWS = 256  # rows that take as long as reading all weights; each as many more take as long again
-LONG_TABLES = 0.1  # plain steps lost by a block table that is longer than needed
-APART = 1.0  # plain steps lost by a separate prefill: weights are read once more
 READINGS = (16, 32, 64, 128, 256, 512)  # rows of a captured prefill
-MIXED_SIZES = (64, 128, 256, 512)  # prefill rows of a mixed step
-MAX_MIXED_SIZES = 48  # mixed steps that are captured: there are many shapes, and each keeps its memory
-LENGTHS = (1024, 4096, 16384)  # tokens: kernels are split for the longest possible sequence, not for the present one
+log = logging.getLogger(__name__)
 
 
 def batch_state_for(target: ModelRunner, capacity: int, max_nodes: int) -> BatchState:
@@ -53,34 +42,78 @@ def batch_state_for(target: ModelRunner, capacity: int, max_nodes: int) -> Batch
 
 
 @dataclass(frozen=True)
-class StepShape:
-    """What a captured step has room for."""
+class Batch:
+    """What a step is to run: sequences that sample, and pieces of prompts beside them."""
 
-    batch: int  # sequences
-    nodes: int  # of each one's tree, without the root
-    pages: int  # of each sequence
-    text: int = 0  # prefill rows
+    plan: Plan
+    mode: StepMode
+    shape: StepShape  # exactly as large as it has to be
+    edited: Sequence[int]  # sequences of the plan, by index
+    masked: Sequence[int]
+    scored: Sequence[int]
+    prompts: Sequence[Span]
+    gained: int | None  # no sequence has gained more tokens in the last step; None: unknown
+    min_accept_prob: float
 
-    @property
-    def rows(self) -> int:
-        """Rows of the target's forward."""
-        return self.batch * (1 + self.nodes) + self.text
 
-    def lost_with(self, other: StepShape) -> float:
-        """Plain steps lost by running `other` instead: padding rows, tokens that are not drafted."""
-        idle = (other.batch - self.batch) * (1 + other.nodes) / FREE_ROWS
-        unguessed = (self.nodes - other.nodes) / (1 + self.nodes)
-        return idle + unguessed + (LONG_TABLES if other.pages > self.pages else 0.0)
+@dataclass(frozen=True)
+class Launched:
+    """A step in flight: where its output will be, and when."""
+
+    batch: Batch
+    output: StepOutput  # on the host
+    arrived: torch.cuda.Event | None
+    rows: int  # that the target ran
+    nodes: int  # draft nodes that each sequence could have had
+    with_prompts: bool
+
+    def wait(self) -> HostVerdict:
+        """What each sequence gained, once it is known."""
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        count = len(self.batch.plan.items)
+        rows, drift = self.output.outcome[:count].tolist(), self.output.drift
+        return HostVerdict(
+            tokens=[[*row[4 : 4 + row[0]], row[1]] for row in rows],
+            accepted=[row[0] for row in rows],
+            drafted=[row[2] for row in rows],
+            drift=[0.0] * count if drift is None else drift[:count].tolist(),
+            usable=[bool(row[3]) for row in rows],
+        )
+
+    def logprobs(self, b: int, gained: Sequence[int]) -> list[TokenLogprob]:
+        """Of the tokens that the b-th sequence gained; [] if it does not ask. Valid after `wait`."""
+        asked = self.batch.plan.items[b].seq.params.logprobs
+        if asked is None or self.output.logprobs is None:
+            return []
+        return self.output.logprobs.to_host(self.batch.scored.index(b), gained, asked)
+
+    def trace(self, b: int) -> StepTrace | None:
+        """What the step did for its b-th sequence, if that asks. Valid after `wait`."""
+        if self.output.facts is None or not self.batch.plan.items[b].seq.params.trace:
+            return None
+        first, end = self.output.offsets[b : b + 2].tolist()
+        rows = self.output.facts[first:end, :NUM_FACTS].tolist()
+        return step_trace(rows, int(self.output.outcome[b, 1]), len(self.batch.plan.items), self.rows)
 
 
 @dataclass
 class CapturedStep:
-    """A step of one shape and sampling mode, ready to be replayed."""
+    """A step of one shape and mode, ready to be replayed: as a whole, or in three parts with masks before the last."""
 
-    rows: Tensor  # [B] rows of the batch state, written before every run
-    run: Callable[[], None]
-    outcome: Tensor  # [B, 3 + D] what the last run emitted, see `BatchState.advance`
-    facts: Tensor | None  # [B * (1 + N), 6] what it drafted, where requests are traced
+    inputs: StepInputs
+    runs: Sequence[Callable[[], None]]
+    made: _Made
+    masks: NodeMasks | None
+
+
+@dataclass
+class _Made:
+    """What the parts of a captured step leave for each other and for the host."""
+
+    proposal: Any = None
+    scored: Any = None
+    output: Any = None
 
 
 @dataclass(frozen=True)
@@ -95,310 +128,267 @@ class _Replay:
 
 
 @dataclass
-class Launched:
-    """A step in flight: where its outcome will be, and when."""
-
-    host: Tensor  # [B, 3 + D]
-    arrived: torch.cuda.Event | None
-    size: int  # sequences; the rest of the batch is padding
-    facts: Tensor | None = None  # [B * (1 + N), 6]
-
-    def wait(self) -> HostVerdict:
-        """The outcome, once it is there."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        rows = self.host[: self.size].tolist()
-        return HostVerdict(
-            tokens=[[*row[3 : 3 + row[0]], row[1]] for row in rows],
-            accepted=[row[0] for row in rows],
-            drafted=[row[2] for row in rows],
-            drift=[0.0] * len(rows),
-        )
-
-    def trace(self, b: int) -> StepTrace | None:
-        """What the step did for its b-th sequence, if it is traced; valid after `wait`."""
-        if self.facts is None:
-            return None
-        tree = self.facts.view(len(self.host), -1, NUM_FACTS)[b].tolist()
-        return step_trace(tree, int(self.host[b, 1]), self.size, self.size * len(tree))
-
-
-@dataclass
 class GraphRunner:
-    """Captures and replays decode steps."""
+    """Runs steps and prefills."""
 
-    target: ModelRunner
-    drafter: ResidentDrafter
-    law_of: Callable[[str | None], Verifier]  # by the name a request gives
-    rng: Randomness
-    batch_state: BatchState
-    captures: bool  # False: eager, for debugging and where there are no graphs
-    health: DrafterHealth = field(default_factory=lambda: DrafterHealth("drafter"))
-    _known: dict[tuple[StepShape, SamplingMode], CapturedStep] = field(default_factory=dict)
-    _refused: set[SamplingMode] = field(default_factory=set)
-    _roots: dict[int, TokenTree] = field(default_factory=dict)
-    _lost: dict[tuple[StepShape, SamplingMode], float] = field(default_factory=dict)  # plain steps, by wanted shape
+    parts: Parts
+    state: BatchState
+    shapes: ShapePlan
+    captures: bool  # False: everything runs eagerly
+    _ready: dict[Key, CapturedStep] = field(default_factory=dict)
+    _refused: set[Key] = field(default_factory=set)
     _frames: dict[tuple[int, int], PrefillBuffer] = field(default_factory=dict)  # by rows and pages
     _readings: dict[tuple[int, int], Callable[[], None]] = field(default_factory=dict)
+    _baked: tuple[object, ...] = ()  # what captured steps were captured with
     _pool: Any = None
     _side: Any = None
 
     @property
-    def ready(self) -> list[CapturedStep]:
-        """Steps that have been captured so far."""
-        return list(self._known.values())
+    def target(self) -> ModelRunner:
+        """The model that is decoded."""
+        return self.parts.target
 
-    def can_run(self, kind: SamplingMode) -> bool:
-        """Whether steps of this mode need nothing from the host."""
-        return kind not in self._refused and self.drafter.suits(kind, self.law_of(kind.law))
+    @property
+    def ready(self) -> list[Key]:
+        """Shapes and modes of captured steps."""
+        return list(self._ready)
 
-    def prepare(self, size: StepShape, kind: SamplingMode) -> bool:
-        """Capture such a step if need be; False, for good, if its law turns out to read values on the host.
+    def launch(self, batch: Batch) -> Launched:
+        """Run a step without waiting for its output; with its prompts, where they fit."""
+        key = self._nearest(batch) if self.captures else None
+        if key is None:
+            return self._run_eagerly(batch)
+        shape, step = key[0], self._ready[key]
+        if shape.text:
+            self._frame(shape.text, shape.pages).fill(self.target.cache.stage_text(batch.prompts, device=HOST))
+        view = batch.plan.view()
+        self._prepare_host_trees(view, shape.batch, shape.nodes)
+        step.inputs.flat.copy_(self._numbers(batch, shape, key[1]), non_blocking=True)
+        step.runs[0]()
+        if step.masks is not None:
+            self._fill_masks(step, view, batch)
+        return self._launched(batch, step.made.output, shape.rows, shape.nodes, bool(shape.text))
 
-        Raises `DrafterFailed` if the drafter cannot run it; see `go_on_plainly`.
-        """
-        try:
-            self._round(size, kind)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            if not self.captures:
-                raise
-            reason = str(error).splitlines()[0]
-            logging.getLogger(__name__).warning("%s cannot be captured and runs eagerly: %s", kind, reason)
-            self._refused.add(kind)
-        return kind not in self._refused
+    def _nearest(self, batch: Batch) -> Key | None:
+        """A captured step that fits: with the batch's prompts if there is one, else without."""
+        self._drop_outdated()
+        wanted, ready = self.shapes.wanted(batch.shape), self.ready
+        fits = len(batch.prompts) <= SEQUENCES and self.target.cache.tables is not None
+        mixed = [key for key in ready if key[0].text]
+        if wanted.text and fits and (found := self.shapes.nearest(wanted, batch.mode, mixed)) is not None:
+            return found
+        return self.shapes.nearest(replace(wanted, text=0), batch.mode, [key for key in ready if not key[0].text])
 
-    def is_ready(self, size: StepShape, kind: SamplingMode) -> bool:
-        """Whether such a step has been captured."""
-        return (size, kind) in self._known
+    def _drop_outdated(self) -> None:
+        """Drop captured steps when what is baked into them has changed: edit tables that moved, a drafter that failed."""
+        baked = self.state.edits.version, *(health.disabled for health in self.parts.health)
+        if self._baked not in ((), baked):
+            if self.state.device.type == "cuda":
+                torch.cuda.synchronize()  # graphs that are still running are about to be dropped
+            for made in (self._ready, self._readings, self._refused):
+                made.clear()
+        self._baked = baked
 
-    def size_for(self, count: int, room: int, pages: int, kind: SamplingMode) -> StepShape:
-        """The shape to run `count` sequences with, of at most `pages` pages, with room for so many nodes each.
+    def _run_eagerly(self, batch: Batch) -> Launched:
+        shape, device, cache = batch.shape, self.state.device, self.target.cache
+        inputs = StepInputs.over(self._numbers(batch, shape, batch.mode).to(device, non_blocking=True), shape.batch, shape.edited)
+        view = replace(
+            self.state.view(inputs, batch.mode, shape.pages),
+            gained=batch.gained,
+            min_accept_prob=batch.min_accept_prob,
+            may_look=device.type == "cpu" and not self.captures,
+        )
+        text = _as_wide(cache.stage_text(batch.prompts), shape.pages, cache.scratch_page) if batch.prompts else None
+        host = batch.plan.view()
+        self._prepare_host_trees(host, shape.batch, shape.nodes)
+        scored = score(self.parts, view, propose(self.parts, view, shape.nodes), text)
+        masks = None
+        if batch.masked:
+            tree = scored.proposal.tree
+            found = host_masks(_on_host(tree), host, batch.masked, self.target.model.config.vocab_size)
+            masks = NodeMasks(found.nodes.to(device), found.allowed.to(device))
+        output = settle(self.parts, self.state, view, inputs, scored, shape.alternatives, masks)
+        rows = scored.proposal.tree.num_nodes + shape.text
+        return self._launched(batch, output, rows, shape.nodes, bool(batch.prompts))
 
-        A capture takes as long as dozens of steps. So the best captured shape is used until it has wasted as much. A
-        shape without nodes is no substitute for one with: a drafter with its own KV cache would fall behind.
-        """
-        nodes = max(size for size in self.drafter.sizes if size <= room)
-        wanted = StepShape(round_batch(count), nodes, self._pages_for(pages))
-        if (wanted, kind) in self._known:
-            return wanted
-        ready = [known for known, its_kind in self._known if its_kind == kind and self._holds(known.pages, pages)]
-        fitting = [
-            known
-            for known in ready
-            if count <= known.batch and known.nodes <= nodes and (known.nodes > 0) == (nodes > 0) and not known.text
+    def _prepare_host_trees(self, view: HostView, size: int, nodes: int) -> None:
+        if self.parts.drafter.waits:
+            with self.parts.timers.measure("draft"):
+                self.parts.drafter.prepare(view, size, nodes)
+
+    def _numbers(self, batch: Batch, shape: StepShape, mode: StepMode) -> Tensor:
+        """What a step of this shape and mode is told about the batch."""
+        sequences = [
+            (row, item.max_nodes, mode.laws.index(item.seq.params.law), mode.drafters.index(item.seq.params.drafter))
+            for row, item in zip(self.state.rows(batch.plan.seq_ids), batch.plan.items, strict=True)
         ]
-        instead = min(fitting, key=wanted.lost_with, default=wanted)
-        return wanted if self._missed(wanted, kind, wanted.lost_with(instead)) else instead
+        room = (shape.batch, shape.edited, shape.scored)
+        numbers = input_numbers(sequences, batch.edited, batch.scored, room, self.state.padding_row)
+        flat = torch.tensor(numbers, dtype=torch.int64)
+        return flat.pin_memory() if self.state.device.type == "cuda" else flat
 
-    def with_room_for(
-        self, spans: Sequence[Span], size: StepShape, kind: SamplingMode, max_rows: int
-    ) -> StepShape | None:
-        """The shape of a mixed step that also prefills these pieces of prompts. None where they are prefilled
-        separately: they do not fit, or no such step is captured and little time has been wasted by that so far.
-        """
-        rows = sum(span.end - span.start for span in spans)
-        rides = [replace(size, text=text) for text in MIXED_SIZES if text >= rows]
-        rides = [ride for ride in rides if ride.rows <= max_rows]
-        if not rides or len(spans) > SEQUENCES or not self._holds(size.pages, self._most_pages(spans)):
-            return None
-        wanted = rides[0]
-        if (wanted, kind) in self._known:
-            return wanted
-        lost = {ride: (ride.text - wanted.text) / FREE_ROWS for ride in rides if (ride, kind) in self._known}
-        instead = min((ride for ride in lost if lost[ride] < APART), key=lambda ride: ride.text, default=None)
-        may_prepare = sum(known.text > 0 for known, _ in self._known) < MAX_MIXED_SIZES
-        missed = self._missed(wanted, kind, APART if instead is None else lost[instead])
-        return wanted if missed and may_prepare else instead
+    def _fill_masks(self, step: CapturedStep, view: HostView, batch: Batch) -> None:
+        """The host's part of a step with masks: it reads the trees while the target runs, and says what may follow."""
+        assert step.masks is not None
+        tree = _on_host(step.made.proposal.tree)  # waits for the drafter, not for the target
+        step.runs[1]()
+        found = host_masks(tree, view, batch.masked, step.masks.allowed.shape[1])
+        count, room = len(found.nodes), len(step.masks.nodes)
+        index = torch.arange(room).clamp(max=count - 1)
+        for buffer, part in ((step.masks.nodes, found.nodes), (step.masks.allowed, found.allowed)):
+            buffer.copy_(uploaded(part[index], self.state.device), non_blocking=True)
+        step.runs[2]()
 
-    def _missed(self, wanted: StepShape, kind: SamplingMode, lost: float) -> bool:
-        """Add to the time wasted because this shape is not captured; whether it is time to capture it."""
-        self._lost[wanted, kind] = self._lost.get((wanted, kind), 0.0) + lost
-        return self._lost[wanted, kind] > CAPTURE_AFTER
-
-    def _most_pages(self, spans: Sequence[Span]) -> int:
-        return max(len(self.target.cache.tables.pages(span.seq_id)) for span in spans)
-
-    def _pages_for(self, pages: int) -> int:
-        whole = self.batch_state.num_pages
-        rounded = (length // self.target.cache.page_size for length in LENGTHS)
-        return next((some for some in rounded if some < whole and self._holds(some, pages)), whole)
-
-    def _holds(self, some: int, pages: int) -> bool:
-        """The last block-table entry is scratch: a finished sequence still runs one step, and writes there."""
-        return pages < some or some == self.batch_state.num_pages
-
-    def launch(self, plan: Plan, size: StepShape, kind: SamplingMode, spans: Sequence[Span] = ()) -> Launched:
-        """Launch a step of shape `size` for the plan's sequences and pieces of prompts, without waiting for it."""
-        seq_ids = [item.seq.id for item in plan.items]
-        todo = self._round(size, kind)
-        if spans:
-            self._frame(size.text, size.pages).fill(self.target.cache.stage_text(spans, HOST))
-        if size.nodes and self.drafter.waits:
-            with attributed("prepare"):
-                self.drafter.prepare(plan.view(HOST), size.batch, size.nodes)
-        todo.rows.copy_(self.batch_state.rows(seq_ids, size.batch))
-        todo.run()
-        told = None if todo.facts is None else _on_its_way(todo.facts)
-        outcome = _on_its_way(todo.outcome)
-        if todo.outcome.device.type == "cpu":
-            return Launched(outcome, None, len(seq_ids), told)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        return Launched(outcome, arrived, len(seq_ids), told)
+    def _launched(self, batch: Batch, output: StepOutput, rows: int, nodes: int, with_prompts: bool) -> Launched:
+        arrived = None
+        host = output.over([_on_its_way(part) for part in output.tensors])
+        if self.state.device.type == "cuda":
+            arrived = torch.cuda.Event()
+            arrived.record()
+        return Launched(batch, host, arrived, rows, nodes, with_prompts)
 
     def read(self, spans: Sequence[Span]) -> None:
         """Prefill pieces of prompts in target and drafter: a few short ones by a graph, others eagerly."""
         rows = sum(span.end - span.start for span in spans)
-        if not self.captures or len(spans) > SEQUENCES or rows > READINGS[-1]:
-            return self._run_text(self.target.cache.stage_text(spans))
-        size = next(size for size in READINGS if size >= rows), self._pages_for(self._most_pages(spans))
-        if size not in self._readings:
-            self._readings[size] = self._prepare_reading(*size)
-        self._frame(*size).fill(self.target.cache.stage_text(spans, HOST))
+        pages = self.shapes.pages_for(max(len(self.target.cache.tables.pages(span.seq_id)) for span in spans))
+        size = next((size for size in READINGS if size >= rows), rows), pages
+        if len(spans) > SEQUENCES or size not in self._readings:
+            ingest(self.parts, self.target.cache.stage_text(spans))
+            return
+        self._frame(*size).fill(self.target.cache.stage_text(spans, device=HOST))
         self._readings[size]()
 
     def read_scored(self, plan: Plan) -> Tensor:
         """The same, eagerly, with logits at the plan's `scored_rows`. [K, V]."""
-        batch = stage_prompts(plan, self.target.cache)
-        out = self.target.forward(batch, self.drafter.needs)
-        self._hand_on(replace(batch, logit_rows=batch.logit_rows[:0]), out.features)
-        return out.logits
+        rows = torch.tensor(plan.scored_rows, device=self.target.device)
+        return ingest(self.parts, self.target.cache.stage_text(plan.spans, rows))
+
+    def capture_next(self) -> bool:
+        """Capture what is missed most, or likely to be asked for; False if there is nothing to capture."""
+        if not self.captures:
+            return False
+        self._drop_outdated()
+        size = next((size for size in self._usual_readings() if size not in self._readings), None)
+        if size is not None and len(self._ready) >= 2:  # a plain and a drafting step come first
+            self._readings[size] = self._prepare_reading(*size)
+            return True
+        key = self.shapes.next([*self._ready, *self._refused])
+        if key is not None:
+            self.capture(*key)
+        return key is not None
+
+    def capture(self, shape: StepShape, mode: StepMode) -> bool:
+        """Capture such a step; False, for good, if part of it turns out to look at values."""
+        try:
+            self._ready[shape, mode] = self._prepare(shape, mode)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            log.warning("%s of %s cannot be captured and runs eagerly: %s", shape, mode, str(error).splitlines()[0])
+            self._refused.add((shape, mode))
+        return (shape, mode) in self._ready
+
+    def _usual_readings(self) -> list[tuple[int, int]]:
+        return [(rows, self.shapes.pages_for(1)) for rows in READINGS]
 
     def _frame(self, rows: int, pages: int) -> PrefillBuffer:
         if (rows, pages) not in self._frames:
-            cache = self.target.cache
-            device = self.batch_state.device
+            cache, device = self.target.cache, self.state.device
             self._frames[rows, pages] = PrefillBuffer(rows, pages, cache.page_size, cache.scratch_page, device)
         return self._frames[rows, pages]
 
     def _prepare_reading(self, rows: int, pages: int) -> Callable[[], None]:
         frame = self._frame(rows, pages)
         frame.clear()
-        return self._ready(lambda: self._run_text(frame.batch))  # on the scratch page
+        return self._as_graph(lambda: self._ingest(frame.batch))  # on the scratch page
 
-    def _run_text(self, batch: ForwardBatch) -> None:
-        self._hand_on(batch, self.target.forward(batch, self.drafter.needs).features)
+    def _ingest(self, batch: ForwardBatch) -> None:
+        ingest(self.parts, batch)
 
-    def _hand_on(self, text: ForwardBatch, features: Features) -> None:
-        """Give the drafter prefilled text and the target's features of its rows."""
-        with attributed("read"):
-            if self.drafter.needs:
-                self.drafter.take_in(text, features)
-            if self.drafter.reads:
-                self.drafter.read(text)
+    def _prepare(self, shape: StepShape, mode: StepMode) -> CapturedStep:
+        """A step of this shape, captured on the padding row."""
+        numbers = input_numbers([], [], [], (shape.batch, shape.edited, shape.scored), self.state.padding_row)
+        flat = torch.tensor(numbers, dtype=torch.int64).to(self.state.device)
+        inputs, made = StepInputs.over(flat, shape.batch, shape.edited), _Made()
+        text = None
+        if shape.text:
+            frame = self._frame(shape.text, shape.pages)
+            frame.clear()
+            text = frame.batch
+        if not shape.masked:
 
-    def go_on_plainly(self, failure: DrafterFailed) -> None:
-        """Run steps without drafts from now on. A step that failed can be run again: it commits last, and what it wrote
-        before lies behind the committed tokens.
+            def whole() -> None:
+                view = self.state.view(inputs, mode, shape.pages)
+                made.output = decode_step(
+                    self.parts, self.state, view, inputs, shape.nodes, shape.alternatives, text
+                )
 
-        For good: the drafter's state is part of every captured step and cannot be rebuilt.
-        """
-        self.health.failed(failure.call, failure.error, for_good=True)
-        if self.batch_state.device.type == "cuda":
-            torch.cuda.synchronize()  # graphs that are still running are about to be dropped
-        self.drafter = ResidentNone()
-        for made in (self._known, self._readings, self._lost, self._refused):
-            made.clear()
+            return CapturedStep(inputs, [self._as_graph(whole)], made, None)
+        return self._in_parts(shape, mode, inputs, text, made)
 
-    def warm_ups(self, kind: SamplingMode) -> list[Callable[[], object]]:
+    def _in_parts(
+        self, shape: StepShape, mode: StepMode, inputs: StepInputs, text: ForwardBatch | None, made: _Made
+    ) -> CapturedStep:
+        """The same in three graphs: trees, the target, and what follows once the masks are there."""
+        view: list[BatchView] = []
+
+        def first() -> None:
+            view[:] = [self.state.view(inputs, mode, shape.pages)]
+            made.proposal = propose(self.parts, view[0], shape.nodes)
+
+        def second() -> None:
+            made.scored = score(self.parts, view[0], made.proposal, text)
+
+        runs = [self._as_graph(first), self._as_graph(second)]
+        rows = shape.masked * made.proposal.tree.widest
+        allowed = (rows, self.target.model.config.vocab_size)
+        masks = NodeMasks(
+            torch.zeros(rows, dtype=torch.int64, device=self.state.device),
+            torch.ones(allowed, dtype=torch.bool, device=self.state.device),
+        )
+
+        def third() -> None:
+            made.output = settle(
+                self.parts, self.state, view[0], inputs, made.scored, shape.alternatives, masks
+            )
+
+        return CapturedStep(inputs, [*runs, self._as_graph(third)], made, masks)
+
+    def warm_ups(self, mode: StepMode) -> list[Callable[[], object]]:
         """Functions that compile a prefill, a plain step and a step with drafts, independent of one another."""
-        sizes = (StepShape(1, nodes, self._pages_for(1)) for nodes in {0, self.drafter.sizes[-1]})
-        piece = partial(self._prepare_reading, READINGS[0], self._pages_for(1))
-        return [piece, *(partial(self._prepare, size, kind) for size in sizes)]
+        pages = self.shapes.pages_for(1)
+        steps = (StepShape(1, nodes, pages) for nodes in {0, self.shapes.sizes[-1]})
+        return [partial(self._prepare_reading, READINGS[0], pages), *(partial(self._prepare, s, mode) for s in steps)]
 
-    def seconds(self, seq_ids: Sequence[int], nodes: int, kind: SamplingMode, repeats: int) -> float:
+    def seconds(self, seq_ids: Sequence[int], nodes: int, mode: StepMode, repeats: int) -> float:
         """Device seconds of such a step, back to back; what the sequences gain is discarded."""
-        todo = self._round_of(seq_ids, nodes, kind)
-        todo.run()
+        pages = self.shapes.pages_for(self.state.most_pages(seq_ids))
+        shape = StepShape(len(seq_ids), nodes, pages)
+        if (shape, mode) not in self._ready:
+            self._ready[shape, mode] = self._prepare(shape, mode)
+        step = self._ready[shape, mode]
+        step.inputs.sequences[0].copy_(torch.tensor(self.state.rows(seq_ids)))
+        run = step.runs[0]
+        run()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         for _ in range(repeats):
-            todo.run()
+            run()
         end.record()
         end.synchronize()
         return start.elapsed_time(end) / 1000 / repeats
 
-    def _round_of(self, seq_ids: Sequence[int], nodes: int, kind: SamplingMode) -> CapturedStep:
-        """A step for exactly these sequences."""
-        pages = self._pages_for(self.batch_state.most_pages(seq_ids))
-        todo = self._round(StepShape(len(seq_ids), nodes, pages), kind)
-        todo.rows.copy_(self.batch_state.rows(seq_ids, len(seq_ids)))
-        return todo
-
-    def _round(self, size: StepShape, kind: SamplingMode) -> CapturedStep:
-        known = self._known.get((size, kind))
-        if known is None:
-            known = self._known[size, kind] = self._prepare(size, kind)
-        return known
-
-    def _prepare(self, size: StepShape, kind: SamplingMode) -> CapturedStep:
-        rows = torch.full((size.batch,), self.batch_state.padding_row, device=self.batch_state.device)
-        depth = self.drafter.depth(size.nodes) if size.nodes else 0
-        outcome = torch.zeros(size.batch, 3 + depth, dtype=torch.int64, device=self.batch_state.device)
-        shape = size.rows - size.text, NUM_FACTS
-        told = torch.zeros(shape, dtype=torch.float64, device=self.batch_state.device) if kind.traced else None
-        if size.text:
-            self._frame(size.text, size.pages).clear()
-
-        def run() -> None:
-            self._step(rows, size, kind, outcome, told)
-
-        return CapturedStep(rows, self._ready(run), outcome, told)  # on the padding row
-
-    def _step(self, rows: Tensor, size: StepShape, kind: SamplingMode, outcome: Tensor, told: Tensor | None) -> None:
-        """The decode step, from batch state to batch state."""
-        view, nodes = self.batch_state.view(rows, kind, size.pages), size.nodes
-        with attributed("propose"):
-            tree = self.drafter.propose(view, nodes, self.rng) if nodes else self._bare_roots(view)
-        memory = self.target.cache
-        batch = stage_trees(
-            view,
-            tree,
-            memory.page_size,
-            self.target.model.config.max_positions,
-            chain=not nodes or self.drafter.law.chain,
-        )
-        text = self._frame(size.text, size.pages).batch if size.text else None
-        out = self.target.forward(batch if text is None else with_text(batch, text), self.drafter.needs)
-        verdict = self._verdict(out.logits, tree, view, kind)
-        if told is not None:
-            told.copy_(facts(out.logits, tree, verdict, view))
-        if nodes:
-            index = tree.local[verdict.path.clamp(min=0)]
-            memory.keep(view.block_table, view.lengths, index, verdict.length, chain=batch.linear)
-            with attributed("keep"):
-                self.drafter.keep(view, tree, index, verdict.length)
-        if self.drafter.needs:
-            with attributed("learn"):
-                self.drafter.learn(view, verdict.path, out.features)
-        if text is not None:
-            self._hand_on(text, {layer: rows[len(batch.tokens) :] for layer, rows in out.features.items()})
-        self.batch_state.advance(view, tree, verdict, outcome)
-
-    def _verdict(self, logits: Tensor, tree: TokenTree, view: DeviceBatchView, kind: SamplingMode) -> Verdict:
-        law = self.law_of(kind.law)
-        if kind.greedy and law.lossless:  # greedy: every lossless law keeps the longest match
-            choices = likeliest(logits)
-            return keep_chosen(tree, choices) if tree.num_drafted else Verdict.of_roots(tree, choices)
-        return law.verify(tree, target_distribution(logits, tree, view), view, self.rng)
-
-    def _bare_roots(self, view: DeviceBatchView) -> TokenTree:
-        size = len(view.rows)
-        if size not in self._roots:
-            self._roots[size] = TokenTree.roots(torch.zeros_like(view.rows))
-        return self._roots[size].refilled(view.roots)
-
-    def _ready(self, run: Callable[[], None]) -> Callable[[], None]:
-        """The same, compiled; captured where there are graphs."""
+    def _as_graph(self, run: Callable[[], None]) -> Callable[[], None]:
+        """The same, run once, so that everything is compiled; captured where there are graphs."""
         if self.captures:
             return self._captured(run)
         run()
         return run
 
     def _captured(self, run: Callable[[], None]) -> Callable[[], None]:
-        """The same as one CUDA graph. Graphs run one at a time and keep only their outcome, so they share a pool."""
+        """The same as one CUDA graph. Graphs run one at a time and the host copies what they leave before the next one
+        runs, so they share a pool.
+        """
         if self._pool is None:
             self._pool, self._side = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         self._side.wait_stream(torch.cuda.current_stream())
@@ -414,5 +404,19 @@ class GraphRunner:
 def _on_its_way(found: Tensor) -> Tensor:
     """An asynchronous copy for the host."""
     if found.device.type == "cpu":
-        return found.clone()
+        return found
     return torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)
+
+
+def _on_host(tree: TokenTree) -> TokenTree:
+    """Tokens and parents of a tree where the host can read them."""
+    if tree.tokens.device.type == "cpu":
+        return tree
+    shape = replace(tree.shape, parents=tree.parents.cpu(), offsets=tree.offsets.cpu())
+    return replace(tree, tokens=tree.tokens.cpu(), shape=shape)
+
+
+def _as_wide(text: ForwardBatch, pages: int, scratch_page: int) -> ForwardBatch:
+    """The same with block tables of `pages` entries."""
+    missing = pages - text.block_table.shape[1]
+    return replace(text, block_table=torch.nn.functional.pad(text.block_table, (0, missing), value=scratch_page))

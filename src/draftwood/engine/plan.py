@@ -1,4 +1,4 @@
-"""What a step will run: decided by the scheduler, read by everybody else."""
+"""What a step will run: decided by the scheduler."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
-import torch
-
-from draftwood.engine.sequence import Sequence
-from draftwood.protocols import BatchView, Span
+from draftwood.engine.sequence import PREDICTED, Sequence
+from draftwood.protocols import HostView, Span
 
 T = TypeVar("T")
 
@@ -29,6 +27,16 @@ class PlanItem:
     def samples(self) -> bool:
         """Whether its next token is drawn in this step."""
         return self.end == len(self.seq.tokens)
+
+    @property
+    def own_nodes(self) -> int:
+        """Draft nodes for the drafter's own tree, beside those for what the caller predicts."""
+        return max(0, self.max_nodes - PREDICTED) if self.seq.prediction else self.max_nodes
+
+    @property
+    def max_depth(self) -> int:
+        """Draft tokens that could still be emitted."""
+        return max(0, min(self.seq.max_length - self.end - 1, self.seq.deepest))
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,16 @@ class Plan:
         """Every item's pending tokens."""
         return [Span(item.seq.id, item.seq.tokens, item.start, item.end) for item in self.items]
 
+    @property
+    def num_rows(self) -> int:
+        """Pending tokens of all items."""
+        return sum(item.end - item.start for item in self.items)
+
+    @property
+    def seq_ids(self) -> list[int]:
+        """The sequences."""
+        return [item.seq.id for item in self.items]
+
     def parted(self) -> tuple[Plan, Plan]:
         """The items with rows to be scored, and the others."""
         asked = {i for i, _ in self.scored}
@@ -74,30 +92,19 @@ class Plan:
         pairs = zip(self.items, ends, strict=True)
         return Plan(tuple(PlanItem(item.seq, end - 1, end, item.max_nodes) for item, end in pairs))
 
-    def view(self, device: torch.device) -> BatchView:
-        """What drafter and verifier may know of the sequences that sample."""
-        items = [self.items[i] for i in self.sampling]
-        lengths = [item.end for item in items]
-        depths = [max(0, min(item.seq.max_length - item.end - 1, item.seq.deepest)) for item in items]
-        integers = torch.tensor(
-            [lengths, [item.seq.seed for item in items], [item.max_nodes for item in items], depths],
-            dtype=torch.int64,
-            device=device,
-        )
-        return BatchView(
-            seq_ids=tuple(item.seq.id for item in items),
-            tokens=[item.seq.tokens for item in items],
-            prompt_lengths=tuple(item.seq.prompt_length for item in items),
-            params=tuple(item.seq.params for item in items),
-            bad_words=tuple(item.seq.bad_words for item in items),
-            lengths=integers[0],
-            seeds=integers[1],
-            temperature=torch.tensor([item.seq.params.temperature for item in items], device=device),
-            max_nodes=integers[2],
-            max_depth=integers[3],
-            predictions=_unless_empty(item.seq.prediction for item in items),
-            constraints=_unless_empty(item.seq.constraint for item in items),
-            early_stop_ids=_unless_empty(item.seq.early_stop_ids for item in items),
+    def view(self) -> HostView:
+        """What the host knows of the sequences."""
+        seqs = [item.seq for item in self.items]
+        return HostView(
+            seq_ids=tuple(seq.id for seq in seqs),
+            tokens=tuple(seq.tokens for seq in seqs),
+            prompt_lengths=tuple(seq.prompt_length for seq in seqs),
+            params=tuple(seq.params for seq in seqs),
+            max_nodes=tuple(item.max_nodes for item in self.items),
+            max_depth=tuple(item.max_depth for item in self.items),
+            bad_words=_unless_empty(seq.bad_words for seq in seqs),
+            predictions=_unless_empty(seq.prediction for seq in seqs),
+            constraints=_unless_empty(seq.constraint for seq in seqs),
         )
 
 

@@ -12,6 +12,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from draftwood.cache.blocks import PageTables
 from draftwood.engine.plan import Plan, PlanItem
@@ -34,7 +35,7 @@ class SchedulerConfig:
     max_rows: int = 512  # pending tokens and draft nodes a step
     max_running: int = 64
     max_waiting: int = 4096
-    rounds_ahead: bool = False  # rounds run before the last one is known here: pages for guesses stay where they are
+    asynchronous: bool = False  # steps are launched before the last one is known: pages for draft nodes are kept
 
     def __post_init__(self) -> None:
         if min(self.max_rows, self.max_running, self.max_waiting) < 1:
@@ -67,7 +68,7 @@ class Scheduler:
         """How busy it is."""
         lengths = [len(seq.tokens) for seq in self.running]
         context = sum(lengths) / max(len(lengths), 1)
-        return Load(len(lengths), len(self.waiting), context, self.config.rounds_ahead)
+        return Load(len(lengths), len(self.waiting), context, self.config.asynchronous)
 
     @property
     def has_work(self) -> bool:
@@ -91,56 +92,33 @@ class Scheduler:
             events.append(seq.event(0, 0, reason, self.clock(), error=error))
         return events
 
-    def schedule(self, budget: Budget) -> Plan:
-        """Everybody who has caught up gets a row, then draft nodes and chunks share what rows are left."""
-        self.budget = budget
-        self._admit()
-        share = self._node_rows(max((seq.wanted_nodes(budget.max_nodes) for seq in self.running), default=0))
-        items: dict[int, PlanItem] = {}
-        for seq in sorted(self.running, key=lambda s: (self._pending(s) > 1, s.id)):
-            rows = self.config.max_rows - sum(item.end - item.start + item.max_nodes for item in items.values())
-            pending = min(self._pending(seq), rows)
-            if pending < 1 or seq.id not in self.tables:
-                continue
-            start = self.tables.num_cached(seq.id)
-            if self._make_room(seq, start + pending, items):
-                guesses = self._pending(seq) == 1 and seq.max_length - len(seq.tokens) >= 2
-                nodes = min(share, seq.wanted_nodes(budget.max_nodes)) if guesses else 0
-                items[seq.id] = PlanItem(seq, start, start + pending, nodes)
-        # Draft nodes get their pages last: nobody is pushed out for a guess.
-        return Plan(tuple(self._with_pages(item) for item in items.values()))
+    def schedule(self, budget: Budget, ahead: Mapping[int, int] = MappingProxyType({})) -> tuple[Plan, Plan]:
+        """What the next step runs: chunks of prompts, which leave the last token of each prompt pending, and the
+        sequences that have nothing else pending, with room for draft nodes.
 
-    def schedule_apart(self, budget: Budget, ahead: Mapping[int, int]) -> tuple[Plan, Plan]:
-        """Prompts and rounds apart, for rounds that run on the device: chunks that leave the last token of each prompt
-        pending, and everybody who has nothing else pending, all with as many draft nodes.
-
-        `ahead`: the most tokens a sequence may have earned there that nobody here has heard of; at least one.
+        `ahead`: the most tokens a sequence may have gained on the device that the host does not know of; at least one.
         """
         self.budget = budget
         self._admit()
-        nodes = self._node_rows(budget.max_nodes)
+        share = self._node_rows(budget.max_nodes)
         items: dict[int, PlanItem] = {}
         rows = self.config.max_rows
         for seq in sorted(self.running, key=lambda s: (self._pending(s) > 1, s.id)):
             start, length = self.tables.num_cached(seq.id), len(seq.tokens)
             if seq.id not in self.tables or (seq.id in ahead and length + 1 >= seq.max_length):
-                continue  # pushed out, or sure to end with what it has earned already
-            end = length if start == length - 1 else min(start + rows, length - 1)
-            room = min(end + ahead.get(seq.id, 0) + 1, seq.max_length)
+                continue  # preempted, or certain to end with what it has gained already
+            ready = start == length - 1
+            end = length if ready else min(start + rows, length - 1)
+            room = min(end + ahead.get(seq.id, 0) + (seq.id in ahead), seq.max_length)
             if end > start and self._make_room(seq, room, items):
-                items[seq.id] = PlanItem(seq, start, end, nodes if end == length else 0)
-                rows -= 0 if end == length else end - start
-        ready = [item for item in items.values() if item.samples]
-        if not all(self._room_for_guesses(item, ahead) for item in ready):
-            ready = [replace(item, max_nodes=0) for item in ready]
-        return Plan(tuple(item for item in items.values() if not item.samples)), Plan(tuple(ready))
-
-    def _room_for_guesses(self, item: PlanItem, ahead: Mapping[int, int]) -> bool:
-        """Pages for all nodes: where a tree branches, one may lie behind the longest text and still be part of it."""
-        return self.tables.reserve(item.seq.id, item.end + ahead.get(item.seq.id, 0) + item.max_nodes + 1)
+                items[seq.id] = PlanItem(seq, start, end, seq.wanted_nodes(share) if ready else 0)
+                rows -= 0 if ready else end - start
+        prompts = Plan(tuple(item for item in items.values() if not item.samples))
+        # Draft nodes get their pages last: no sequence is preempted for a guess.
+        return prompts, Plan(tuple(self._with_pages(item, ahead) for item in items.values() if item.samples))
 
     def _node_rows(self, wanted: int) -> int:
-        """Rows for one sequence's draft nodes: an even share, and half of the step while somebody has to catch up."""
+        """Rows for one sequence's draft nodes: an even share, and half of the step while prompts are read."""
         ready = sum(self._pending(seq) == 1 for seq in self.running)
         spare = max(0, self.config.max_rows - ready)
         shared = spare if ready == len(self.running) else spare // 2
@@ -189,7 +167,7 @@ class Scheduler:
         self.tables.advance(seq.id, min(item.end + accepted, len(seq.tokens)), seq.tokens)
         if event.finished:
             self._end(seq)
-        elif not self.config.rounds_ahead:
+        elif not self.config.asynchronous:
             self.tables.trim(seq.id)
         return event
 
@@ -202,10 +180,14 @@ class Scheduler:
     def _pending(self, seq: Sequence) -> int:
         return len(seq.tokens) - self.tables.num_cached(seq.id)
 
-    def _with_pages(self, item: PlanItem) -> PlanItem:
+    def _with_pages(self, item: PlanItem, ahead: Mapping[int, int]) -> PlanItem:
         """Pages for its draft nodes, or a tree that fits into what its own last page has left."""
-        if item.max_nodes and not self.tables.reserve(item.seq.id, item.end + item.max_nodes):
-            return replace(item, max_nodes=min(item.max_nodes, self.tables.room(item.seq.id) - item.end))
+        if item.seq.max_length - item.end < 2:
+            return replace(item, max_nodes=0)
+        # Where the host is behind, the tree hangs behind an unknown number of tokens, at most so many.
+        base = item.end + ahead.get(item.seq.id, 0) + (item.seq.id in ahead)
+        if item.max_nodes and not self.tables.reserve(item.seq.id, base + item.max_nodes):
+            return replace(item, max_nodes=max(0, min(item.max_nodes, self.tables.room(item.seq.id) - base)))
         return item
 
     def _admit(self) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from draftwood.cache.kv import KVCache
 from draftwood.engine.plan import Plan
-from draftwood.model.batch import ForwardBatch
+from draftwood.batch import ForwardBatch
 from draftwood.request import TokenLogprob
 from draftwood.sampling import text_logprobs
 

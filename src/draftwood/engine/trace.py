@@ -34,7 +34,7 @@ NUM_FACTS = len(Fact._fields)
 
 
 def facts(logits: Tensor, tree: TokenTree, verdict: Verdict, view: BatchView) -> Tensor:
-    """A `Fact` of every node. [M, 6] float64, in which a token's number is exact."""
+    """A `Fact` of every node, by edited logits [M, V]. [M, 6] float64, in which a token's number is exact."""
     p = shown_distribution(logits, tree, view)
     is_root, above, tokens = tree.parents < 0, tree.parents.clamp(min=0), tree.tokens.clamp(min=0)
     own = torch.arange(tree.num_nodes, device=tokens.device)
@@ -61,25 +61,6 @@ def _drafted(tree: TokenTree, tokens: Tensor) -> Tensor:
     if tree.q is None:
         return torch.full(tokens.shape, math.nan, device=tokens.device)
     return tree.q[tree.q_row.clamp(min=0), tokens].masked_fill(tree.q_row < 0, math.nan)
-
-
-def step_traces(
-    logits: Tensor, tree: TokenTree, verdict: Verdict, view: BatchView, num_sequences: int, num_rows: int
-) -> list[StepTrace | None]:
-    """What the step did for each sequence that asks; [] where nobody does."""
-    asked = [b for b, params in enumerate(view.params) if params.trace]
-    if not asked:
-        return []
-    rows = torch.tensor(asked, device=tree.tokens.device)
-    part, nodes = tree.take(rows)
-    path = torch.searchsorted(nodes, verdict.path[rows].clamp(min=0))
-    own = Verdict(path, verdict.length[rows], verdict.bonus[rows])
-    found = facts(logits[nodes], part, own, view.take(asked)).tolist()
-    bounds, bonuses = part.offsets.tolist(), own.bonus.tolist()
-    told: list[StepTrace | None] = [None] * len(view.params)
-    for i, b in enumerate(asked):
-        told[b] = step_trace(found[bounds[i] : bounds[i + 1]], bonuses[i], num_sequences, num_rows)
-    return told
 
 
 def step_trace(rows: Sequence[Sequence[float]], bonus: int, num_sequences: int, num_rows: int) -> StepTrace:

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from draftwood.drafting import Vocabulary
 from draftwood.ops.choice import ranked
 from draftwood.protocols import BatchView, Randomness
 from draftwood.rng import Purpose, derive, round_keys, target_keys
@@ -27,19 +28,6 @@ class Children:
     q: Tensor | None = None  # [B, k, V]; the same tensor as that of a sibling drawn from the same law
 
 
-class Guessable(Protocol):
-    """The tokens that a draft knows of, where it does not know all."""
-
-    @property
-    def tokens(self) -> Tensor | None:
-        """[R] ascending; None: all."""
-        ...
-
-    def spread(self, logits: Tensor) -> Tensor:
-        """Logits over the whole vocabulary. [*, R] -> [*, V]."""
-        ...
-
-
 @dataclass(frozen=True)
 class Frontier:
     """The nodes whose children are to be chosen."""
@@ -49,12 +37,12 @@ class Frontier:
     logits: Tensor  # [B, k, R]
     view: BatchView
     rng: Randomness
-    among: Guessable | None = None  # whose logits these are; None: of all tokens
+    vocabulary: Vocabulary | None = None  # the tokens these logits are of; None: all
 
     @cached_property
     def spread(self) -> Tensor:
         """Logits of all tokens. [B, k, V]."""
-        return self.logits if self.among is None else self.among.spread(self.logits)
+        return self.logits if self.vocabulary is None else self.vocabulary.spread(self.logits)
 
     @cached_property
     def q(self) -> Tensor:
@@ -64,9 +52,9 @@ class Frontier:
 
     def best(self, count: int) -> Tensor:
         """The likeliest tokens after each node, at most `count`, likeliest first. [B, k, count]."""
-        if self.among is None or count > self.logits.shape[-1]:
+        if self.vocabulary is None or count > self.logits.shape[-1]:
             return ranked(self.spread, min(count, self.spread.shape[-1]))
-        return ranked(self.logits, count, self.among.tokens)
+        return ranked(self.logits, count, self.vocabulary.tokens)
 
     def pick(self, weights: Tensor, trial: int) -> Tensor:
         """A token for each node in proportion to `weights` [B, k, V]; `trial` tells its siblings apart. [B, k]."""
@@ -97,11 +85,6 @@ class ChildPicker(Protocol):
         """All the ways it may choose."""
         ...
 
-    @property
-    def unfailing(self) -> bool:
-        """Whether every child it is asked for exists, whatever the draft says."""
-        ...
-
     def children(self, frontier: Frontier, width: int) -> Iterator[Children]:
         """Up to `width` children for every frontier node, one at a time."""
         ...
@@ -111,7 +94,6 @@ class Best:
     """The likeliest tokens: chosen, not drawn."""
 
     draws = frozenset({Draw.POINT})
-    unfailing = True
 
     def children(self, frontier: Frontier, width: int) -> Iterator[Children]:
         """In falling order of likelihood."""
@@ -123,7 +105,6 @@ class Independent:
     """Independent draws; the same token may come twice."""
 
     draws = frozenset({Draw.IID})
-    unfailing = True
 
     def children(self, frontier: Frontier, width: int) -> Iterator[Children]:
         """In the order drawn."""
@@ -136,7 +117,6 @@ class WithoutReplacement:
     """Draws that never repeat a sibling: each from what the earlier ones left of q (RSD, Sequoia)."""
 
     draws = frozenset({Draw.WITHOUT_REPLACEMENT})
-    unfailing = False
 
     def children(self, frontier: Frontier, width: int) -> Iterator[Children]:
         """In the order drawn, until the support is exhausted."""
@@ -156,7 +136,6 @@ class Hybrid:
     """
 
     draws = frozenset({Draw.POINT, Draw.TAIL})
-    unfailing = False
 
     def children(self, frontier: Frontier, width: int) -> Iterator[Children]:
         """The tail draw, then the chosen ones in falling order."""
@@ -174,7 +153,6 @@ class Coupled:
     """
 
     draws = frozenset({Draw.POINT})
-    unfailing = True
 
     def children(self, frontier: Frontier, width: int) -> Iterator[Children]:
         """The winners of the race, first to last."""

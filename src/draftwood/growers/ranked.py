@@ -1,182 +1,162 @@
-"""Trees that grow where the draft is likeliest, and keep the likeliest nodes of all."""
+"""Trees that grow where the draft is likeliest, and keep the likeliest nodes of all.
+
+Every forward of the network offers the likeliest children of the nodes it was asked about. Some of the offers are asked
+about next; in the end the likeliest of all offers are the tree. Where a network with a cache of its own keeps a node
+follows from when it was asked about it, not from the tree: `Proposal.columns`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from draftwood.growers.levels import MAX_NODES, limits_of, start
-from draftwood.protocols import BatchView, Budget, FrontierModel, Randomness
-from draftwood.tree import POINT_TREE
-from draftwood.treebuilder import TreeBuilder
+from draftwood.cache.kv import Places
+from draftwood.drafting import Front, FrontierModel, Proposal, Vocabulary
+from draftwood.growers.fixed import MAX_NODES
+from draftwood.ops.beam import Links, Offers, likeliest_tree, linked, offer, scored_children
+from draftwood.protocols import BatchView, Randomness
+from draftwood.tree import POINT_TREE, TokenTree, TreeShape, num_words, own_bits
+
+MOST_RANKED = 2048  # offers of a tree that the device's kernels rank together
 
 
-@dataclass
-class _Candidates:
-    """Nodes that were scored but are not in the tree yet, and the scores of those that are."""
-
-    builder: TreeBuilder
-    view: BatchView
-    scores: Tensor  # [B, C] log-probability of the way to each column
-    parents: Tensor  # [B, P]
-    tokens: Tensor  # [B, P]
-    waiting: Tensor  # [B, P] log-probability, -inf once taken
-    floor: float  # log-probability below which nobody is offered
-
-    @classmethod
-    def none(cls, builder: TreeBuilder, view: BatchView, like: Tensor, worth: float) -> _Candidates:
-        empty = builder.tokens[:, :0]
-        floor = math.log(worth) if worth > 0 else -math.inf
-        scores = like.new_zeros(builder.num_trees, 1)
-        return cls(builder, view, scores, empty, empty, like.new_zeros(empty.shape), floor)
-
-    def offer(self, columns: Tensor, logits: Tensor, branches: int) -> None:
-        """The `branches` likeliest children of the nodes in `columns` [B, k], after `logits` [B, k, V]."""
-        temperature = torch.where(self.view.temperature > 0, self.view.temperature, 1)[:, None, None]
-        ranked = torch.log_softmax(logits / temperature.to(logits.dtype), -1).topk(min(branches, logits.shape[-1]), -1)
-        score = self.scores.gather(1, columns)[..., None] + ranked.values
-        depth = self.builder.depth.gather(1, columns)
-        alive = self.builder.alive.gather(1, columns) & (depth < self.view.max_depth[:, None])
-        score = score.masked_fill(~alive[..., None] | (score < self.floor), float("-inf"))
-        above = columns[..., None].expand_as(ranked.indices)
-        self.parents = torch.cat([self.parents, above.flatten(1)], 1)
-        self.tokens = torch.cat([self.tokens, ranked.indices.flatten(1)], 1)
-        self.waiting = torch.cat([self.waiting, score.flatten(1)], 1)
-
-    def admit(self, count: int, among: slice = slice(None)) -> Tensor:
-        """Put the `count` likeliest waiting candidates into the tree; returns their columns. [B, count]."""
-        waiting = self.waiting[:, among]
-        best = waiting.topk(min(count, waiting.shape[1]), -1)
-        chosen = best.indices + (among.start or 0)
-        return self._insert(chosen, best.values)
-
-    def _insert(self, chosen: Tensor, score: Tensor) -> Tensor:
-        alive = score > float("-inf")
-        columns = self.builder.add(self.parents.gather(1, chosen), self.tokens.gather(1, chosen), alive)
-        self.scores = torch.cat([self.scores, score], 1)
-        self.waiting = self.waiting.scatter(1, chosen, float("-inf"))
-        return columns
-
-    def finish(self, limits: Tensor) -> TreeBuilder:
-        """Keep the likeliest nodes of all, scored or in the tree: `limits` [B] draft nodes a tree.
-
-        A child is never likelier than its parent, and at a tie the parent comes first, so what is kept is a tree.
-        """
-        inside = self.scores[:, 1:].masked_fill(~self.builder.alive[:, 1:], float("-inf"))
-        everything = torch.cat([inside, self.waiting], 1)
-        order = everything.argsort(dim=-1, descending=True, stable=True)
-        rank = torch.empty_like(order).scatter_(
-            1, order, torch.arange(order.shape[1], device=order.device).expand_as(order)
-        )
-        keep = (rank < limits[:, None]) & (everything > float("-inf"))
-        num_inside = inside.shape[1]
-        root = torch.ones_like(keep[:, :1])
-        self.builder.keep_only(torch.cat([root, keep[:, :num_inside]], 1))
-        leaves = keep[:, num_inside:]
-        most = int(leaves.sum(1).max()) if leaves.numel() else 0
-        if most:
-            score = self.waiting.masked_fill(~leaves, float("-inf"))
-            best = score.topk(most, -1)
-            self._insert(best.indices, best.values)
-        return self.builder
+@lru_cache(maxsize=1024)
+def _packed(size: int, rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Offsets [B + 1], owner and local index [B * rows] of trees of one size."""
+    owner, local = torch.arange(size, device=device), torch.arange(rows, device=device)
+    return torch.arange(size + 1, device=device) * rows, owner.repeat_interleave(rows), local.repeat(size)
 
 
-Admission = Callable[[_Candidates, int], Tensor]  # (candidates, where the newest begin) -> columns to expand next
+@lru_cache(maxsize=1024)
+def _asked_in(size: int, width: int, forward: int, words: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The columns of the nodes that forward number `forward` (from 1) is about, and their bits. [B, k], [B, k, W]."""
+    columns = torch.arange(1 + (forward - 1) * width, 1 + forward * width, device=device).expand(size, -1).contiguous()
+    return columns, own_bits(columns, words)
 
 
-def _grow_ranked(
-    model: FrontierModel,
-    view: BatchView,
-    budget: Budget,
-    limits: Tensor,
-    forwards: int,
-    branches: int,
-    admit: Admission,
-) -> TreeBuilder:
-    """Offer `branches` children of every frontier node, expand whom `admit` lets in, and keep the likeliest of all."""
-    builder = start(view)
-    if not bool(((limits > 0) & (view.max_depth > 0)).any()):
-        return builder
-    logits = model.begin(view)[:, None]
-    candidates = _Candidates.none(builder, view, logits, budget.worth)
-    columns = torch.zeros_like(builder.root_tokens)[:, None]
-    for forward in range(forwards):
-        newest = candidates.waiting.shape[1]
-        candidates.offer(columns, logits, branches)
-        if forward + 1 == forwards or not bool((candidates.waiting > float("-inf")).any()):
-            break
-        columns = admit(candidates, newest)
-        logits = model.extend(builder, columns)
-    return candidates.finish(limits)
+def _usable(logits: Tensor, vocabulary: Vocabulary | None, count: int) -> tuple[Tensor, Tensor | None]:
+    """Logits of at least `count` tokens where there are so many, and which tokens these are (None: all)."""
+    if vocabulary is None:
+        return logits, None
+    if logits.shape[-1] < count:
+        return vocabulary.spread(logits), None
+    return logits, vocabulary.tokens
+
+
+def _proposal(
+    links: Links, scores: Tensor, columns: Tensor | None, view: BatchView, max_depth: int, *, certain: bool
+) -> Proposal:
+    """Trees of linked offers. `scores` [B, N] of their nodes; not `certain`: some offers may not exist."""
+    size, nodes = scores.shape
+    offsets, owner, local = _packed(size, 1 + nodes, scores.device)
+    shape = TreeShape(
+        links.parents, offsets, owner, local, links.depth, links.ancestors, links.tries, max_depth, 1 + nodes
+    )
+    root = torch.nn.functional.pad
+    tree, survival = TokenTree.chosen(links.tokens, shape), root(scores.exp(), (1, 0), value=1.0).view(-1)
+    least = view.min_accept_prob
+    if least > 0 or not certain:
+        likely = survival >= least if least > 0 else survival > 0
+        tree = tree.without(~likely)
+    own = None if columns is None else root(columns, (1, 0)).view(-1)
+    return Proposal(tree, own, survival).limited(view)
 
 
 @dataclass(frozen=True)
-class Beam:
+class _Ranked:
+    """What both growers have in common."""
+
+    nodes: int
+    width: int
+
+    law = POINT_TREE
+
+    def _check(self, rounds: int) -> None:
+        if not 1 <= self.nodes <= MAX_NODES:
+            raise ValueError(f"a tree has between 1 and {MAX_NODES} draft nodes, not {self.nodes}")
+        if self.width < 1 or rounds < 1:
+            raise ValueError("width and depth of a tree must be at least 1")
+
+    @property
+    def max_nodes(self) -> int:
+        """What is left after the last choice."""
+        return self.nodes
+
+    @property
+    def sizes(self) -> range:
+        """Any."""
+        return range(self.nodes + 1)
+
+
+@dataclass(frozen=True)
+class Beam(_Ranked):
     """EAGLE-2's tree: each level keeps its `width` likeliest nodes and offers `width` children of each; in the end the
     `nodes` likeliest of everything offered stay."""
 
-    nodes: int
-    width: int
     depth: int
 
-    law = POINT_TREE
-
     def __post_init__(self) -> None:
-        _check_sizes(self.nodes, self.width, self.depth)
+        self._check(self.depth)
 
     @property
-    def max_nodes(self) -> int:
-        """What is left after the last choice."""
-        return self.nodes
+    def levels(self) -> int:
+        """As many as are offered."""
+        return self.depth
 
-    @property
-    def num_offers(self) -> int:
-        """What it is chosen from."""
-        return self.width + (self.depth - 1) * self.width**2
+    def depth_of(self, nodes: int) -> int:
+        """The likeliest may all lie on one path."""
+        return min(nodes, self.depth)
 
-    def grow(self, model: FrontierModel, view: BatchView, budget: Budget, rng: Randomness) -> TreeBuilder:
-        """Expand level by level, then choose."""
-        limits = limits_of(view, budget).clamp(max=self.nodes)
-        return _grow_ranked(model, view, budget, limits, self.depth, self.width, self._admit)
+    def staged(self, nodes: int) -> int:
+        """The likeliest of every level but the last, whatever is kept of them."""
+        return self.width * (self.depth_of(nodes) - 1)
 
-    def _admit(self, candidates: _Candidates, newest: int) -> Tensor:
-        return candidates.admit(self.width, slice(newest, None))
+    def within_depth(self, deepest: int) -> Beam:
+        """Fewer levels."""
+        return replace(self, depth=min(self.depth, deepest))
+
+    def grow(self, model: FrontierModel, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
+        """Offer level by level, then choose."""
+        depth, device = self.depth_of(nodes), view.roots.device
+        logits, state = model.begin(view)
+        logits, known = _usable(logits, model.vocabulary(0), self.width)
+        width = min(self.width, logits.shape[-1])
+        if not nodes <= width + (depth - 1) * width**2 <= MOST_RANKED:
+            return BestFirst(self.nodes, width, depth, depth, by_level=True).grow_from(model, view, nodes, logits, known, state)
+        words = num_words(1 + width * max(depth - 1, 1))
+        offers, fronts = Offers.room(view.size, width, depth, device), ()
+        columns = torch.zeros(view.size, offers.scores.shape[1], dtype=torch.int64, device=device)
+        bits, chosen = None, None
+        for level in range(depth):
+            if level:
+                logits, known = _usable(logits, model.vocabulary(level), width)
+            chosen = offer(offers, level, logits, view.temperature, known, chosen)
+            if level + 1 == depth:
+                break
+            own, own_bit = _asked_in(view.size, width, level + 1, words, device)
+            above = chosen.parents[..., None].expand_as(own_bit)
+            bits = own_bit if bits is None else own_bit | bits.gather(1, above)
+            columns = columns.scatter(1, chosen.offers, own)
+            places = Places(own - 1, torch.full_like(own, level), bits.flatten(0, 1), level + 2, (level + 1) * width)
+            front = Front(chosen.tokens, torch.full_like(own, level + 1), level + 1, chosen.parents, None, fronts, places)
+            logits, state = model.extend(view, front, state)
+            fronts += (front,)
+        links = likeliest_tree(offers, view.roots, nodes)
+        scores = offers.scores.gather(1, links.offers)
+        return _proposal(links, scores, columns.gather(1, links.offers), view, depth, certain=True)
 
 
 @dataclass(frozen=True)
-class BestFirst:
+class BestFirst(_Ranked):
     """Grow where the draft is likeliest, at any depth: every forward expands the `width` likeliest nodes not expanded
     yet; in the end the `nodes` likeliest of all stay (SpecExec, OPT-Tree)."""
 
-    nodes: int
-    width: int
     forwards: int
-
-    law = POINT_TREE
+    deepest: int | None = None  # no node is deeper; None: any depth
 
     def __post_init__(self) -> None:
-        _check_sizes(self.nodes, self.width, self.forwards)
-
-    @property
-    def max_nodes(self) -> int:
-        """What is left after the last choice."""
-        return self.nodes
-
-    def grow(self, model: FrontierModel, view: BatchView, budget: Budget, rng: Randomness) -> TreeBuilder:
-        """Expand the likeliest, again and again, then choose; no node can stay that has `nodes` likelier siblings."""
-        limits = limits_of(view, budget).clamp(max=self.nodes)
-        return _grow_ranked(model, view, budget, limits, self.forwards, self.nodes, self._admit)
-
-    def _admit(self, candidates: _Candidates, newest: int) -> Tensor:
-        return candidates.admit(self.width)
-
-
-def _check_sizes(nodes: int, width: int, rounds: int) -> None:
-    if not 1 <= nodes <= MAX_NODES:
-        raise ValueError(f"a tree has between 1 and {MAX_NODES} draft nodes, not {nodes}")
-    if width < 1 or rounds < 1:
-        raise ValueError("width and depth of a tree must be at least 1")
+        self._check(self.forwards)

@@ -17,7 +17,7 @@ import triton
 from torch import Tensor
 
 from draftwood.errors import InvalidRequest
-from draftwood.model.batch import AttentionShape, ForwardBatch, ForwardOutput, GivenRows, Pages
+from draftwood.batch import AttentionShape, ForwardBatch, ForwardOutput, GivenRows, Pages
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.config import ModelConfig
 from draftwood.model.layers import Rotary, write_over

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftwood.machine import zeroed_memory
-from draftwood.model.batch import ForwardBatch, ForwardOutput, GivenRows, Pages
+from draftwood.batch import ForwardBatch, ForwardOutput, GivenRows, Pages
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.config import ModelConfig
 from draftwood.model.layers import Rotary

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from draftwood.cache.kv import KVCache
 from draftwood.errors import InvalidRequest
-from draftwood.model.batch import ForwardBatch, ForwardOutput, Pages
+from draftwood.batch import ForwardBatch, ForwardOutput, Pages
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.config import ModelConfig
 from draftwood.model.isa import avoid_broken_amx

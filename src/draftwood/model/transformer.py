@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftwood.model.batch import AttentionShape, ForwardBatch, ForwardOutput, Pages
+from draftwood.batch import AttentionShape, ForwardBatch, ForwardOutput, Pages
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.config import ModelConfig
 from draftwood.model.layers import ACTIVATIONS, RMSNorm, Rotary, pair_adjacent, rotate, tensors_of, write_over

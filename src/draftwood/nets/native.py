@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from draftwood.model.batch import ForwardBatch, ForwardOutput, GivenRows, Pages
+from draftwood.batch import ForwardBatch, ForwardOutput, GivenRows, Pages
 from draftwood.model.config import ModelConfig
 from draftwood.model.native import NativeTransformer
 from draftwood.model.weights import FORMATS

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from draftwood.ops.choice import ranked
-from draftwood.tree import BITS
+from draftwood.tree import num_words, own_bits
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,12 @@ class Offers:
         scores = torch.empty(size, count, dtype=torch.float32, device=device)
         tokens, above = torch.empty(2, size, count, dtype=torch.int64, device=device).unbind(0)
         return cls(scores, tokens, above, width, depth)
+
+    @property
+    def levels(self) -> Tensor:
+        """How deep each offer stands, 1 behind the roots. [C]."""
+        place = torch.arange(self.scores.shape[1], device=self.scores.device)
+        return torch.where(place < self.width, 1, (place - self.width) // self.width**2 + 2)
 
     def start(self, level: int) -> int:
         """Where the offers of a level begin; level 0 stands behind the roots."""
@@ -57,6 +63,7 @@ class Links:
     depth: Tensor  # [B * (1 + N)]
     ancestors: Tensor  # [B * (1 + N), W]
     tries: Tensor  # [B * (1 + N), width]
+    offers: Tensor  # [B, N] which offer each draft node was
 
 
 def offer(
@@ -76,19 +83,26 @@ def offer_reference(
     into: Offers, level: int, logits: Tensor, temperature: Tensor, known: Tensor | None, above: Chosen | None
 ) -> Chosen:
     """What it computes."""
-    nodes = logits.shape[1]
-    scaled = logits.float() / torch.where(temperature > 0, temperature, 1)[:, None, None]
-    place = ranked(logits, into.width)
-    score = scaled.gather(-1, place) - scaled.logsumexp(-1, keepdim=True)
-    score = (score if above is None else score + above.scores[..., None]).nan_to_num(nan=-torch.inf).flatten(1)
-    tokens = (place if known is None else known[place]).flatten(1)
-    behind = torch.full_like(place[..., 0], -1) if above is None else above.offers
-    start, count = into.start(level), nodes * into.width
+    score, tokens = scored_children(logits, into.width, temperature, known)
+    score = (score if above is None else score + above.scores[..., None]).flatten(1)
+    tokens = tokens.flatten(1)
+    behind = torch.full_like(tokens[:, :1], -1) if above is None else above.offers
+    start, count = into.start(level), score.shape[1]
     into.scores[:, start : start + count] = score
     into.tokens[:, start : start + count] = tokens
     into.above[:, start : start + count] = behind.repeat_interleave(into.width, 1)
     best = score.argsort(dim=-1, descending=True, stable=True)[:, : into.width]
     return Chosen(tokens.gather(1, best), score.gather(1, best), best + start, best // into.width)
+
+
+def scored_children(
+    logits: Tensor, count: int, temperature: Tensor, known: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The `count` likeliest tokens after each node and their log-probabilities; see `offer`. 2 x [B, k, count]."""
+    scaled = logits.float() / torch.where(temperature > 0, temperature, 1)[:, None, None]
+    place = ranked(logits, count)
+    score = scaled.gather(-1, place) - scaled.logsumexp(-1, keepdim=True)
+    return score.nan_to_num(nan=-torch.inf), place if known is None else known[place]
 
 
 def likeliest_tree(offers: Offers, roots: Tensor, nodes: int) -> Links:
@@ -101,48 +115,56 @@ def likeliest_tree(offers: Offers, roots: Tensor, nodes: int) -> Links:
 
 
 def likeliest_tree_reference(offers: Offers, roots: Tensor, nodes: int) -> Links:
-    """What it computes. At a tie the offer made first comes first, so no node comes before its parent."""
-    size, count = offers.scores.shape
-    order = offers.scores.argsort(dim=-1, descending=True, stable=True)
-    rank = torch.empty_like(order).scatter_(1, order, torch.arange(count).expand_as(order))
+    """What it computes."""
+    levels = offers.levels.expand_as(offers.scores)
+    return linked(offers.scores, offers.tokens, offers.above, levels, roots, nodes, (offers.width, offers.depth))
+
+
+def linked(
+    scores: Tensor, tokens: Tensor, above: Tensor, levels: Tensor, roots: Tensor, nodes: int, most: tuple[int, int]
+) -> Links:
+    """The `nodes` likeliest of some offers [B, C] as trees with at most so many children a node, and levels.
+
+    At a tie the offer made first comes first, so no node comes before its parent.
+    """
+    size, count = scores.shape
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    places = torch.arange(count, device=scores.device).expand_as(order)
+    rank = torch.empty_like(order).scatter_(1, order, places)
     kept = order[:, :nodes]
-    above = offers.above.gather(1, kept)
-    local = torch.where(above >= 0, rank.gather(1, above.clamp(min=0)) + 1, 0)  # [B, N]
-    level = torch.where(kept < offers.width, 0, (kept - offers.width) // offers.width**2 + 1)
-    first = torch.arange(size)[:, None] * (1 + nodes)
-    tokens = torch.cat([roots[:, None], offers.tokens.gather(1, kept)], 1)
+    behind = above.gather(1, kept)
+    local = torch.where(behind >= 0, rank.gather(1, behind.clamp(min=0)) + 1, 0)  # [B, N]
+    first = torch.arange(size, device=scores.device)[:, None] * (1 + nodes)
     parents = torch.cat([torch.full_like(first, -1), first + local], 1)
-    depth = torch.cat([torch.zeros_like(first), level + 1], 1)
+    depth = torch.cat([torch.zeros_like(first), levels.gather(1, kept)], 1)
     links = torch.cat([torch.zeros_like(first), local], 1)
     return Links(
-        tokens.view(-1),
+        torch.cat([roots[:, None], tokens.gather(1, kept)], 1).view(-1),
         parents.view(-1),
         depth.view(-1),
-        _ancestors(links, offers.depth).flatten(0, 1),
-        _tries(links, first, offers.width).flatten(0, 1),
+        _ancestors(links, most[1]).flatten(0, 1),
+        _tries(links, first, most[0]).flatten(0, 1),
+        kept,
     )
 
 
 def _ancestors(parents: Tensor, depth: int) -> Tensor:
     """The draft nodes on the way to each node as bits. [B, 1 + N] -> [B, 1 + N, W]."""
-    count = parents.shape[1]
-    words = torch.zeros(*parents.shape, max(1, -(-(count - 1) // BITS)), dtype=torch.int64)
-    at = torch.arange(count).expand_as(parents)
-    for _ in range(depth):
-        place = (at - 1).clamp(min=0)
-        bit = torch.where(at > 0, torch.ones_like(at) << (place % BITS), 0)
-        words.scatter_(2, (place // BITS)[..., None], words.gather(2, (place // BITS)[..., None]) | bit[..., None])
+    at = torch.arange(parents.shape[1], device=parents.device).expand_as(parents)
+    words = num_words(parents.shape[1])
+    bits = own_bits(at, words)
+    for _ in range(depth - 1):
         at = parents.gather(1, at)
-    return words
+        bits = bits | own_bits(at, words)
+    return bits
 
 
 def _tries(parents: Tensor, first: Tensor, width: int) -> Tensor:
     """The children of each node, in their order, -1 behind the last. [B, 1 + N] -> [B, 1 + N, width]."""
     size, count = parents.shape
-    node = torch.arange(count)
+    node = torch.arange(count, device=parents.device)
     twins = (parents[:, :, None] == parents[:, None, :]) & (node[None, :] < node[:, None]) & (node > 0)
     earlier = twins.sum(-1)  # siblings before each
-    table = torch.full((size, count, width), -1)
-    row, column = torch.arange(size)[:, None], node[1:].expand(size, -1)
-    table[row, parents[:, 1:], earlier[:, 1:]] = first + column
-    return table
+    place = (parents * width + earlier)[:, 1:]
+    table = torch.full((size, count * width), -1, device=parents.device)
+    return table.scatter(1, place, first + node[1:]).view(size, count, width)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwood.model.batch import AttentionShape, ForwardBatch, Pages
+from draftwood.batch import AttentionShape, ForwardBatch, Pages
 from draftwood.ops.reference import visible_keys
 
 _blocked = F.scaled_dot_product_attention  # torch's blocked kernel, which never writes all scores out

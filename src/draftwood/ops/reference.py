@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftwood.model.batch import AttentionShape, ForwardBatch, Pages
+from draftwood.batch import AttentionShape, ForwardBatch, Pages
 from draftwood.tree import BITS
 
 

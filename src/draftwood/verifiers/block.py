@@ -34,8 +34,8 @@ class Traversal(NodeLaw):
         """The weight of every node, then the order of search."""
         tree = tree.distinct()
         weight, taken = self._weights(tree, p)
-        # The root has nothing above it to fall back to.
-        taken = torch.where(tree.parents < 0, 1, taken)
+        # The root has nothing above it to fall back to; an absent node is never taken.
+        taken = torch.where(tree.parents < 0, 1, taken).masked_fill(tree.tokens < 0, 0)
         return Odds(self._first_taken(tree, taken), lambda nodes: self._left(tree, p, nodes, weight[nodes]))
 
     def at_once(self, tree: TokenTree, p: Tensor, view: BatchView) -> Verdict | None:
@@ -44,7 +44,7 @@ class Traversal(NodeLaw):
 
     def _weights(self, tree: TokenTree, p: Tensor) -> tuple[Tensor, Tensor]:
         """Of every node: the weight it is entered with, and the chance it is taken if no child is. [M], [M]."""
-        weight = torch.ones(tree.num_nodes + 1, dtype=torch.float64, device=p.device)  # the last one is nobody's
+        weight = torch.ones(tree.num_nodes + 1, dtype=torch.float64, device=p.device)  # the last one: no node
         taken = torch.ones_like(weight)
         for nodes in tree.levels:
             weight[tree.tries[nodes]], taken[nodes] = _weigh(tree, p, nodes, weight[nodes])
@@ -52,17 +52,16 @@ class Traversal(NodeLaw):
 
     def _first_taken(self, tree: TokenTree, taken: Tensor) -> Tensor:
         """The chance that each node is the first taken, children before parents, siblings in order. [M]."""
-        fails = 1 - taken  # that the whole subtree fails, once entered
-        below = torch.ones_like(fails)
+        fails = torch.ones(tree.num_nodes + 1, dtype=taken.dtype, device=taken.device)  # the whole subtree, once entered
+        enters, below = torch.ones_like(fails), torch.ones_like(fails)
         for nodes in reversed(tree.levels):
-            below[nodes] = _children(tree, nodes, fails, 1.0).prod(1)
-            fails[nodes] *= below[nodes]
-        enters = torch.ones(tree.num_nodes + 1, dtype=fails.dtype, device=fails.device)
+            below[nodes] = _children(tree, nodes, fails).prod(1)
+            fails[nodes] = (1 - taken[nodes]) * below[nodes]
         for nodes in tree.levels[:-1]:
-            before = _children(tree, nodes, fails, 1.0).cumprod(1)
+            before = _children(tree, nodes, fails).cumprod(1)
             before = torch.cat([torch.ones_like(before[:, :1]), before[:, :-1]], 1)
             enters[tree.tries[nodes]] = before * enters[nodes][:, None]
-        return enters[:-1] * below * taken
+        return (enters * below)[:-1] * taken
 
     def _left(self, tree: TokenTree, p: Tensor, nodes: Tensor, weight: Tensor) -> Tensor:
         return Rejection().weigh(tree, p, nodes, weight).left()
@@ -77,8 +76,9 @@ class Block(Traversal):
     def _weights(self, tree: TokenTree, p: Tensor) -> tuple[Tensor, Tensor]:
         """On one path the weights are a scan, log w = s - the largest s so far, and the rows are needed only once."""
         index = torch.arange(tree.num_nodes, device=p.device)
+        guessed = (tree.parents >= 0) & (tree.tokens >= 0)
         gain = p[tree.parents.clamp(min=0), tree.tokens].double() / tree.drawn_probability(index, torch.float64)
-        s = by_tree(tree, torch.where(tree.parents < 0, 1, gain).log()).cumsum(1)
+        s = by_tree(tree, torch.where(guessed, gain, 1).log()).cumsum(1)
         weight = (s - s.cummax(1).values).exp()[tree.owner, tree.local]
         return weight, _weigh(tree, p, index, weight)[1]
 
@@ -95,7 +95,7 @@ def _weigh(tree: TokenTree, p: Tensor, nodes: Tensor, weight: Tensor) -> tuple[T
     return weighed.chance, ratio(weighed.mass, weighed.mass + (1 - weight))
 
 
-def _children(tree: TokenTree, nodes: Tensor, values: Tensor, missing: float) -> Tensor:
-    """The values of the children of `nodes`. [n, W]."""
+def _children(tree: TokenTree, nodes: Tensor, values: Tensor) -> Tensor:
+    """The values of the children of `nodes`, one where there is none. [n, W]."""
     tries = tree.tries[nodes]
-    return torch.where(tries >= 0, values[tries.clamp(min=0)], missing)
+    return torch.where(tries >= 0, values[tries], 1.0)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from draftwood.links import may_look
 from draftwood.protocols import BatchView, Randomness
 from draftwood.rng import KeyedRng, Purpose, round_keys
 from draftwood.tree import DraftLaw, Draw, TokenTree, Verdict
@@ -32,14 +33,18 @@ DRAW_NAMES = {
 class Odds:
     """Where the accepted path ends, and what the next token is drawn from."""
 
-    stop: Tensor  # [M] float64; sums to one over each tree
+    stop: Tensor  # [M] float64; sums to one over each tree, anything at absent nodes
     left: Callable[[Tensor], Tensor]  # nodes [k] -> rows [k, V], in proportion to the law of the token after each
     drift: Tensor | None = None  # [M] what ending there may have moved the law of the emitted tokens; None: nothing
 
     def expected_length(self, tree: TokenTree) -> Tensor:
         """Accepted tokens to be expected from each tree. [B]."""
         zeros = torch.zeros(tree.num_trees, dtype=self.stop.dtype, device=self.stop.device)
-        return zeros.index_add(0, tree.owner, self.stop * tree.depth)
+        return zeros.index_add(0, tree.owner, self.ends(tree) * tree.depth)
+
+    def ends(self, tree: TokenTree) -> Tensor:
+        """`stop`, and no chance for absent nodes. [M]."""
+        return self.stop.masked_fill(tree.tokens < 0, 0)
 
 
 @dataclass(frozen=True)
@@ -90,14 +95,14 @@ class NodeLaw:
 
     def verify(self, tree: TokenTree, p: Tensor, view: BatchView, rng: Randomness) -> Verdict:
         """Pick the last accepted node of each tree, then the token after it."""
-        if self.lossless and all(params.greedy for params in view.params):
+        if self.lossless and view.mode.greedy:
             return keep_chosen(tree, p.argmax(-1))  # without chance every lossless law keeps the longest match
         verdict = self.at_once(tree, p, view) if isinstance(rng, KeyedRng) else None
         if verdict is not None:
             return verdict
         odds = self.odds(tree, p)
         accept = round_keys(view.seeds, view.lengths, Purpose.ACCEPT)
-        node = tree.offsets[:-1] + rng.pick(by_tree(tree, odds.stop), accept)
+        node = tree.offsets[:-1] + rng.pick(by_tree(tree, odds.ends(tree)), accept)
         residual = round_keys(view.seeds, view.lengths, Purpose.RESIDUAL)
         bonus = rng.pick(_or_else(odds.left(node), p, node), residual)
         drift = None if odds.drift is None else odds.drift[node]
@@ -107,8 +112,8 @@ class NodeLaw:
 def _or_else(left: Tensor, p: Tensor, node: Tensor) -> Tensor:
     """`left` [B, V], and p where it is empty: ending there has no chance, up to rounding, and no mass is invented."""
     some = left.amax(-1, keepdim=True) > 0
-    if left.device.type == "cpu" and bool(some.all()):
-        return left  # looking is cheaper than another pass over the rows, where it makes nobody wait
+    if may_look(left) and bool(some.all()):
+        return left  # looking is cheaper than another pass over the rows
     return torch.where(some, left, p[node])
 
 

@@ -15,6 +15,7 @@ On one path both are block verification.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from torch import Tensor
 from draftwood.ops.residual import law_at
 from draftwood.ops.verdict import kseq_layers, layers, pooled_layers
 from draftwood.protocols import BatchView
-from draftwood.tree import TokenTree, Turn, Verdict
+from draftwood.tree import TokenTree, Verdict
 from draftwood.verifiers.law import NodeLaw, Odds, ratio
 from draftwood.verifiers.rules import KSeq, Rejection, SiblingRule, draws_behind, residual
 
@@ -35,12 +36,10 @@ class LayerLaw(NodeLaw):
     def odds(self, tree: TokenTree, p: Tensor) -> Odds:
         """Scores from the root down, chances from the deepest layer up."""
         ends, left = self.scores(tree, p)
-        stop = torch.zeros_like(ends)
-        passed = torch.ones(tree.num_trees, dtype=torch.float64, device=p.device)  # no deeper layer was stopped in
-        for nodes in reversed(tree.levels):
-            stop[nodes] = passed[tree.owner[nodes]] * ends[nodes]
-            passed = passed * (1 - sum_by_tree(tree, nodes, ends)).clamp(min=0)
-        return Odds(stop, left)
+        ends = ends.masked_fill(tree.tokens < 0, 0)
+        goes_up = (1 - layer_sums(tree, ends)).clamp(min=0)
+        comes = torch.cat([goes_up[:, 1:], torch.ones_like(goes_up[:, :1])], 1).flip(1).cumprod(1).flip(1)
+        return Odds(comes[tree.owner, tree.depth] * ends, left)
 
     def scores(self, tree: TokenTree, p: Tensor) -> tuple[Tensor, Left]:
         """The chance to end at each node once its layer is reached [M], and what gives the residual at some nodes."""
@@ -65,23 +64,25 @@ class Proportional(LayerLaw):
 
         Who comes back up to a layer was rejected behind one of its nodes, in proportion to share and rest.
         """
-        weight = root_weights(tree, p)
-        ends, layer_mass = torch.zeros_like(weight), torch.ones_like(weight)
+        weight, layer_mass = root_weights(tree, p), torch.ones_like(root_weights(tree, p))
+        comes, taken = torch.zeros_like(weight), torch.zeros_like(weight)
         for nodes in tree.levels:
-            owner = tree.owner[nodes]
-            mass = sum_by_tree(tree, nodes, weight)[owner].clamp(max=1)
+            mass = self._layer_mass(tree, nodes, weight)
             layer_mass[nodes] = mass
             weighed = self.rule.weigh(tree, p, nodes, mass)
             share = torch.where(mass > 0, weight[nodes] / torch.where(mass > 0, mass, 1), 0)
             weight.index_add_(0, tree.tries[nodes].flatten() % len(weight), (share[:, None] * weighed.taken).flatten())
-            comes = share * weighed.rest
-            comes = ratio(comes, _sum_by(owner, comes, tree.num_trees)[owner])
-            ends[nodes] = comes * ratio(weighed.mass, weighed.mass + (1 - mass))
+            comes[nodes] = share * weighed.rest
+            taken[nodes] = ratio(weighed.mass, weighed.mass + (1 - mass))
 
         def left(nodes: Tensor) -> Tensor:
             return self.rule.weigh(tree, p, nodes, layer_mass[nodes]).left()
 
-        return ends[:-1], left
+        return ratio(comes[:-1], of_layer(tree, comes[:-1])) * taken[:-1], left
+
+    def _layer_mass(self, tree: TokenTree, nodes: Tensor, weight: Tensor) -> Tensor:
+        """What all nodes of the layers of `nodes` [n] are given together. [n]."""
+        return of_layer(tree, weight[:-1])[nodes].clamp(max=1)
 
 
 class Pooled(LayerLaw):
@@ -96,53 +97,74 @@ class Pooled(LayerLaw):
 
     def scores(self, tree: TokenTree, p: Tensor) -> tuple[Tensor, Left]:
         """Every draw in turn takes what it can of the layer's mass that survived the draws before it."""
-        weight = root_weights(tree, p)
-        ends = torch.zeros_like(weight)
-        survived = torch.zeros(tree.tries.shape, dtype=torch.float64, device=p.device)  # before each draw
-        for nodes, turns in zip(tree.levels, tree.turns, strict=True):
-            mass, owner = self._share_out(tree, p, nodes, turns, weight, survived), tree.owner[nodes]
-            spare = (1 - sum_by_tree(tree, nodes, weight)).clamp(min=0)
-            ends[nodes] = ratio(mass, (_sum_by(owner, mass, tree.num_trees) + spare)[owner])
+        shared = _Shared.of(tree, p)
+        for turn in tree.shape.turns:
+            shared.take(tree, p, turn)
+        weight = shared.weight[:-1]
+        mass = torch.where(tree.tries[:, 0] >= 0, shared.mass[:-1], weight)
+        spare = (1 - of_layer(tree, weight)).clamp(min=0)
 
         def left(nodes: Tensor) -> Tensor:
             draws = draws_behind(tree, nodes)
-            return residual(tree, p, nodes, weight[nodes], draws, survived[nodes]).written_out()
+            return residual(tree, p, nodes, weight[nodes], draws, shared.scales[nodes]).written_out()
 
-        return ends[:-1], left
+        return ratio(mass, of_layer(tree, mass) + spare), left
 
-    def _share_out(
-        self, tree: TokenTree, p: Tensor, nodes: Tensor, turns: list[Turn], weight: Tensor, survived: Tensor
-    ) -> Tensor:
-        """Set the weights of the children of a whole layer; returns what is left at each of its `nodes`. [n]."""
-        draws, own, owner = draws_behind(tree, nodes), weight[nodes], tree.owner[nodes]
-        values, mass = own[:, None] * p[nodes[:, None], draws.tokens].double(), own.clone()
-        dead = 1 - _sum_by(owner, own, tree.num_trees)
-        reach = torch.ones_like(dead)
-        for row, place in turns:
-            whose, child = owner[row], draws.child[row, place]
-            survives = (_sum_by(owner, mass, tree.num_trees) + dead)[whose].clamp(min=0)
-            chance = ratio(values[row, place], survives * draws.chance[row, place]).clamp(max=1)
-            weight[child] += reach[whose] * chance
-            reach[whose] *= 1 - chance
-            survived[nodes[row], place] = survives
-            trying = draws_behind(tree, nodes[row])
-            law = law_at(tree.q, tree.q_row[child], tree.tokens[child], trying.tokens)
-            values[row] = (values[row] - survives[:, None] * law).clamp(min=0)
-            mass[row] = residual(tree, p, nodes[row], own[row], trying, survived[nodes[row]]).mass()
-        return mass
+
+@dataclass(frozen=True)
+class _Shared:
+    """What the draws so far were given, and what they left. The last row is of no node."""
+
+    weight: Tensor  # [M + 1] float64
+    mass: Tensor  # [M + 1] float64: what is left at nodes some draw was tried behind
+    values: Tensor  # [M + 1, C] float64: what is left there of the tokens drawn
+    scales: Tensor  # [M + 1, C] float64: what survived of the layer before each draw
+    spent: Tensor  # [B, D + 1] float64: what draws took of each layer
+    reach: Tensor  # [B, D + 1] float64: that all draws behind a layer were rejected
+
+    @classmethod
+    def of(cls, tree: TokenTree, p: Tensor) -> _Shared:
+        """Before the first draw."""
+        weight = root_weights(tree, p)
+        table = torch.zeros(len(weight), tree.tries.shape[1], dtype=torch.float64, device=p.device)
+        spent = torch.zeros(tree.num_trees, tree.max_depth + 1, dtype=torch.float64, device=p.device)
+        return cls(weight, torch.zeros_like(weight), table, table.clone(), spent, torch.ones_like(spent))
+
+    def take(self, tree: TokenTree, p: Tensor, turn: Tensor) -> None:
+        """One draw of each tree, by its place in the flattened tries [n]; nothing where there is none."""
+        width = tree.tries.shape[1]
+        child = torch.where(turn >= 0, tree.tries.view(-1)[turn], -1)
+        node, place, there = turn.clamp(min=0) // width, turn.clamp(min=0) % width, child >= 0
+        written = torch.where(there, node, -1)
+        layer, draws, own, here = (tree.owner[node], tree.depth[node]), draws_behind(tree, node), self.weight[node], place[:, None]
+        first = place == 0
+        mass = torch.where(first, own, self.mass[node])
+        values = torch.where(first[:, None], own[:, None] * p[node[:, None], draws.tokens].double(), self.values[node])
+        survives = torch.where(there, (1 - self.spent[layer]).clamp(min=0), 0)
+        chance = ratio(values.gather(1, here)[:, 0], survives * draws.chance.gather(1, here)[:, 0]).clamp(max=1)
+        chance = torch.where(there, chance, 0)
+        self.weight[child] += self.reach[layer] * chance
+        self.scales[written, place] = survives
+        law = law_at(tree.q, tree.q_row[child], tree.tokens[child], draws.tokens)
+        self.values[written] = (values - survives[:, None] * law).clamp(min=0)
+        self.mass[written] = residual(tree, p, node, own, draws, self.scales[node]).mass()
+        self.reach[layer] *= 1 - chance
+        self.spent[layer] += torch.where(there, mass - self.mass[node], 0)
 
 
 def root_weights(tree: TokenTree, p: Tensor) -> Tensor:
-    """One at the roots, nothing elsewhere; the last one is nobody's. [M + 1] float64."""
+    """One at the roots, nothing elsewhere; the last one is of no node. [M + 1] float64."""
     weight = torch.zeros(tree.num_nodes + 1, dtype=torch.float64, device=p.device)
-    weight.index_fill_(0, tree.offsets[:-1], 1.0)  # an assignment would fetch the number from the host
-    return weight
+    return weight.index_fill_(0, tree.offsets[:-1], 1.0)  # an assignment would fetch the number from the host
 
 
-def sum_by_tree(tree: TokenTree, nodes: Tensor, values: Tensor) -> Tensor:
-    """The sum of `values` [M] over those of `nodes` that belong to each tree. [B]."""
-    return _sum_by(tree.owner[nodes], values[nodes], tree.num_trees)
+def layer_sums(tree: TokenTree, values: Tensor) -> Tensor:
+    """The sums of `values` [M] over the nodes of each layer of each tree. [B, D + 1]."""
+    zeros = torch.zeros(tree.num_trees * (tree.max_depth + 1), dtype=values.dtype, device=values.device)
+    sums = zeros.index_add_(0, tree.owner * (tree.max_depth + 1) + tree.depth, values)
+    return sums.view(tree.num_trees, tree.max_depth + 1)
 
 
-def _sum_by(owner: Tensor, values: Tensor, count: int) -> Tensor:
-    return torch.zeros(count, dtype=values.dtype, device=values.device).index_add_(0, owner, values)
+def of_layer(tree: TokenTree, values: Tensor) -> Tensor:
+    """The sum of `values` [M] over the layer of each node. [M]."""
+    return layer_sums(tree, values)[tree.owner, tree.depth]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from draftwood.links import may_look
 from draftwood.ops.verdict import match
 from draftwood.protocols import BatchView, Randomness
 from draftwood.rng import KeyedRng, target_keys
@@ -36,7 +37,7 @@ class Match:
         """Walk down while the target's draw is in the tree."""
         if tree.num_drafted == 0:
             return Verdict.of_roots(tree, rng.race(p, target_keys(view.seeds, view.lengths))[:, 0])
-        if all(params.greedy for params in view.params):
+        if view.mode.greedy:
             return keep_chosen(tree, p.argmax(-1))  # nothing is drawn: no need to ask node by node
         if isinstance(rng, KeyedRng):
             verdict = _at_once(tree, p, view, rng)
@@ -44,18 +45,17 @@ class Match:
                 return verdict
         walk = PathWalk(tree)
         bonus = torch.empty_like(walk.node)
-        while True:
+        while bool(walk.active.any()):
             active = walk.active.nonzero().view(-1)
-            keys = target_keys(view.seeds[active], view.lengths[active] + walk.length[active])
-            drawn = rng.race(p[walk.node[active]], keys)[:, 0]
-            bonus[active] = drawn
-            if not walk.descend(active, walk.child_with(active, drawn)):
-                return walk.verdict(bonus)
+            keys = target_keys(view.seeds[active], (view.lengths + walk.length)[active])
+            bonus[active] = rng.race(p[walk.node[active]], keys)[:, 0]
+            walk.descend(walk.child_with(bonus))
+        return walk.verdict(bonus)
 
 
 def _at_once(tree: TokenTree, p: Tensor, view: BatchView, rng: KeyedRng) -> Verdict | None:
-    """On a GPU the target draws after every node, looked for or not: cheaper than asking who is needed."""
-    if not p.is_cuda:
+    """Where values may not be looked at the target draws after every node, looked for or not."""
+    if may_look(p):
         return match(tree, p, view.seeds, view.lengths)
     owner = tree.owner
     keys = target_keys(view.seeds[owner], view.lengths[owner] + tree.depth)

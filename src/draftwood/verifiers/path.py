@@ -7,16 +7,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from draftwood.links import may_look
 from draftwood.tree import TokenTree, Verdict
 
 
 def keep_chosen(tree: TokenTree, choices: Tensor) -> Verdict:
-    """Down every tree along the tokens chosen after its nodes [M]; on CUDA without waiting for the host."""
+    """Down every tree along the tokens chosen after its nodes [M]; on the host only where that may look at them."""
     if choices.is_cuda:
         from draftwood.ops.cuda.verdict import follow as launch
 
         return launch(tree, choices)
-    return follow(tree, choices.tolist())
+    if may_look(choices):
+        return follow(tree, choices.tolist())
+    walk = PathWalk(tree)
+    for _ in range(tree.max_depth):
+        walk.descend(walk.child_with(choices[walk.node]))
+    return walk.verdict(choices[walk.node])
 
 
 def follow(tree: TokenTree, choices: Sequence[int]) -> Verdict:
@@ -34,33 +40,34 @@ def follow(tree: TokenTree, choices: Sequence[int]) -> Verdict:
 
 
 class PathWalk:
-    """One walker a tree. Sequences that leave their tree stay where they are."""
+    """One walker a tree. Walkers that leave their tree stay where they are."""
 
     def __init__(self, tree: TokenTree) -> None:
         self.tree = tree
-        self.node = tree.offsets[:-1].clone()  # [B] where each stands
-        self.length = torch.zeros_like(self.node)  # [B] nodes accepted
+        self.node = tree.offsets[:-1]  # [B] where each stands
         self.active = torch.ones_like(self.node, dtype=torch.bool)  # [B] still on the way
-        self.path = torch.full((tree.num_trees, tree.max_depth + 1), -1, device=self.node.device)
-        self.path[:, 0] = self.node
+        self._path = [self.node]
 
-    def child_with(self, rows: Tensor, tokens: Tensor) -> Tensor:
-        """The first child of walkers `rows` that holds `tokens`, or -1. [k], [k] -> [k]."""
-        tries = self.tree.tries[self.node[rows]]
+    @property
+    def length(self) -> Tensor:
+        """Nodes accepted. [B]."""
+        return self.tree.depth[self.node]
+
+    def child_with(self, tokens: Tensor) -> Tensor:
+        """The first child of every walker that holds its one of `tokens`, or -1. [B] -> [B]."""
+        tries = self.tree.tries[self.node]
         hit = (tries >= 0) & (self.tree.tokens[tries.clamp(min=0)] == tokens[:, None])
         first = tries.gather(1, hit.long().argmax(1, keepdim=True))[:, 0]
         return torch.where(hit.any(1), first, -1)
 
-    def descend(self, rows: Tensor, child: Tensor) -> bool:
-        """Walkers `rows` step to `child`; those with -1 stop for good. Whether anybody still walks."""
-        moved = child >= 0
-        self.active[rows] = moved
-        rows, child = rows[moved], child[moved]
-        self.node[rows] = child
-        self.length[rows] += 1
-        self.path[rows, self.length[rows]] = child
-        return rows.numel() > 0
+    def descend(self, child: Tensor) -> None:
+        """Active walkers step to `child` [B]; those with -1 stop for good."""
+        self.active = self.active & (child >= 0)
+        self.node = torch.where(self.active, child, self.node)
+        self._path.append(torch.where(self.active, child, -1))
 
     def verdict(self, bonus: Tensor) -> Verdict:
         """Everything walked so far, and the target's next token."""
-        return Verdict(self.path, self.length, bonus)
+        behind = torch.full_like(self.node, -1)
+        path = (self._path + [behind] * self.tree.max_depth)[: self.tree.max_depth + 1]
+        return Verdict(torch.stack(path, 1), self.length, bonus)

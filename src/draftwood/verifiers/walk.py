@@ -27,9 +27,9 @@ class TopDown(NodeLaw):
 
     def odds(self, tree: TokenTree, p: Tensor) -> Odds:
         """Every node is weighed once; the way to it is the product of the ways before."""
-        passes = torch.zeros(tree.num_nodes + 1, dtype=torch.float64, device=p.device)  # the last one is nobody's
+        passes = torch.zeros(tree.num_nodes + 1, dtype=torch.float64, device=p.device)  # the last one: no node
         ends = torch.ones_like(passes)
-        inner = tree.inner
+        inner = tree.shape.inner
         tries, onward, ends[inner] = self._outcomes(tree, p, inner)
         passes.index_add_(0, tries.flatten() % len(passes), onward.flatten())
         reach = torch.ones_like(passes)

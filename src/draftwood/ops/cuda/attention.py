@@ -25,7 +25,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from draftwood.model.batch import AttentionShape, ForwardBatch, Pages
+from draftwood.batch import AttentionShape, ForwardBatch, Pages
 from draftwood.ops.cuda.attention_kernels import CHUNK, LARGEST_GROUP, finish_rows, scan_linear
 from draftwood.ops.cuda.online_softmax import BLOCK
 from draftwood.ops.cuda.pdl import OVERLAPPING

@@ -53,10 +53,10 @@ def opened(
     return integers, numbers, temperature, own_table
 
 
-@triton.jit(do_not_specialize=["longest", "padding_row", "steps", "nodes"])
+@triton.jit(do_not_specialize=["longest", "padding_row", "steps"])
 def _close(
-    rows, lengths, tokens, path, accepted, bonus, history, length, outcome, longest, padding_row, steps, nodes,
-    STEPS: tl.constexpr, NODES: tl.constexpr,
+    rows, lengths, tokens, offsets, path, accepted, bonus, usable, history, length, outcome, longest, padding_row,
+    steps, STEPS: tl.constexpr, NODES: tl.constexpr,
 ):  # fmt: skip
     """Append one sequence's gained tokens."""
     wait_for_predecessors()
@@ -66,26 +66,31 @@ def _close(
     step = tl.arange(0, STEPS)
     node = tl.load(path + b * (steps + 1) + 1 + step, mask=step < steps, other=-1)
     token = tl.load(tokens + node, mask=node >= 0, other=0)
-    tl.store(outcome + b * (steps + 3) + 3 + step, token, mask=step < steps)
+    own = outcome + b * (steps + 4)
+    tl.store(own + 4 + step, token, mask=step < steps)
     at = tl.minimum(before + step, longest - 1)
     tl.store(history + slot * longest + at, tl.where(step == kept, last, token), mask=step <= kept)
-    i = 1 + tl.arange(0, NODES)
-    guess = tl.load(tokens + b * (nodes + 1) + i, mask=i <= nodes, other=-1)
-    tl.store(outcome + b * (steps + 3), kept)
-    tl.store(outcome + b * (steps + 3) + 1, last)
-    tl.store(outcome + b * (steps + 3) + 2, tl.sum((guess >= 0).to(tl.int64), 0))
+    first = tl.load(offsets + b) + 1
+    nodes, i = tl.load(offsets + b + 1) - first, tl.arange(0, NODES)
+    guess = tl.load(tokens + first + i, mask=i < nodes, other=-1)
+    tl.store(own, kept)
+    tl.store(own + 1, last)
+    tl.store(own + 2, tl.sum((guess >= 0).to(tl.int64), 0))
+    tl.store(own + 3, tl.load(usable + b).to(tl.int64))
     tl.store(length + slot, tl.where(slot == padding_row, 1, tl.minimum(before + kept + 1, longest - 1)))
 
 
 def closed(
-    rows: Tensor, lengths: Tensor, tokens: Tensor, path: Tensor, accepted: Tensor, bonus: Tensor,
-    history: Tensor, length: Tensor, padding_row: int, outcome: Tensor,
-) -> None:  # fmt: skip
-    """Append gained tokens to `history`, update `length`, and write `outcome` [B, 3 + D] for the host."""
+    rows: Tensor, lengths: Tensor, tokens: Tensor, offsets: Tensor, path: Tensor, accepted: Tensor, bonus: Tensor,
+    usable: Tensor, history: Tensor, length: Tensor, padding_row: int,
+) -> Tensor:  # fmt: skip
+    """Append gained tokens to `history` and update `length`; what the host is told. [B, 4 + D]."""
     size, steps = len(rows), path.shape[1] - 1
-    nodes = len(tokens) // size - 1
+    outcome = torch.empty(size, 4 + steps, dtype=torch.int64, device=rows.device)
+    most = len(tokens) - size  # of one tree, if it had all of them
     _close[(size,)](
-        rows, lengths, tokens, path.contiguous(), accepted.contiguous(), bonus.contiguous(), history, length, outcome,
-        history.shape[1], padding_row, steps, nodes,
-        max(2, triton.next_power_of_2(steps + 1)), max(2, triton.next_power_of_2(nodes)), **OVERLAPPING,
+        rows, lengths, tokens, offsets, path.contiguous(), accepted.contiguous(), bonus.contiguous(), usable, history,
+        length, outcome, history.shape[1], padding_row, steps,
+        max(2, triton.next_power_of_2(steps + 1)), max(2, triton.next_power_of_2(most // size)), **OVERLAPPING,
     )  # fmt: skip
+    return outcome

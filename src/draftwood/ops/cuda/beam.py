@@ -114,7 +114,7 @@ def offer(
 
 @triton.jit
 def _link(
-    scores, offered, above, roots, ranks, tokens, parents, depth, ancestors, tries,
+    scores, offered, above, roots, ranks, tokens, parents, depth, ancestors, tries, chosen,
     BRANCHES: tl.constexpr, DEPTH: tl.constexpr, COUNT: tl.constexpr, NODES: tl.constexpr,
     OFFERS: tl.constexpr, TILE: tl.constexpr, ROWS: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
@@ -143,6 +143,7 @@ def _link(
     tl.store(tokens + node, tl.load(offered + own + c, mask=kept, other=0), mask=kept)
     tl.store(parents + node, first + tl.minimum(place, NODES), mask=kept)
     tl.store(depth + node, (level + 1).to(tl.int64), mask=kept)
+    tl.store(chosen + b * NODES + rank, c.to(tl.int64), mask=kept)
     tl.store(tokens + first, tl.load(roots + b))
     tl.store(parents + first, tl.full((), -1, tl.int64))
     tl.store(depth + first, tl.full((), 0, tl.int64))
@@ -173,9 +174,10 @@ def likeliest_tree(offers: Offers, roots: Tensor, nodes: int) -> Links:
     tokens, parents, depth = torch.empty(3, rows, dtype=torch.int64, device=roots.device).unbind(0)
     ancestors = torch.empty(rows, words, dtype=torch.int64, device=roots.device)
     tries = torch.empty(rows, offers.width, dtype=torch.int64, device=roots.device)
+    chosen = torch.empty(size, nodes, dtype=torch.int64, device=roots.device)
     _link[(size,)](
         offers.scores, offers.tokens, offers.above, roots.contiguous(), ranks, tokens, parents, depth, ancestors, tries,
-        offers.width, offers.depth, count, nodes, max(2, triton.next_power_of_2(count)), TILE,
+        chosen, offers.width, offers.depth, count, nodes, max(2, triton.next_power_of_2(count)), TILE,
         triton.next_power_of_2(1 + nodes), words, BITS, num_warps=8, **OVERLAPPING,
     )  # fmt: skip
-    return Links(tokens, parents, depth, ancestors, tries)
+    return Links(tokens, parents, depth, ancestors, tries, chosen)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftwood.model.batch import ForwardBatch
+from draftwood.batch import ForwardBatch
 from draftwood.ops.cuda.attention_kernels import last_at_most, slot_of
 from draftwood.ops.cuda.online_softmax import BLOCK
 from draftwood.ops.cuda.pdl import OVERLAPPING, wait_for_predecessors

@@ -1,0 +1,167 @@
+"""The decode step: a drafter proposes trees, the target scores them, a law keeps a path of each.
+
+One function for every device, drafter, tree, law and request. It runs from batch state to batch state and takes from
+the host only which sequences run (`StepInputs`), rows of prompts to prefill along with them, and, for requests with a
+grammar, masks that the host computes while the target runs; `propose`, `score` and `settle` are the parts between
+which that happens. Eagerly, trees have the sizes they have. Captured, every tree has the step's size and nothing looks
+at values; that is the only difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from draftwood.batch import ForwardBatch, with_text
+from draftwood.cache.batch_state import BatchState, StepInputs
+from draftwood.cache.kv import stage_trees
+from draftwood.drafting import Drafter, Proposal
+from draftwood.engine.trace import facts
+from draftwood.faults import DrafterHealth
+from draftwood.model.runner import ModelRunner
+from draftwood.ops.choice import likeliest
+from draftwood.protocols import BatchView, Features, NodeMasks, Randomness, Verifier
+from draftwood.sampling import PathLogprobs, edited_logits, path_logprobs, target_distribution, usable
+from draftwood.telemetry import Timers
+from draftwood.tree import Verdict
+from draftwood.verifiers.path import keep_chosen
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What takes part in every step."""
+
+    target: ModelRunner
+    drafter: Drafter
+    law: Verifier
+    rng: Randomness
+    health: Sequence[DrafterHealth] = ()
+    timers: Timers = field(default_factory=Timers)
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Trees and what the target makes of them."""
+
+    proposal: Proposal
+    chain: bool  # no tree branches
+    logits: Tensor  # [M, V]
+    features: Features  # of the trees' nodes
+    text: ForwardBatch | None  # rows of prompts that were run with them
+    text_features: Features
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a step gained, on the device."""
+
+    outcome: Tensor  # [B, 4 + D] see `BatchState.advance`
+    drift: Tensor | None  # [B] see `Verdict`
+    logprobs: PathLogprobs | None  # of the sequences that ask
+    facts: Tensor | None  # [M, 6] of every node, where requests are traced
+    offsets: Tensor  # [B + 1] where each tree begins
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of them that are there."""
+        logprobs = self.logprobs
+        scored = [] if logprobs is None else [logprobs.own, logprobs.best, logprobs.tokens]
+        return [part for part in (self.outcome, self.drift, *scored, self.facts, self.offsets) if part is not None]
+
+    def over(self, tensors: list[Tensor]) -> StepOutput:
+        """The same with other tensors in their places."""
+        left = iter(tensors)
+        outcome = next(left)
+        drift = None if self.drift is None else next(left)
+        logprobs = None if self.logprobs is None else PathLogprobs(next(left), next(left), next(left))
+        told = None if self.facts is None else next(left)
+        return StepOutput(outcome, drift, logprobs, told, next(left))
+
+
+def decode_step(
+    parts: Parts,
+    state: BatchState,
+    view: BatchView,
+    inputs: StepInputs,
+    nodes: int,
+    alternatives: int,
+    text: ForwardBatch | None,
+) -> StepOutput:
+    """One step for every sequence of the view, with at most `nodes` draft nodes each and rows of prompts beside them;
+    with as many `alternatives` for sequences that ask for log-probabilities.
+    """
+    scored = score(parts, view, propose(parts, view, nodes), text)
+    return settle(parts, state, view, inputs, scored, alternatives)
+
+
+def propose(parts: Parts, view: BatchView, nodes: int) -> Proposal:
+    """The drafter's trees; bare roots where there is no room for any."""
+    with parts.timers.measure("draft"):
+        drafts = nodes or view.mode.predicted
+        proposal = parts.drafter.propose(view, nodes, parts.rng) if drafts else Proposal.bare(view)
+        return proposal.packed() if view.may_look else proposal
+
+
+def score(parts: Parts, view: BatchView, proposal: Proposal, text: ForwardBatch | None) -> Scored:
+    """Run every node of the trees, and rows of prompts, through the target in one forward."""
+    target, tree = parts.target, proposal.tree
+    chain = tree.tries.shape[1] == 1
+    batch = stage_trees(view, tree, target.cache.page_size, target.model.config.max_positions, chain=chain)
+    whole = batch if text is None else with_text(batch, text)
+    with parts.timers.measure("target"):
+        out = target.forward(whole, parts.drafter.needs)
+    count = tree.num_nodes
+    of_nodes = {layer: rows[:count] for layer, rows in out.features.items()}
+    of_text = {layer: rows[count:] for layer, rows in out.features.items()}
+    return Scored(proposal, chain, out.logits, of_nodes, text, of_text)
+
+
+def settle(
+    parts: Parts,
+    state: BatchState,
+    view: BatchView,
+    inputs: StepInputs,
+    scored: Scored,
+    alternatives: int,
+    masks: NodeMasks | None = None,
+) -> StepOutput:
+    """Keep a path of every tree: in the target's cache, in the drafter's, and in the batch state."""
+    tree = scored.proposal.tree
+    logits = edited_logits(scored.logits, tree, view, masks)
+    verdict, p = verify(parts, view, scored.proposal, logits)
+    if tree.num_drafted:
+        index = tree.local[verdict.path.clamp(min=0)]
+        parts.target.cache.keep(view.block_table, view.lengths, index, verdict.length, chain=scored.chain)
+    with parts.timers.measure("draft"):
+        parts.drafter.commit(view, scored.proposal, verdict, scored.features)
+        if scored.text is not None:
+            parts.drafter.ingest(scored.text, scored.text_features)
+    asked = inputs.scored
+    return StepOutput(
+        outcome=state.advance(view, tree, verdict, usable(logits, p, verdict)),
+        drift=verdict.drift,
+        logprobs=path_logprobs(scored.logits, tree, verdict, asked, alternatives) if len(asked) else None,
+        facts=facts(logits, tree, verdict, view) if view.mode.traced else None,
+        offsets=tree.offsets,
+    )
+
+
+def verify(parts: Parts, view: BatchView, proposal: Proposal, logits: Tensor) -> tuple[Verdict, Tensor | None]:
+    """What the law keeps, and the distributions it went by; None where the likeliest tokens decide."""
+    tree = proposal.tree
+    if view.mode.greedy:  # without chance every lossless law keeps the longest match
+        choices = likeliest(logits)
+        return (keep_chosen(tree, choices) if tree.num_drafted else Verdict.of_roots(tree, choices)), None
+    p = target_distribution(logits, tree, view)
+    return parts.law.verify(tree, p, view, parts.rng), p
+
+
+def ingest(parts: Parts, text: ForwardBatch) -> Tensor:
+    """Prefill rows of prompts in target and drafter; logits where the batch wants them. [K, V]."""
+    with parts.timers.measure("target"):
+        out = parts.target.forward(text, parts.drafter.needs)
+    with parts.timers.measure("draft"):
+        parts.drafter.ingest(replace(text, logit_rows=text.logit_rows[:0]), out.features)
+    return out.logits

@@ -1,0 +1,136 @@
+"""Shapes of captured steps: which there should be, and which of those that are ready serves a batch best.
+
+A captured step serves every batch that fits into it: fewer sequences, fewer pages, requests that ask for less. Shapes
+are captured at start, most useful first, and later while the engine is idle, most missed first; never while a request
+waits. Until the best shape is there the nearest one runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from draftwood.drafting import BATCHES, padded_batch
+from draftwood.protocols import StepMode
+
+FREE_ROWS = 256  # rows that take as long as reading all weights; each as many more take as long again
+LONG_TABLES = 0.1  # plain steps lost by a block table that is longer than needed
+UNUSED_WORK = 0.05  # plain steps lost by a step that edits logits or scores tokens that no request asks for
+SEPARATE_PREFILL = 1.0  # plain steps lost by a separate prefill: weights are read once more
+MIXED_ROWS = (64, 128, 256, 512)  # prefill rows of a mixed step
+LENGTHS = (1024, 4096, 16384)  # tokens: kernels are split for the longest possible sequence, not for the present one
+MOST_CAPTURED = 256  # each keeps its memory
+ALTERNATIVES = (20, 100)  # per token, beside its own log-probability
+
+
+def padded_count(count: int, batch: int) -> int:
+    """Sequences with edits, masks or scores that a step has room for: none, one, a few, all."""
+    return next((some for some in (0, 1, 8) if count <= some < batch), batch)
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """What a step has room for."""
+
+    batch: int  # sequences
+    nodes: int  # of each one's tree, without the root
+    pages: int  # of each sequence
+    text: int = 0  # prefill rows
+    edited: int = 0  # sequences whose logits are edited
+    masked: int = 0  # sequences that the host gives masks for
+    scored: int = 0  # sequences with log-probabilities
+    alternatives: int = 0  # for each of their tokens
+
+    @property
+    def rows(self) -> int:
+        """Rows of the target's forward."""
+        return self.batch * (1 + self.nodes) + self.text
+
+    @property
+    def extras(self) -> tuple[int, int, int, int]:
+        """Room for what single requests ask for."""
+        return self.edited, self.masked, self.scored, self.alternatives
+
+    def holds(self, other: StepShape) -> bool:
+        """Whether a batch of shape `other` can run in this one, perhaps with smaller trees. A shape without nodes is no
+        substitute for one with: a drafter with its own KV cache would fall behind.
+        """
+        nodes = self.nodes <= other.nodes and (self.nodes > 0) == (other.nodes > 0)
+        extras = all(mine >= asked for mine, asked in zip(self.extras, other.extras, strict=True))
+        return nodes and extras and self.batch >= other.batch and self.pages >= other.pages and self.text >= other.text
+
+    def lost_with(self, other: StepShape) -> float:
+        """Plain steps lost by running `other` instead: padding rows, tokens that are not drafted, unused work."""
+        idle = ((other.batch - self.batch) * (1 + other.nodes) + other.text - self.text) / FREE_ROWS
+        undrafted = (self.nodes - other.nodes) / (1 + self.nodes)
+        unused = UNUSED_WORK * sum(theirs > mine for mine, theirs in zip(self.extras, other.extras, strict=True))
+        return idle + undrafted + unused + (LONG_TABLES if other.pages > self.pages else 0.0)
+
+
+Key = tuple[StepShape, StepMode]
+
+
+@dataclass
+class ShapePlan:
+    """Chooses shapes: for a batch, and to capture next."""
+
+    sizes: Sequence[int]  # of trees
+    max_batch: int
+    whole_table: int  # pages of the longest possible sequence
+    page_size: int
+    modes: Sequence[StepMode]  # most usual first
+    missed: dict[Key, float] = field(default_factory=dict)  # plain steps lost by shapes that are not ready
+
+    def pages_for(self, pages: int) -> int:
+        """Pages of the smallest block table for sequences of so many. Its last entry is scratch: a finished sequence
+        still runs one step, and writes there.
+        """
+        rounded = (length // self.page_size for length in LENGTHS)
+        return next((some for some in rounded if pages < some < self.whole_table), self.whole_table)
+
+    def wanted(self, exact: StepShape) -> StepShape:
+        """The shape to capture for a batch of shape `exact`."""
+        batch = padded_batch(exact.batch)
+        edited, masked, scored = (padded_count(count, batch) for count in exact.extras[:3])
+        text = next((rows for rows in MIXED_ROWS if rows >= exact.text), exact.text) if exact.text else 0
+        alternatives = next((k for k in ALTERNATIVES if k >= exact.alternatives), exact.alternatives)
+        return StepShape(
+            batch, max(size for size in self.sizes if size <= exact.nodes), self.pages_for(exact.pages), text,
+            edited, masked, scored, alternatives if scored else 0,
+        )  # fmt: skip
+
+    def nearest(self, wanted: StepShape, mode: StepMode, ready: Sequence[Key]) -> Key | None:
+        """The shape that is ready and loses least; None if none fits. Remembers what is lost."""
+        fitting = [key for key in ready if key[0].holds(wanted) and key[1].covers(mode)]
+        best = min(fitting, key=lambda key: (wanted.lost_with(key[0]), key[1] != mode), default=None)
+        lost = SEPARATE_PREFILL if best is None else wanted.lost_with(best[0])
+        if best != (wanted, mode):
+            self.missed[wanted, mode] = self.missed.get((wanted, mode), 0.0) + lost
+        return best
+
+    def next(self, ready: Sequence[Key]) -> Key | None:
+        """What to capture next: what was missed most, then what is likely to be asked for; None: nothing."""
+        if len(ready) >= MOST_CAPTURED:
+            return None
+        known = set(ready)
+        by_loss = sorted(self.missed, key=lambda key: -self.missed[key])
+        return next((key for key in (*by_loss, *self.usual()) if key not in known), None)
+
+    def usual(self) -> Iterator[Key]:
+        """Shapes by how likely they are: one sequence and a full batch first, then what lies between."""
+        batches = [batch for batch in BATCHES if batch < self.max_batch] + [self.max_batch]
+        order = [batches[0], batches[-1], *batches[1:-1][::-1]]
+        trees = sorted({self.sizes[-1], 0, *self.sizes[1:-1:2]}, reverse=True)
+        short = self.pages_for(1)
+        for mode in self.modes:
+            for batch in dict.fromkeys(order):
+                for nodes in dict.fromkeys((trees[0], 0, *trees)):
+                    shape = StepShape(batch, nodes, short)
+                    yield shape, mode
+                    if nodes in (trees[0], 0) and batch > 1:
+                        yield replace(shape, text=MIXED_ROWS[1]), mode
+        for shape in [StepShape(batch, nodes, short) for batch in dict.fromkeys(order) for nodes in (trees[0], 0)]:
+            everything = replace(self.modes[-1], limited=True)
+            room = replace(shape, edited=shape.batch, scored=shape.batch, alternatives=ALTERNATIVES[0])
+            yield room, everything
+            yield replace(shape, pages=self.whole_table), self.modes[-1]
