@@ -17,7 +17,7 @@ from draftwood.drafters.scripted import ScriptedDrafter
 from draftwood.engine.controller import FixedBudget
 from draftwood.engine.memory import token_bytes, weight_bytes
 from draftwood.engine.worker import ComputeThread
-from draftwood.growers.levels import MAX_NODES
+from draftwood.growers.fixed import MAX_NODES
 from draftwood.model.checkpoint import open_checkpoint
 from draftwood.model.config import ModelConfig
 from draftwood.protocols import Drafter

@@ -5,7 +5,8 @@ what is measured: `round_law` is the law of one round, grower and `verify` inclu
 laws that are told by their odds: all draft trees the grower can draw stand side by side in one batch (`drafts_of`), the
 odds are asked once, and the two draws of `NodeLaw.verify` are added up. `assert_lossless` checks criterion (1): with
 h(s) the probability that a round emits the string s, the sum over the prefixes s of y of h(s) p(y | s) is p(y), for
-every string y one longer than the tree.
+every string y one longer than the tree. All of it also `blind`: on trees of one size, absent nodes included, without a
+look at values (`no_sync.py`), as where a step is captured.
 
 `Enumerator` refuses a key that was used before, by a pick or by a race: a pick's number is the noise of token 0 in a
 race with the same key. `SharedNoise` computes what such draws do together instead, and `shared_law` is the law of a
@@ -19,17 +20,19 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Sequence
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
-from draftwood.protocols import BatchView, Budget, Grower, Verifier
-from draftwood.request import SamplingParams
+from draftwood.drafting import Front, Grower, State
+from draftwood.protocols import BatchView, Verifier
 from draftwood.tree import TokenTree
-from draftwood.treebuilder import TreeBuilder
 from draftwood.verifiers import NodeLaw, Odds
+from no_sync import looking, no_looking
+from trees import pack
 
 Row = tuple[float, ...]
 Prefix = tuple[int, ...]
@@ -63,9 +66,11 @@ class Enumerator:
         return chosen
 
     def pick(self, weights: Tensor, keys: Tensor) -> Tensor:
-        _check_weights(weights)
-        rows = weights.clamp(min=0).tolist()
-        return torch.tensor([self._choose(w, k) for w, k in zip(rows, keys.tolist(), strict=True)], dtype=torch.int64)
+        with looking():
+            _check_weights(weights)
+            rows = weights.clamp(min=0).tolist()
+            chosen = [self._choose(w, k) for w, k in zip(rows, keys.tolist(), strict=True)]
+            return torch.tensor(chosen, dtype=torch.int64)
 
     def race(self, weights: Tensor, keys: Tensor, winners: int = 1) -> Tensor:
         """A race ends like draws without replacement; its first place uses the key itself."""
@@ -133,8 +138,9 @@ class SharedNoise(Enumerator):
         return super()._choose(weights, -1 - len(self.options))
 
     def race(self, weights: Tensor, keys: Tensor, winners: int = 1) -> Tensor:
-        rows = [self._run(w, k, winners) for w, k in zip(weights.tolist(), keys.tolist(), strict=True)]
-        return torch.tensor(rows, dtype=torch.int64)
+        with looking():
+            rows = [self._run(w, k, winners) for w, k in zip(weights.tolist(), keys.tolist(), strict=True)]
+            return torch.tensor(rows, dtype=torch.int64)
 
     def _run(self, weights: list[float], key: int, winners: int) -> list[int]:
         if key in self.raced:
@@ -209,16 +215,16 @@ def view_of(
     """`sequences` requests that differ in nothing but number and seed."""
     each = torch.ones(sequences, dtype=torch.int64)
     return BatchView(
-        seq_ids=tuple(range(sequences)),
-        tokens=[[root]] * sequences,
-        prompt_lengths=(1,) * sequences,
-        params=(SamplingParams(temperature=temperature),) * sequences,
-        bad_words=((),) * sequences,
         lengths=each,
         seeds=torch.arange(7, 7 + sequences),
+        roots=each * root,
         temperature=each * torch.tensor(temperature),
+        rows=torch.arange(sequences),
+        history=torch.full((sequences, 1), root),
+        block_table=each[:, None] * 0,
         max_nodes=each * nodes,
         max_depth=each * depth,
+        may_look=True,
     )
 
 
@@ -228,32 +234,26 @@ class TableModel:
 
     rows: Rows
 
-    def begin(self, view: BatchView) -> Tensor:
-        return self._logits([()]).expand(len(view.seq_ids), -1)
+    def begin(self, view: BatchView) -> tuple[Tensor, State]:
+        return self._logits([()]).expand(view.size, 1, -1), ()
 
-    def extend(self, builder: TreeBuilder, columns: Tensor) -> Tensor:
-        tokens, parents = builder.tokens.tolist(), builder.parents.tolist()
-        every = [_path_to(tokens[b], parents[b], column) for b, row in enumerate(columns.tolist()) for column in row]
-        return self._logits(every).view(*columns.shape, -1)
+    def extend(self, view: BatchView, front: Front, state: State) -> tuple[Tensor, State]:
+        ways = zip(front.path.flatten(0, 1).tolist(), front.depth.flatten().tolist(), strict=True)
+        return self._logits([tuple(path[:depth]) for path, depth in ways]).view(*front.tokens.shape, -1), ()
+
+    def vocabulary(self, level: int | None) -> None:
+        return None
 
     def _logits(self, prefixes: list[Prefix]) -> Tensor:
         return torch.tensor([self.rows(prefix) for prefix in prefixes], dtype=torch.float64).log()
 
 
-def _path_to(tokens: list[int], parents: list[int], column: int) -> Prefix:
-    path: list[int] = []
-    while column > 0:
-        path.append(tokens[column])
-        column = parents[column]
-    return tuple(reversed(path))
-
-
 def prefixes_of(tree: TokenTree) -> list[Prefix]:
-    """The tokens on the way to each node, the root's own left out. [M]."""
+    """The tokens on the way to each node, the root's own left out; none to an absent one. [M]."""
     tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
     prefixes: list[Prefix] = []
     for token, parent in zip(tokens, parents, strict=True):
-        prefixes.append((*prefixes[parent], token) if parent >= 0 else ())
+        prefixes.append((*prefixes[parent], token) if parent >= 0 and token >= 0 else ())
     return prefixes
 
 
@@ -336,46 +336,34 @@ class Drafts:
 
 
 @lru_cache(maxsize=512)
-def drafts_of(grower: Grower, q: Rows, nodes: int = 100, depth: int = 100) -> Drafts:
-    """Every tree the shipped grower can draw from `q`, grown as one batch."""
+def padded_drafts_of(grower: Grower, q: Rows, nodes: int = 100, depth: int = 100) -> Drafts:
+    """Every tree the shipped grower can draw from `q`, grown as one batch; all of one size, absent nodes included."""
     vocabulary = len(q(()))
     rng = Scripts(0, vocabulary)
-    builder = _grow_all(grower, q, nodes, depth, rng)
+    tree = _grow_all(grower, q, nodes, depth, rng)
     while rng.asked > rng.draws:  # until the script is long enough for every tree
         rng = Scripts(rng.asked, vocabulary)
-        builder = _grow_all(grower, q, nodes, depth, rng)
-    possible = rng.weight > 0
-    tree, _ = builder.build()[0].take(possible.nonzero()[:, 0])
+        tree = _grow_all(grower, q, nodes, depth, rng)
     tree.validate()
+    assert tree.sizes.tolist() == [1 + grower.max_nodes] * tree.num_trees
+    possible = rng.weight > 0
     chance = rng.weight[possible]
     assert abs(float(chance.sum()) - 1) <= 1e-12
-    return Drafts(tree, chance, vocabulary)
+    return Drafts(tree.take(possible.nonzero()[:, 0])[0], chance, vocabulary)
 
 
-def _grow_all(grower: Grower, q: Rows, nodes: int, depth: int, rng: Scripts) -> TreeBuilder:
+@lru_cache(maxsize=512)
+def drafts_of(grower: Grower, q: Rows, nodes: int = 100, depth: int = 100) -> Drafts:
+    """The same without absent nodes."""
+    drafts = padded_drafts_of(grower, q, nodes, depth)
+    tree = drafts.tree.packed()[0]
+    tree.validate()
+    return replace(drafts, tree=tree)
+
+
+def _grow_all(grower: Grower, q: Rows, nodes: int, depth: int, rng: Scripts) -> TokenTree:
     view = view_of(nodes=nodes, depth=depth, sequences=len(rng.script))
-    return grower.grow(TableModel(q), view, Budget(100), rng)
-
-
-def pack(trees: Sequence[TokenTree]) -> TokenTree:
-    """Several trees as one batch, in this order."""
-    nodes, laws, parents, rows, drawn = 0, 0, [], [], []
-    for tree in trees:
-        parents.append(torch.where(tree.parents >= 0, tree.parents + nodes, -1))
-        rows.append(torch.where(tree.q_row >= 0, tree.q_row + laws, -1))
-        drawn.append(nodes + (torch.arange(tree.num_nodes) if tree.drawn is None else tree.drawn))
-        nodes += tree.num_nodes
-        laws += 0 if tree.q is None else len(tree.q)
-    sizes = torch.cat([tree.sizes for tree in trees])
-    return TokenTree(
-        tokens=torch.cat([tree.tokens for tree in trees]),
-        parents=torch.cat(parents),
-        offsets=torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]),
-        draw=torch.cat([tree.draw for tree in trees]),
-        q_row=torch.cat(rows),
-        q=torch.cat([tree.q for tree in trees if tree.q is not None]) if laws else None,
-        drawn=None if all(tree.drawn is None for tree in trees) else torch.cat(drawn),
-    )
+    return grower.grow(TableModel(q), view, grower.max_nodes, rng).tree
 
 
 _packed = lru_cache(maxsize=64)(lambda drafts: pack([each.tree for each in drafts]))
@@ -384,66 +372,83 @@ _packed = lru_cache(maxsize=64)(lambda drafts: pack([each.tree for each in draft
 def odds_of(law: NodeLaw, tree: TokenTree, rows: Tensor) -> Odds:
     """The odds of all trees of a batch at once: they are chances, and sum to one over each tree."""
     odds = law.odds(tree, rows)
-    sums = torch.zeros(tree.num_trees, dtype=torch.float64).index_add_(0, tree.owner, odds.stop)
-    assert bool((odds.stop >= -1e-15).all()), "a chance is negative"
-    assert bool(((sums - 1).abs() <= 1e-12).all()), "the odds of a tree do not sum to one"
+    with looking():
+        ends = odds.ends(tree)
+        sums = torch.zeros(tree.num_trees, dtype=torch.float64).index_add_(0, tree.owner, ends)
+        assert bool((ends >= -1e-15).all()), "a chance is negative"
+        assert bool(((sums - 1).abs() <= 1e-12).all()), "the odds of a tree do not sum to one"
     return odds
 
 
-def node_law(law: NodeLaw, drafts: Drafts, p: Rows) -> Law:
+def node_law(law: NodeLaw, drafts: Drafts, p: Rows, *, blind: bool = False) -> Law:
     """h(s) by adding up what `NodeLaw.verify` draws: one pick among the nodes, one in the vocabulary."""
-    (h,) = node_laws(law, [(drafts, p)])
+    (h,) = node_laws(law, [(drafts, p)], blind=blind)
     return h
 
 
-def node_laws(law: NodeLaw, problems: Sequence[tuple[Drafts, Rows]]) -> list[Law]:
+def node_laws(law: NodeLaw, problems: Sequence[tuple[Drafts, Rows]], *, blind: bool = False) -> list[Law]:
     """`node_law` of several drafts and targets, all their trees in one batch."""
     tree = _packed(tuple(drafts for drafts, _ in problems)) if len(problems) > 1 else problems[0][0].tree
     rows = torch.cat([drafts.rows(p) for drafts, p in problems])
-    odds = odds_of(law, tree, rows)
-    left = odds.left(torch.arange(tree.num_nodes))
-    _check_weights(left)
+    there = (tree.tokens >= 0).nonzero()[:, 0]
+    with no_looking() if blind else nullcontext():
+        odds = odds_of(law, tree, rows)
+        some = odds.left(there)
+    _check_weights(some)
+    left = torch.zeros_like(rows).index_copy_(0, there, some)
     left = torch.where(left.amax(-1, keepdim=True) > 0, left, rows)
     chance = torch.cat([drafts.chance for drafts, _ in problems])
-    ends = (chance[tree.owner] * odds.stop)[:, None] * left / left.sum(-1, keepdim=True)
+    ends = (chance[tree.owner] * odds.ends(tree))[:, None] * left / left.sum(-1, keepdim=True)
     parts = ends.split([drafts.tree.num_nodes for drafts, _ in problems])
     return [drafts.strings(part) for (drafts, _), part in zip(problems, parts, strict=True)]
 
 
 @lru_cache(maxsize=512)
-def _drawn_one_by_one(grower: Grower, q: Rows, nodes: int, depth: int) -> list[tuple[TokenTree, Enumerator]]:
+def _drawn_one_by_one(
+    grower: Grower, q: Rows, nodes: int, depth: int, blind: bool
+) -> list[tuple[TokenTree, Enumerator]]:
     view = view_of(nodes=nodes, depth=depth)
 
     def run(rng: Enumerator) -> TokenTree:
-        tree, _ = grower.grow(TableModel(q), view, Budget(100), rng).build()
+        tree = grower.grow(TableModel(q), view, grower.max_nodes, rng).tree
         tree.validate()
-        return tree
+        return tree if blind else tree.packed()[0]
 
     return outcomes_of(run)
 
 
-def round_law(grower: Grower, verifier: Verifier, p: Rows, q: Rows, nodes: int = 100, depth: int = 100) -> Law:
+def round_law(
+    grower: Grower, verifier: Verifier, p: Rows, q: Rows, nodes: int = 100, depth: int = 100, *, blind: bool = False
+) -> Law:
     """h(s): the law of what one round of the shipped grower and verifier emits, draw by draw, keys and all."""
     view = view_of(nodes=nodes, depth=depth)
+    # Where it does not know whether it has left a tree, `match` runs the same race again.
+    source = SharedNoise if blind and not isinstance(verifier, NodeLaw) else Enumerator
     law: Law = defaultdict(float)
-    for tree, drawn in _drawn_one_by_one(grower, q, nodes, depth):
+    for tree, drawn in _drawn_one_by_one(grower, q, nodes, depth, blind):
         rows = target_rows(tree, p)
 
         def run(rng: Enumerator, tree: TokenTree = tree, rows: Tensor = rows) -> Prefix:
-            return emitted(tree, verifier.verify(tree, rows, view, rng))
+            with no_looking() if blind else nullcontext():
+                verdict = verifier.verify(tree, rows, replace(view, may_look=not blind), rng)
+            return emitted(tree, verdict)
 
-        for text, chance in law_of(run, drawn.used).items():
+        for text, chance in law_of(run, drawn.used, source).items():
             law[text] += drawn.weight * chance
     return dict(law)
 
 
-def shared_law(grower: Grower, verifier: Verifier, p: Rows, q: Rows) -> Law:
+def shared_law(grower: Grower, verifier: Verifier, p: Rows, q: Rows, *, blind: bool = False) -> Law:
     """`round_law`, but draws with one key share their noise instead of being refused."""
     view = view_of()
 
     def run(rng: Enumerator) -> Prefix:
-        tree, _ = grower.grow(TableModel(q), view, Budget(100), rng).build()
-        return emitted(tree, verifier.verify(tree, target_rows(tree, p), view, rng))
+        tree = grower.grow(TableModel(q), view, grower.max_nodes, rng).tree
+        tree = tree if blind else tree.packed()[0]
+        rows = target_rows(tree, p)
+        with no_looking() if blind else nullcontext():
+            verdict = verifier.verify(tree, rows, replace(view, may_look=not blind), rng)
+        return emitted(tree, verdict)
 
     return law_of(run, source=SharedNoise)
 

@@ -14,7 +14,7 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import csr_array
 
-from draftwood.protocols import Grower
+from draftwood.drafting import Grower
 from enumeration import Prefix, Rows, drafts_of
 
 Nodes = frozenset[Prefix]

@@ -11,8 +11,8 @@ import pytest
 
 import draftwood
 from draftwood import extend
+from draftwood.drafting import Grower
 from draftwood.growers import Beam, BestFirst, Independent, Levels, chain
-from draftwood.protocols import Grower
 from enumeration import assert_lossless, constant, drafts_of, law_error, node_law, random_rows, round_law
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -41,9 +41,10 @@ def test_every_name_resolves_and_is_documented() -> None:
 def test_the_names_are_those_that_were_promised() -> None:
     """Removing one needs a new major version (a minor one before 1.0) and a line in the changelog."""
     promised = {
-        *("BatchView", "Budget", "Drafter", "Features", "Randomness", "Span", "Verifier"),
-        *("DraftLaw", "Draw", "POINT_CHAIN", "POINT_TREE", "TokenTree", "TreeBuilder", "Verdict"),
-        *("NodeLaw", "Odds", "Scope", "PointDrafter", "PointTree"),
+        *("BatchView", "Drafter", "Features", "HostView", "Proposal", "Randomness", "Silent", "Verifier"),
+        *("DraftLaw", "Draw", "POINT_CHAIN", "POINT_TREE", "NodeMap", "TokenTree", "TreeShape", "Verdict"),
+        *("NodeLaw", "Odds", "Scope", "HostDrafter", "PointDrafter", "PointTree"),
+        *("ForwardBatch", "FrontierModel", "Grower"),
     }
     assert promised <= set(extend.__all__)
 

@@ -11,12 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftwood.tree import Draw, TokenTree, Verdict
-from draftwood.treebuilder import TreeBuilder
+from draftwood.tree import Draw, TokenTree, TreeShape, Verdict
+from trees import padded as with_absent
+from trees import tree_of
 
 #   tree 0:  t ── a ── c         tree 1:  u        tree 2:  w ── x ── y ── z
 #            └── b  └── d
 TREES = [([9, 1, 2, 3, 4], [-1, 0, 0, 1, 1]), ([8], [-1]), ([7, 5, 6, 5], [-1, 0, 1, 2])]
+
+
+def found(tree: TokenTree) -> TokenTree:
+    """The same, everything about its shape found by looking at parents alone."""
+    return replace(tree, shape=TreeShape.of(tree.parents, tree.offsets))
 
 
 @pytest.fixture
@@ -45,7 +51,7 @@ def test_siblings_in_order(tree: TokenTree) -> None:
     nothing = [-1, -1]
     wanted = [[1, 2], [3, 4], nothing, nothing, nothing, nothing, [7, -1], [8, -1], [9, -1], nothing]
     assert tree.tries.tolist() == wanted
-    assert replace(tree).tries.tolist() == wanted, "what the host knew is what the device finds"
+    assert found(tree).tries.tolist() == wanted, "what the host knew is what the device finds"
 
 
 def test_levels_hold_the_nodes_of_each_depth(tree: TokenTree) -> None:
@@ -53,12 +59,12 @@ def test_levels_hold_the_nodes_of_each_depth(tree: TokenTree) -> None:
 
 
 def test_ancestors_are_bits_over_draft_nodes(tree: TokenTree) -> None:
-    assert tree.ancestors[:, 0].tolist() == [0, 0b1, 0b10, 0b101, 0b1001, 0, 0, 0b1, 0b11, 0b111]
+    assert tree.shape.ancestors[:, 0].tolist() == [0, 0b1, 0b10, 0b101, 0b1001, 0, 0, 0b1, 0b11, 0b111]
 
 
 def test_large_trees_use_more_words() -> None:
     chain = TokenTree.of_points([([0] * 131, [-1, *range(130)])])
-    words = chain.ancestors
+    words = chain.shape.ancestors
     assert words.shape == (131, 3)
     assert words[130].tolist() == [-1, -1, 0b11]
     assert words[64].tolist() == [-1, 0, 0]
@@ -68,7 +74,7 @@ def test_two_thousand_nodes() -> None:
     nodes = 2048
     tree = TokenTree.of_points([([0] * (nodes + 1), [-1, *[i // 2 for i in range(nodes)]])])
     tree.validate()
-    assert tree.ancestors.shape == (nodes + 1, 32)
+    assert tree.shape.ancestors.shape == (nodes + 1, 32)
     assert int(tree.depth.max()) == 11
 
 
@@ -79,7 +85,7 @@ def test_roots_are_a_batch_of_single_nodes() -> None:
     assert roots.sizes.tolist() == [1, 1]
     assert roots.tries.tolist() == [[-1], [-1]]
     assert [nodes.tolist() for nodes in roots.levels] == [[0, 1]]
-    assert replace(roots).tries.tolist() == roots.tries.tolist()
+    assert found(roots).tries.tolist() == roots.tries.tolist()
 
 
 @st.composite
@@ -105,7 +111,7 @@ def test_structure_agrees_with_a_plain_walk(trees: list[tuple[list[int], list[in
                 above = parents[above]
             assert [n for n in tree.paths[start + node].tolist() if n >= 0] == path
             children = [start + c for c, p in enumerate(parents) if p == node]
-            for made in (tree, replace(tree)):  # known from the host, and found on the device
+            for made in (tree, found(tree)):  # known from the host, and found on the device
                 tries = made.tries[start + node].tolist()
                 assert tries == children + [-1] * (len(tries) - len(children))
             assert start + node in tree.levels[len(path) - 1].tolist()
@@ -116,14 +122,7 @@ def test_structure_agrees_with_a_plain_walk(trees: list[tuple[list[int], list[in
 
 def drawn_tree() -> TokenTree:
     q = torch.tensor([[0.5, 0.5, 0.0], [0.2, 0.3, 0.5]])
-    return TokenTree(
-        tokens=torch.tensor([9, 0, 1]),
-        parents=torch.tensor([-1, 0, 1]),
-        offsets=torch.tensor([0, 3]),
-        draw=torch.tensor([Draw.POINT, Draw.IID, Draw.POINT]),
-        q_row=torch.tensor([-1, 1, -1]),
-        q=q,
-    )
+    return tree_of([9, 0, 1], [-1, 0, 1], [0, 3], q_row=[-1, 1, -1], q=q)
 
 
 def test_laws_of_nodes() -> None:
@@ -167,20 +166,23 @@ def test_select_refuses_orphans(tree: TokenTree) -> None:
         ({"q_row": torch.tensor([-1, -1, -1])}, "names no law"),
         ({"q_row": torch.tensor([-1, 1, 0])}, "point mass names"),
         ({"q_row": torch.tensor([-1, 7, -1])}, "not there"),
-        ({"drawn": torch.tensor([0, 1, 1])}, "never drawn"),
-        ({"drawn": torch.tensor([1, 2, 1])}, "never drawn"),
-        ({"drawn": torch.tensor([0, 1, 2, 3])}, "never drawn"),
+        ({"tries": torch.tensor([[1], [-1], [-1]])}, "never drawn"),
+        ({"tries": torch.tensor([[-1], [2], [-1]])}, "never drawn"),
+        ({"tries": torch.tensor([[1], [2], [3]])}, "never drawn"),
+        ({"tokens": torch.tensor([9, 0, -1])}, "another parent than itself"),
     ],
 )
 def test_validate_names_what_is_wrong(change: dict, message: str) -> None:
+    tree = drawn_tree()
+    of_shape = {name: change.pop(name) for name in ("offsets", "parents", "tries") if name in change}
     with pytest.raises(ValueError, match=message):
-        replace(drawn_tree(), **change).validate()
+        replace(tree, shape=replace(tree.shape, **of_shape), **change).validate()
 
 
 def test_validate_notices_a_parent_in_another_tree() -> None:
     tree = TokenTree.of_points([([0, 1], [-1, 0]), ([0, 1], [-1, 0])])
     with pytest.raises(ValueError, match="another tree"):
-        replace(tree, parents=torch.tensor([-1, 0, -1, 0])).validate()
+        replace(tree, shape=replace(tree.shape, parents=torch.tensor([-1, 0, -1, 0]))).validate()
 
 
 def test_a_verdict_on_the_host(tree: TokenTree) -> None:
@@ -195,41 +197,6 @@ def test_a_verdict_on_the_host(tree: TokenTree) -> None:
     assert host.drafted == [4, 0, 3]
 
 
-def test_builder_numbers_columns_alike_and_packs_the_living() -> None:
-    builder = TreeBuilder(torch.tensor([9, 8]))
-    zero = torch.zeros(2, 2, dtype=torch.int64)
-    first = builder.add(zero, torch.tensor([[1, 2], [3, 4]]), torch.tensor([[True, True], [True, False]]))
-    assert first.tolist() == [[1, 2], [1, 2]]
-    q = torch.full((2, 2, 5), 0.2)
-    builder.add_drawn(
-        first, torch.tensor([[0, 1], [2, 3]]), torch.ones(2, 2, dtype=torch.bool), Draw.IID, builder.add_laws(q)
-    )
-    assert builder.sizes.tolist() == [4, 2], "a child of a dead node is dead"
-    assert builder.ancestors(torch.tensor([[3, 4], [3, 0]])).squeeze(-1).tolist() == [
-        [0b101, 0b1010],
-        [0b101, 0],
-    ]
-    tree, columns = builder.build()
-    tree.validate()
-    assert tree.tokens.tolist() == [9, 1, 2, 0, 1, 8, 3, 2]
-    assert tree.parents.tolist() == [-1, 0, 0, 1, 2, -1, 5, 6]
-    assert columns.tolist() == [0, 1, 2, 3, 4, 0, 1, 3]
-    assert tree.q is not None
-
-
-def test_keep_only_forgets_draws() -> None:
-    builder = TreeBuilder(torch.tensor([9]))
-    zero = torch.zeros(1, 2, dtype=torch.int64)
-    alive = torch.ones(1, 2, dtype=torch.bool)
-    laws = builder.add_laws(torch.full((1, 2, 3), 1 / 3))
-    builder.add_drawn(zero, torch.tensor([[1, 2]]), alive, Draw.IID, laws)
-    builder.keep_only(torch.tensor([[False, False, True]]))
-    tree, _ = builder.build()
-    tree.validate()
-    assert tree.tokens.tolist() == [9, 2]
-    assert tree.q is None
-
-
 # --- draws that came twice
 
 Q = torch.tensor([[0.5, 0.2, 0.3], [0.1, 0.6, 0.3], [0.25, 0.25, 0.5]], dtype=torch.float64)
@@ -240,15 +207,8 @@ def of_draws(drawn: list[int]) -> TokenTree:
     """A root and the tokens drawn behind it from the first row of Q, one node a token, in the order drawn."""
     tokens = list(dict.fromkeys(drawn))
     count = len(tokens)
-    return TokenTree(
-        tokens=torch.tensor([9, *tokens]),
-        parents=torch.tensor([-1, *[0] * count]),
-        offsets=torch.tensor([0, count + 1]),
-        draw=torch.tensor([Draw.POINT, *[Draw.IID] * count]),
-        q_row=torch.tensor([-1, *[0] * count]),
-        q=Q,
-        drawn=torch.tensor([0, *[1 + tokens.index(token) for token in drawn]]),
-    )
+    draws = [0, *[1 + tokens.index(token) for token in drawn]]
+    return tree_of([9, *tokens], [-1, *[0] * count], [0, count + 1], q_row=[-1, *[0] * count], q=Q, drawn=draws)
 
 
 def test_a_draw_that_repeats_a_node_is_tried_again() -> None:
@@ -264,26 +224,19 @@ def test_what_is_left_of_repeated_draws_are_draws_without_replacement() -> None:
     for drawn in ([A, B, A], [A, A, B], [A, B, B]):
         tree = of_draws(drawn).distinct()
         tree.validate()
-        assert tree.drawn is None
-        assert tree.tries[0].tolist() == [1, 2]
+        assert not tree.shape.repeats
+        assert without_padding(tree.tries[0]) == [1, 2]
         assert tree.draw.tolist() == [Draw.POINT, Draw.WITHOUT_REPLACEMENT, Draw.WITHOUT_REPLACEMENT]
         rows = tree.law_rows(torch.tensor([1, 2]), torch.zeros(2, 3, dtype=torch.float64))
         assert rows[0].tolist() == pytest.approx([0.5, 0.2, 0.3])
         assert rows[1].tolist() == pytest.approx([0, 0.4, 0.6]), "the first token cannot come again"
-    assert of_draws([A, A, A]).distinct().tries[0].tolist() == [1]
+    assert without_padding(of_draws([A, A, A]).distinct().tries[0]) == [1]
 
 
 def test_twins_that_were_not_merged_stay_independent() -> None:
     """Behind the first root a a as two nodes, behind the second b c b as two: only the latter are without repeats."""
-    tree = TokenTree(
-        tokens=torch.tensor([9, A, A, 8, B, C]),
-        parents=torch.tensor([-1, 0, 0, -1, 3, 3]),
-        offsets=torch.tensor([0, 3, 6]),
-        draw=torch.tensor([Draw.POINT, Draw.IID, Draw.IID] * 2),
-        q_row=torch.tensor([-1, 0, 0, -1, 1, 1]),
-        q=Q,
-        drawn=torch.tensor([0, 1, 2, 3, 4, 5, 4]),
-    )
+    tokens, parents, rows = [9, A, A, 8, B, C], [-1, 0, 0, -1, 3, 3], [-1, 0, 0, -1, 1, 1]
+    tree = tree_of(tokens, parents, [0, 3, 6], q_row=rows, q=Q, drawn=[0, 1, 2, 3, 4, 5, 4])
     tree.validate()
     distinct = tree.distinct()
     distinct.validate()
@@ -360,16 +313,8 @@ def packed(trees: list[Grown]) -> TokenTree:
         columns["rows"] += tree.rows
         columns["draws"] += [node + start for node in tree.draws]
         offsets.append(start + len(tree.tokens))
-    rows = torch.tensor(columns["rows"])
-    return TokenTree(
-        tokens=torch.tensor(columns["tokens"]),
-        parents=torch.tensor(columns["parents"]),
-        offsets=torch.tensor(offsets),
-        draw=torch.where(rows >= 0, int(Draw.IID), int(Draw.POINT)),
-        q_row=rows,
-        q=Q,
-        drawn=torch.tensor(columns["draws"]),
-    )
+    names = ("tokens", "parents")
+    return tree_of(*(columns[n] for n in names), offsets, q_row=columns["rows"], q=Q, drawn=columns["draws"])
 
 
 def tries_of(tree: Grown, node: int) -> list[int]:
@@ -422,14 +367,17 @@ def test_some_trees_of_a_batch_are_those_trees_alone(trees: list[Grown], data: s
     part, nodes = batch.take(torch.tensor(wanted))
     part.validate()
     alone = packed([trees[b] for b in wanted])
-    for name in ("tokens", "parents", "offsets", "draw", "q_row", "drawn", "tries", "depth", "owner", "ancestors"):
+    for name in ("tokens", "draw", "q_row"):
         assert getattr(part, name).tolist() == getattr(alone, name).tolist(), name
-    assert torch.equal(batch.tokens[nodes], part.tokens)
-    assert batch.owner[nodes].tolist() == [wanted[b] for b in part.owner.tolist()]
+    for name in ("parents", "offsets", "tries", "depth", "owner", "local", "ancestors"):
+        assert getattr(part.shape, name).tolist() == getattr(alone.shape, name).tolist(), name
+    assert torch.equal(batch.tokens[nodes.whole], part.tokens)
+    assert nodes.part[nodes.whole].tolist() == list(range(part.num_nodes))
+    assert batch.owner[nodes.whole].tolist() == [wanted[b] for b in part.owner.tolist()]
     assert part.q is not None
     every = torch.arange(part.num_nodes)
     like = torch.zeros(part.num_nodes, 3, dtype=torch.float64)
-    assert torch.equal(part.law_rows(every, like), batch.law_rows(nodes, like))
+    assert torch.equal(part.law_rows(every, like), batch.law_rows(nodes.whole, like))
 
 
 @given(BATCHES, st.data())
@@ -443,48 +391,90 @@ def test_kept_nodes_keep_their_draws(trees: list[Grown], data: st.DataObject) ->
     kept.validate()
     old = [node for node, stays in enumerate(keep) if stays]  # new number -> old number
     assert kept.tokens.tolist() == batch.tokens[old].tolist()
-    assert kept.drawn is not None
-    assert batch.drawn is not None
-    assert [old[node] for node in kept.drawn.tolist()] == [node for node in batch.drawn.tolist() if keep[node]]
+    assert kept.shape.repeats
     for new, node in enumerate(old):
         assert [old[c] for c in without_padding(kept.tries[new])] == [
             c for c in without_padding(batch.tries[node]) if keep[c]
         ]
     forgotten = batch.select(torch.tensor(keep), judged=True)
-    assert forgotten.drawn is None
+    assert not forgotten.shape.repeats
     forgotten.validate()
 
 
-def test_a_builder_merges_draws_that_agree() -> None:
-    """Three draws behind each root: a b a and a a a; then one behind the node the first and third share."""
-    builder = TreeBuilder(torch.tensor([9, 8]))
-    parents, alive = torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3, dtype=torch.bool)
-    laws = builder.add_laws(Q[0].expand(2, 1, 3)).expand(2, 3)  # one for all draws of a root
-    columns = builder.add_drawn(parents, torch.tensor([[A, B, A], [A, A, A]]), alive, Draw.IID, laws)
-    builder.merge(columns, torch.tensor([[1, 2, 1], [1, 1, 1]]))
-    assert builder.sizes.tolist() == [2, 1]
-    laws = builder.add_laws(Q[1].expand(2, 1, 3))
-    builder.add_drawn(columns[:, :1], torch.tensor([[C], [B]]), alive[:, :1], Draw.IID, laws)
-    tree, columns = builder.build()
-    tree.validate()
-    assert tree.tokens.tolist() == [9, A, B, C, 8, A, B]
-    assert columns.tolist() == [0, 1, 2, 4, 0, 1, 4]
-    assert tree.tries.tolist()[:2] == [[1, 2, 1], [3, -1, -1]]
-    assert tree.tries.tolist()[4:6] == [[5, 5, 5], [6, -1, -1]]
-    assert tree.q is not None
-    assert tree.q_row.tolist() == [-1, 0, 0, 2, -1, 1, 3]
-    assert tree.q.shape == (4, 3)
+# --- absent nodes
 
 
-def test_draws_of_a_level_without_room_never_happened() -> None:
-    builder = TreeBuilder(torch.tensor([9, 8]))
-    parents, fits = torch.zeros(2, 2, dtype=torch.int64), torch.tensor([[True, True], [False, False]])
-    laws = builder.add_laws(Q[0].expand(2, 2, 3))
-    columns = builder.add_drawn(parents, torch.tensor([[A, A], [B, B]]), fits, Draw.IID, laws)
-    builder.merge(columns, torch.tensor([[1, 1], [1, 1]]))
-    tree, _ = builder.build()
-    tree.validate()
-    assert tree.tokens.tolist() == [9, A, 8]
-    assert tree.tries.tolist() == [[1, 1], [-1, -1], [-1, -1]]
-    builder.keep_only(torch.ones(2, 3, dtype=torch.bool))
-    assert builder.build()[0].drawn is None
+def assert_alike(one: TokenTree, other: TokenTree) -> None:
+    for name in ("tokens", "draw", "q_row"):
+        assert getattr(one, name).tolist() == getattr(other, name).tolist(), name
+    for name in ("parents", "offsets", "tries", "depth", "owner", "local"):
+        assert getattr(one.shape, name).tolist() == getattr(other.shape, name).tolist(), name
+
+
+@given(BATCHES, st.integers(0, 5), st.integers(0, 100))
+@settings(max_examples=60, deadline=None)
+def test_absent_nodes_change_nothing(trees: list[Grown], more: int, seed: int) -> None:
+    batch = packed(trees)
+    whole, place = with_absent(batch, batch.widest + more, seed)
+    whole.validate()
+    assert whole.sizes.unique().tolist() == [batch.widest + more]
+    again, nodes = whole.packed()
+    assert_alike(again, batch)
+    if nodes is not None:
+        assert nodes.whole.tolist() == place.tolist()
+    unrepeated = whole.distinct()
+    unrepeated.validate()
+    plain = batch.distinct()
+    at = torch.arange(batch.num_nodes)
+    like = torch.zeros(len(at), 3, dtype=torch.float64)
+    assert torch.allclose(unrepeated.law_rows(place, like), plain.law_rows(at, like), atol=1e-15)
+    assert unrepeated.draw[place].tolist() == plain.draw.tolist()
+    for b, tree in enumerate(trees):  # nothing that is said of trees of one size may need a look at values
+        start = int(batch.offsets[b])
+        for node in range(len(tree.tokens)):
+            mine = whole.tries[place[start + node]]
+            assert [batch.tokens[start + n].item() for n in tries_of(tree, node)] == [
+                whole.tokens[n].item() for n in without_padding(mine)
+            ]
+
+
+@given(BATCHES, st.data())
+@settings(max_examples=60, deadline=None)
+def test_dropped_nodes_become_absent_with_all_behind_them(trees: list[Grown], data: st.DataObject) -> None:
+    batch = packed(trees)
+    dropped = torch.tensor([data.draw(st.booleans()) for _ in range(batch.num_nodes)])
+    gone = [False] * batch.num_nodes
+    for node, parent in enumerate(batch.parents.tolist()):
+        gone[node] = parent >= 0 and (bool(dropped[node]) or gone[parent])
+    less = batch.without(dropped)
+    less.validate()
+    assert (less.tokens < 0).tolist() == gone
+    assert less.num_drafted == batch.num_drafted
+    assert_alike(less.packed()[0], batch.select(~torch.tensor(gone), judged=False))
+    assert less.shape.levels[0].tolist() == batch.offsets[:-1].tolist()
+
+
+def test_a_verdict_on_trees_with_absent_nodes(tree: TokenTree) -> None:
+    whole, place = with_absent(tree, 7)
+    verdict = Verdict(
+        path=torch.cat([place[[0, 1, 4]], torch.tensor([-1])])[None].repeat(3, 1),
+        length=torch.tensor([2, 0, 0]),
+        bonus=torch.tensor([11, 12, 13]),
+    )
+    host = verdict.to_host(whole)
+    assert host.tokens[0] == [1, 4, 11]
+    assert host.drafted == [4, 0, 3]
+    part, nodes = whole.take(torch.tensor([0, 2]))
+    assert part.num_nodes == 14
+    inside = nodes.in_part(replace(verdict, path=verdict.path[:1]))
+    assert nodes.in_whole(inside).path.tolist() == verdict.path[:1].tolist()
+
+
+def test_shapes_side_by_side(tree: TokenTree) -> None:
+    """`tiled` and `known`: the same as the trees one behind the other."""
+    tiled = tree.shape.tiled(2, torch.device("cpu")).known()
+    double = TokenTree.of_points(TREES * 2).shape
+    for name in ("parents", "offsets", "owner", "local", "depth", "ancestors", "tries", "sizes", "paths", "inner"):
+        assert getattr(tiled, name).tolist() == getattr(double, name).tolist(), name
+    assert [nodes.tolist() for nodes in tiled.levels] == [nodes.tolist() for nodes in double.levels]
+    assert tiled.widths == double.widths

@@ -23,6 +23,7 @@ from draftwood.drafters.predicted import PredictedDrafter
 from draftwood.drafters.scripted import ScriptedDrafter
 from draftwood.drafters.student import StudentDrafter
 from draftwood.drafters.trained import drafter_of
+from draftwood.drafting import Drafter, Grower
 from draftwood.engine.controller import FixedBudget
 from draftwood.engine.engine import Engine
 from draftwood.engine.scheduler import Scheduler, SchedulerConfig
@@ -42,10 +43,10 @@ from draftwood.nets.pard import Ahead, ParallelEagle
 from draftwood.nets.parts import DraftHead
 from draftwood.nets.shared import SharedWords
 from draftwood.nets.student import Student
-from draftwood.protocols import BatchView, Budget, Drafter, Grower, Randomness, Verifier
+from draftwood.protocols import Randomness, Verifier
 from draftwood.request import Event, FinishReason, SamplingParams
 from draftwood.rng import KeyedRng
-from draftwood.tree import DraftLaw, Draw, TokenTree
+from draftwood.tree import DraftLaw, Draw
 
 CPU = torch.device("cpu")
 
@@ -249,13 +250,13 @@ class Harness:
     ) -> None:
         tables = target.cache.tables
         scheduler = Scheduler(tables, SchedulerConfig(regime.max_rows, regime.max_running))
-        budget = FixedBudget(drafter.max_nodes)
-        self.engine = Engine(target, drafter, law, budget, scheduler, rng or KeyedRng())
+        self.engine = Engine(target, drafter, law, FixedBudget(drafter.max_nodes), scheduler, rng or KeyedRng())
         self.events: list[Event] = []
         self.companion: Companion | None = None
 
     def answer(self, i: int, ask: Ask, eos: frozenset[int] = frozenset()) -> Answer:
-        params = ask.params
+        drafter = self.engine.drafter
+        params = drafter.asked_for(i, ask) if isinstance(drafter, Expecting | Offering) else ask.params
         return Answer(
             id=i,
             request_id=i,
@@ -303,9 +304,6 @@ class Harness:
 
     def check(self) -> None:
         self.engine.target.cache.tables.check()
-        drafter = self.engine.drafter
-        if isinstance(drafter, ModelDrafter):
-            drafter.runner.cache.tables.check()
 
     def text(self, i: int) -> str:
         return "".join(event.text for event in self.events if event.request_id == i)
@@ -326,7 +324,7 @@ def with_model(grower: Grower, noise: float = 0.2, num_pages: int = 200, **model
 
     def make(dtype: torch.dtype) -> Drafter:
         config = tiny_config(**model) if model else None  # type: ignore[arg-type]
-        return ModelDrafter(tiny_runner(config, noise=noise, dtype=dtype, num_pages=num_pages), grower, max_rows=16)
+        return ModelDrafter(tiny_runner(config, noise=noise, dtype=dtype, num_pages=num_pages), grower)
 
     return make
 
@@ -350,7 +348,7 @@ def with_arrivals(asks: Sequence[Ask], every: int) -> list[Ask]:
 def with_masks(grower: Grower, guesses: int = 4, num_pages: int = 200) -> DraftMaker:
     """A likeness of the target that guesses behind masks, which it was never trained for."""
     return lambda dtype: ParallelDrafter(
-        tiny_runner(noise=0.2, dtype=dtype, num_pages=num_pages), grower, mask=5, guesses=guesses, max_rows=16
+        tiny_runner(noise=0.2, dtype=dtype, num_pages=num_pages), grower, mask=5, guesses=guesses
     )
 
 
@@ -424,8 +422,6 @@ def with_net(
 class Expecting(PredictedDrafter):
     """Every other sequence comes with a prediction: what it will say, with a few tokens wrong, missing or new."""
 
-    extra = 12
-
     def __init__(self, drafter: Drafter, expected: Callable[[Sequence[int]], Sequence[int]]) -> None:
         super().__init__(drafter)
         self.expected = expected
@@ -434,17 +430,9 @@ class Expecting(PredictedDrafter):
     def law(self) -> DraftLaw:
         return DraftLaw(self.drafter.law.draws | {Draw.POINT}, chain=False)
 
-    @property
-    def max_nodes(self) -> int:
-        return self.drafter.max_nodes + self.extra
-
-    def propose(self, view: BatchView, budget: Budget, rng: Randomness) -> TokenTree:
-        prompts = [tokens[:n] for tokens, n in zip(view.tokens, view.prompt_lengths, strict=True)]
-        predictions = [
-            tuple(self.expected(p)) if i % 2 == 0 else () for i, p in zip(view.seq_ids, prompts, strict=True)
-        ]
-        own = Budget(min(budget.max_nodes, self.drafter.max_nodes))
-        return super().propose(replace(view, predictions=tuple(predictions)), own, rng)
+    def asked_for(self, i: int, ask: Ask) -> SamplingParams:
+        text = "".join(chr(ord("a") + token) for token in self.expected(ask.prompt))
+        return replace(ask.params, prediction=text) if i % 2 == 0 else ask.params
 
 
 class Offering(OfferedDrafters):
@@ -455,10 +443,9 @@ class Offering(OfferedDrafters):
         laws = [drafter.law for drafter in self._all]
         return DraftLaw(frozenset().union(*(law.draws for law in laws)), chain=all(law.chain for law in laws))
 
-    def propose(self, view: BatchView, budget: Budget, rng: Randomness) -> TokenTree:
+    def asked_for(self, i: int, ask: Ask) -> SamplingParams:
         names = [None, *self.others]
-        params = [replace(p, drafter=names[i % len(names)]) for i, p in zip(view.seq_ids, view.params, strict=True)]
-        return super().propose(replace(view, params=tuple(params)), budget, rng)
+        return replace(ask.params, drafter=names[i % len(names)])
 
 
 def expecting(maker: DraftMaker, expected: Callable[[Sequence[int]], Sequence[int]]) -> DraftMaker:
@@ -481,6 +468,6 @@ def with_student(grower: Grower, seed: int = 3) -> DraftMaker:
         net = randomised(Student(_stack(target.config, 1)).double(), seed)
         own = {name: value.to(dtype) for name, value in net.state_dict().items()}
         student = SharedWords("student", net.config, own, target)
-        return StudentDrafter(student, ModelRunner.load(student, dtype, CPU, 200, 4), grower, max_rows=16)
+        return StudentDrafter(student, ModelRunner.load(student, dtype, CPU, 200, 4), grower)
 
     return make

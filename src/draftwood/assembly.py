@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from draftwood.cache.resident import resident_of
 from draftwood.config import EngineConfig
 from draftwood.drafters.by_request import OfferedDrafters
+from draftwood.drafters.lookup import LookupDrafter
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
@@ -23,7 +23,7 @@ from draftwood.drafters.pard import GUESSES, ParallelDrafter
 from draftwood.drafters.predicted import PredictedDrafter
 from draftwood.drafters.student import StudentDrafter
 from draftwood.drafters.trained import drafter_of
-from draftwood.engine.graph_runner import GraphRunner, batch_state_for
+from draftwood.drafting import Drafter, Grower
 from draftwood.engine.memory import (
     automatic_cache_tokens,
     check,
@@ -67,8 +67,7 @@ from draftwood.nets.medusa import HeadStack
 from draftwood.nets.pard import ParallelEagle
 from draftwood.nets.shared import SharedWords
 from draftwood.nets.student import MaskedStudent
-from draftwood.protocols import Drafter, Grower, Verifier
-from draftwood.rng import KeyedRng
+from draftwood.protocols import Verifier
 from draftwood.tree import DraftLaw
 from draftwood.verifiers import AUTO, LAWS, ByRequest, default_law
 
@@ -92,10 +91,13 @@ class Entry:
     defaults: Mapping[str, Any]
     description: str
     on_gpu: Mapping[str, Any] = field(default_factory=dict)  # defaults that are others there
+    make_on_gpu: Callable[..., Any] | None = None  # None: as elsewhere
 
     def on(self, device: torch.device) -> Entry:
         """With the defaults of a kind of device."""
-        return replace(self, defaults={**self.defaults, **self.on_gpu}) if device.type == "cuda" else self
+        if device.type != "cuda":
+            return self
+        return replace(self, defaults={**self.defaults, **self.on_gpu}, make=self.make_on_gpu or self.make)
 
     def build(self, kind: str, name: str, settings: Mapping[str, str]) -> Any:
         """Make the part, settings taking the type of their defaults."""
@@ -147,6 +149,13 @@ TREES: Mapping[str, Entry] = {
     "hybrid": Entry(_levels(Hybrid()), {"widths": (2, 2, 1)}, "the likeliest children and one drawn from the rest"),
 }
 
+def _ngram_on_gpu(nodes: int, longest: int, shortest: int, branches: int) -> Drafter:
+    """One branch is looked up there; several are the host's."""
+    if branches > 1:
+        return NgramDrafter(nodes, longest, shortest, branches)
+    return LookupDrafter(nodes, longest, shortest)
+
+
 LOOKUPS: Mapping[str, Entry] = {
     "none": Entry(NoDrafter, {}, "plain decoding"),
     "ngram": Entry(
@@ -154,6 +163,7 @@ LOOKUPS: Mapping[str, Entry] = {
         {"nodes": 4, "longest": 4, "shortest": 0, "branches": 1},
         "what followed the last tokens earlier in the text (shortest=0: 2, or 1 for one branch on a GPU)",
         on_gpu={"nodes": 15},  # with the root a whole tile of rows; budgets take fewer where they do not pay
+        make_on_gpu=_ngram_on_gpu,
     ),
 }
 MODEL_DRAFTER = "model:NAME"
@@ -343,17 +353,6 @@ def load_runner(checkpoint: Checkpoint, config: EngineConfig, progress: Progress
     if config.strict:
         require_strict(runner.model)
     return runner
-
-
-def build_rounds(
-    target: ModelRunner, drafter: Drafter, law_of: Callable[[str | None], Verifier], config: EngineConfig
-) -> GraphRunner | None:
-    """Rounds on the device, if the drafter can live there; None: the host takes part in every step."""
-    resident = resident_of(drafter, target) if target.device.type == "cuda" else None
-    if resident is None:
-        return None
-    batch_state = batch_state_for(target, config.max_running, drafter.max_nodes)
-    return GraphRunner(target, resident, law_of, KeyedRng(), batch_state, captures=not config.eager)
 
 
 def settle(config: EngineConfig, target: Checkpoint, drafter: str | Drafter) -> EngineConfig:

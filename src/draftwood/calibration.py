@@ -15,20 +15,21 @@ from pathlib import Path
 import torch
 
 from draftwood import __version__
-from draftwood.cache.batch_state import SamplingMode
 from draftwood.costs import LIKE_OTHER_GPUS, StepCosts
-from draftwood.drafters.pruned import PrunedDrafter
 from draftwood.drafters.scripted import ScriptedDrafter
+from draftwood.drafting import Drafter
 from draftwood.engine.controller import FixedBudget, MeasuredBudget, MeasuredTreeBudget
+from draftwood.engine.decode_step import Parts
 from draftwood.engine.engine import Engine
 from draftwood.engine.graph_runner import GraphRunner, batch_state_for
 from draftwood.engine.scheduler import Scheduler, SchedulerConfig
+from draftwood.engine.shapes import ShapePlan
 from draftwood.engine.sequence import Sequence
 from draftwood.engine.text import TextStream
 from draftwood.errors import InvalidRequest
 from draftwood.machine import advise_home, home, processor_features
 from draftwood.model.runner import ModelRunner
-from draftwood.protocols import Controller, Drafter
+from draftwood.protocols import Controller, StepMode
 from draftwood.request import FinishReason, SamplingParams
 from draftwood.rng import KeyedRng
 from draftwood.verifiers import LAWS
@@ -77,17 +78,6 @@ def default_controller(target: ModelRunner, drafter: Drafter, costs: StepCosts |
     return (MeasuredBudget if drafter.law.chain else MeasuredTreeBudget)(costs, drafter.max_nodes)
 
 
-def pruned(drafter: Drafter, target: ModelRunner) -> PrunedDrafter:
-    """The same drafter with its trees cut to what pays for its time on this machine."""
-    costs = known_costs(target)
-    if costs is None:
-        raise InvalidRequest(
-            "Cutting trees by what they cost needs costs that were measured on a quiet machine: run "
-            "`draftwood calibrate` first."
-        )
-    return PrunedDrafter(drafter, costs)
-
-
 def calibrate(target: ModelRunner, say: Say = lambda _: None) -> StepCosts:
     """Measure, and keep the result. Takes a few seconds; the target must have no requests meanwhile.
 
@@ -116,16 +106,16 @@ def _keep(costs: StepCosts, path: Path, say: Say) -> None:
 
 
 def _on_gpu(target: ModelRunner, say: Say) -> StepCosts:
-    """Captured rounds, timed by the device itself: trees of one sequence, then a batch."""
+    """Captured steps, timed by the device itself: trees of one sequence, then a batch."""
     room = min(target.model.config.max_positions, target.cache.tables.capacity // (GPU_BATCH + 1)) - 2 * max(GPU_ROWS)
     contexts = sorted({min(context, max(room, 1)) for context in CONTEXTS})
     lines = []
     for context in contexts:
-        say(f"rounds with {context} tokens of context")
-        lines.append(_time_rounds(target, 1, context, [count - 1 for count in GPU_ROWS]))
-    say(f"rounds of {GPU_BATCH} sequences")
-    together, *wide = _time_rounds(target, GPU_BATCH, contexts[0], [0, *(rows // GPU_BATCH - 1 for rows in WIDE_ROWS)])
-    far = _time_rounds(target, GPU_BATCH, contexts[-1], [0])[0] if len(contexts) > 1 else together
+        say(f"steps with {context} tokens of context")
+        lines.append(_time_steps(target, 1, context, [count - 1 for count in GPU_ROWS]))
+    say(f"steps of {GPU_BATCH} sequences")
+    together, *wide = _time_steps(target, GPU_BATCH, contexts[0], [0, *(rows // GPU_BATCH - 1 for rows in WIDE_ROWS)])
+    far = _time_steps(target, GPU_BATCH, contexts[-1], [0])[0] if len(contexts) > 1 else together
     others, same = GPU_BATCH - 1, GPU_ROWS.index(GPU_BATCH)
     near, beyond = (max(0.0, (t - line[same]) / others) for t, line in ((together, lines[0]), (far, lines[-1])))
     own = [max(seconds - others * near, lines[0][-1]) for seconds in wide]
@@ -135,38 +125,35 @@ def _on_gpu(target: ModelRunner, say: Say) -> StepCosts:
     return StepCosts((*GPU_ROWS, *WIDE_ROWS), tuple(contexts), seconds, near, per_token)
 
 
-def _time_rounds(target: ModelRunner, batch: int, context: int, nodes: list[int]) -> list[float]:
-    """Seconds of a round of `batch` sequences by draft nodes of each, all of them wrong."""
+def _time_steps(target: ModelRunner, batch: int, context: int, nodes: list[int]) -> list[float]:
+    """Seconds of a step of `batch` sequences by draft nodes of each, all of them wrong."""
     drafter = ScriptedDrafter(lambda tokens: [], max(nodes), chain=True)
     tables = target.cache.tables
     answers = [_answer(i, context, target.model.config.vocab_size) for i in range(batch)]
     length = context + 2 * max(nodes) + 2 + GPU_REPEATS
-    batch_state = batch_state_for(target, batch, max(nodes))
-    resident = drafter.resident(target)
-    assert resident is not None, "scripted trees run everywhere"
-    law = LAWS["match"]()
-    rounds = GraphRunner(target, resident, lambda _: law, KeyedRng(), batch_state, captures=True)
+    state = batch_state_for(target, batch, max(nodes))
+    shapes = ShapePlan(sorted({0, *nodes}), batch, batch * length, state.num_pages, tables.page_size)
+    runner = GraphRunner(Parts(target, drafter, LAWS["match"](), KeyedRng()), state, shapes, captures=True)
     try:
         for answer in answers:
             tables.open(answer.id, [])
             if not tables.reserve(answer.id, length):
                 raise InvalidRequest(f"The cache is too small to measure {batch} sequences of {length} tokens.")
         with torch.inference_mode():
-            return [_time_round(rounds, answers, count) for count in nodes]
+            return [_time_step(runner, answers, count) for count in nodes]
     finally:
         for answer in answers:
             tables.close(answer.id)
 
 
-def _time_round(rounds: GraphRunner, answers: Tokens[Sequence], nodes: int) -> float:
-    """Of one size, from the context on: what rounds before have earned is forgotten."""
-    batch_state, tables = rounds.batch_state, rounds.target.cache.tables
+def _time_step(runner: GraphRunner, answers: Tokens[Sequence], nodes: int) -> float:
+    """With trees of one size, from the context on: what steps before have gained is forgotten."""
+    state, tables = runner.state, runner.target.cache.tables
     for answer in answers:
-        batch_state.remove(answer.id)
-        batch_state.add(answer.id, answer.tokens, answer.params, 0)
-    batch_state.update_block_tables({answer.id: tables.pages(answer.id) for answer in answers})
-    kind = SamplingMode(None, greedy=True, truncates=False)
-    return rounds.seconds([answer.id for answer in answers], nodes, kind, GPU_REPEATS)
+        state.remove(answer.id)
+        state.add(answer.id, answer.tokens, answer.row_settings(runner.target.model.config.vocab_size))
+    state.update_block_tables({answer.id: tables.pages(answer.id) for answer in answers})
+    return runner.seconds([answer.id for answer in answers], nodes, StepMode(greedy=True), GPU_REPEATS)
 
 
 def _on_cpu(target: ModelRunner, say: Say) -> StepCosts:

@@ -29,9 +29,9 @@ class EngineConfig:
     strict: bool = (
         False  # the same tokens whatever drafter, tree, batch and chunking, bit for bit; refused if it cannot be
     )
-    adaptive: bool = False  # cut draft trees to the nodes that pay for their time, by what `calibrate` measured
     threads: int | None = None  # None: all cores
     eager: bool = False  # launch every kernel by itself instead of replaying graphs: slow, and easy to look into
+    capture_seconds: float = 3.0  # for capturing steps at start; more of them are captured while the engine is idle
     cache_tokens: int = 0  # committed tokens and draft nodes that all sequences share; 0: what suits the device
     page_size: int = 64
     max_rows: int = 0  # rows of a step: pending tokens and draft nodes; 0: what suits the device
@@ -55,6 +55,8 @@ class EngineConfig:
         for name in ("cache_tokens", "max_rows", "max_running"):
             if getattr(self, name) < 0:
                 raise InvalidRequest(f"{name} must be at least 1, or 0 for what suits the device.")
+        if self.capture_seconds < 0:
+            raise InvalidRequest("capture_seconds must not be negative.")
         if self.threads is not None and self.threads < 1:
             raise InvalidRequest("threads must be at least 1.")
 

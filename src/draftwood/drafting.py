@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Protocol
 
 import torch
@@ -207,16 +207,15 @@ class Front:
         counts = [1, *(front.tokens.shape[1] for front in self.earlier)]
         if self.forwards is None:
             return outputs[-1], (self.parents + _firsts(size, counts[-1], self.parents.device)).view(-1)
-        starts = torch.tensor([size * sum(counts[:i]) for i in range(len(counts))], device=self.parents.device)
-        widths = torch.tensor(counts, device=self.parents.device)
-        tree = torch.arange(size, device=self.parents.device)[:, None]
-        rows = starts[self.forwards] + tree * widths[self.forwards] + self.parents
+        starts, widths = _starts(tuple(counts), self.parents.device)
+        tree = _firsts(size, 1, self.parents.device)
+        rows = size * starts[self.forwards] + tree * widths[self.forwards] + self.parents
         return torch.cat(list(outputs)), rows.view(-1)
 
     @cached_property
     def path(self) -> Tensor:
         """The tokens from below the root to each, as many as the deepest can have; 0 behind the end. [B, k, n]."""
-        size, count = self.tokens.shape
+        size = self.tokens.shape[0]
         if not self.earlier:
             return self.tokens[..., None]
         if self.forwards is None:
@@ -228,13 +227,21 @@ class Front:
             every = [self.tokens.new_zeros(size, 1, length)]
             every += [pad(front.path, (0, length - front.path.shape[-1])) for front in self.earlier]
             counts = [1, *(front.tokens.shape[1] for front in self.earlier)]
-            starts = torch.tensor([sum(counts[:i]) for i in range(len(counts))], device=self.parents.device)
-            at = starts[self.forwards] + self.parents
+            at = _starts(tuple(counts), self.parents.device)[0][self.forwards] + self.parents
             way = torch.cat(every, 1).gather(1, at[..., None].expand(-1, -1, length))
         way = torch.nn.functional.pad(way, (0, 1))
         return way.scatter(2, (self.depth - 1)[..., None], self.tokens[..., None])
 
 
+# What follows from sizes alone is made once: a captured step cannot copy it from the host.
+@lru_cache(maxsize=1024)
+def _starts(counts: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Where the nodes of each of some forwards begin in one tree, and how many they are. 2 x [n]."""
+    starts = [sum(counts[:i]) for i in range(len(counts))]
+    return torch.tensor(starts, device=device), torch.tensor(counts, device=device)
+
+
+@lru_cache(maxsize=1024)
 def _firsts(size: int, count: int, device: torch.device) -> Tensor:
     """Where the nodes of each of `size` trees begin, if each has `count`. [B, 1]."""
     return count * torch.arange(size, device=device)[:, None]

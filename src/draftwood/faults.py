@@ -1,57 +1,37 @@
 """Drafters that fail: an exception from a drafter costs requests their drafts, never their answers.
 
-A guard stands between the engine and a drafter. When a call raises, the step goes on with bare roots, the drafter
-forgets the sequences of that step, so that nothing half done reaches a later proposal, and the failure is counted.
-After some failures in a row the drafter is switched off, and decoding goes on without drafts.
+A guard stands between the engine and a drafter. When a call raises, the step goes on with bare roots, and the failure
+is counted. What a drafter has missed by it makes later drafts worse, not wrong. After some failures, one after the
+other, the drafter is switched off, and decoding goes on without drafts; at once if it fails where values may not be
+looked at: there a step is captured, and the drafter is not asked again.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar, runtime_checkable
 
 import torch
 
-from draftwood.protocols import BatchView, Budget, Drafter, Features, Randomness, Span
-from draftwood.tree import DraftLaw, TokenTree, Verdict
+from draftwood.batch import ForwardBatch
+from draftwood.drafting import Drafter, Proposal
+from draftwood.links import may_look
+from draftwood.model.runner import ModelRunner
+from draftwood.protocols import BatchView, Features, HostView, Randomness
+from draftwood.tree import DraftLaw, Verdict
 
-MOST_IN_A_ROW = 3  # steps that fail one after the other before a drafter is switched off
+MOST_IN_A_ROW = 3  # failures one after the other before a drafter is switched off
 QUIET_SECONDS = 60.0  # between two lines of the log about the same error
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class DrafterFailed(Exception):
-    """A drafter raised an exception on the device's path, where its state cannot be taken apart."""
-
-    def __init__(self, call: str, error: Exception) -> None:
-        super().__init__(f"{call}: {error}")
-        self.call = call
-        self.error = error
-
-
-@contextmanager
-def attributed(call: str) -> Iterator[None]:
-    """Tell a drafter's exceptions from all others: they become `DrafterFailed`.
-
-    Not so what torch raises while a graph is captured: that says only that the call needs the host.
-    """
-    try:
-        yield
-    except Exception as error:
-        capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-        if capturing and isinstance(error, RuntimeError):
-            raise
-        raise DrafterFailed(call, error) from error
-
-
 @dataclass
 class DrafterHealth:
-    """What has gone wrong with one drafter: written by the compute thread, read by anybody."""
+    """What has gone wrong with one drafter: written by the compute thread, read by any."""
 
     name: str
     failures: int = 0
@@ -103,7 +83,8 @@ class GuardedDrafter:
     def __init__(self, drafter: Drafter, name: str) -> None:
         self.drafter = drafter
         self._health = DrafterHealth(name)
-        self._proposed = False  # what `observe` would tell about the present step means something to the drafter
+        self._prepared = False  # the present step began with `prepare`
+        self._failed = False  # in the present step, or since
 
     @property
     def health(self) -> Sequence[DrafterHealth]:
@@ -121,37 +102,71 @@ class GuardedDrafter:
         return self.drafter.max_nodes
 
     @property
+    def sizes(self) -> Sequence[int]:
+        """The drafter's."""
+        return self.drafter.sizes
+
+    @property
     def needs(self) -> frozenset[int]:
         """The drafter's, unless it is switched off."""
         return frozenset() if self._health.disabled else self.drafter.needs
 
-    def propose(self, view: BatchView, budget: Budget, rng: Randomness) -> TokenTree:
+    @property
+    def reads(self) -> bool:
+        """Whether the drafter does, unless it is switched off."""
+        return not self._health.disabled and self.drafter.reads
+
+    @property
+    def waits(self) -> bool:
+        """Whether the drafter does, unless it is switched off."""
+        return not self._health.disabled and self.drafter.waits
+
+    def attach(self, target: ModelRunner) -> None:
+        """Pass it on: what raises here is an engine that cannot be built."""
+        self.drafter.attach(target)
+
+    def depth(self, nodes: int) -> int:
+        """The drafter's."""
+        return self.drafter.depth(nodes)
+
+    def staged(self, nodes: int) -> int:
+        """The drafter's."""
+        return self.drafter.staged(nodes)
+
+    def prepare(self, view: HostView, size: int, nodes: int) -> None:
+        """Let the host make its trees."""
+        if not self._health.disabled:
+            self._begin_step()
+            self._prepared = True
+            self._attempt("prepare", lambda: self.drafter.prepare(view, size, nodes))
+
+    def propose(self, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
         """The drafter's trees; bare roots if it fails or is switched off."""
-        self._proposed = False
         if self._health.disabled:
-            return TokenTree.roots(view.roots)
-        tree = self._attempt("propose", view.seq_ids, lambda: self._trees(view, budget, rng))
-        self._proposed = tree is not None
-        return TokenTree.roots(view.roots) if tree is None else tree
+            return Proposal.bare(view)
+        if not self._prepared:
+            self._begin_step()
+        self._prepared = False
+        proposal = self._attempt("propose", lambda: self._trees(view, nodes, rng), for_good=not view.may_look)
+        return Proposal.bare(view) if proposal is None else proposal
 
-    def _trees(self, view: BatchView, budget: Budget, rng: Randomness) -> TokenTree:
-        tree = self.drafter.propose(view, budget, rng)
-        if tree.num_trees != len(view.seq_ids):
-            raise ValueError(f"{tree.num_trees} trees were proposed for {len(view.seq_ids)} sequences")
-        return tree
+    def _trees(self, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
+        proposal = self.drafter.propose(view, nodes, rng)
+        if proposal.tree.num_trees != view.size:
+            raise ValueError(f"{proposal.tree.num_trees} trees were proposed for {view.size} sequences")
+        return proposal
 
-    def read(self, spans: Sequence[Span], features: Features) -> None:
+    def ingest(self, batch: ForwardBatch, features: Features | None) -> None:
         """Let the drafter read."""
         if not self._health.disabled:
-            self._attempt("read", [span.seq_id for span in spans], lambda: self.drafter.read(spans, features))
+            captured = not may_look(batch.tokens)
+            self._attempt("ingest", lambda: self.drafter.ingest(batch, features), for_good=captured)
 
-    def observe(self, view: BatchView, tree: TokenTree, verdict: Verdict, features: Features) -> None:
-        """Tell the drafter, if the trees are its own and nothing has failed in this step so far."""
-        if not self._proposed or self._health.disabled:
-            return
-        self._attempt("observe", view.seq_ids, lambda: self.drafter.observe(view, tree, verdict, features))
-        if self._proposed:
-            self._health.worked()
+    def commit(self, view: BatchView, proposal: Proposal, verdict: Verdict, features: Features) -> None:
+        """Tell the drafter; also of bare roots in place of what it failed to propose."""
+        if not self._health.disabled:
+            told = view, proposal, verdict, features
+            self._attempt("commit", lambda: self.drafter.commit(*told), for_good=not view.may_look)
 
     def release(self, seq_id: int) -> None:
         """Let it forget the sequence, also once it is switched off: it may hold memory."""
@@ -160,15 +175,25 @@ class GuardedDrafter:
         except Exception as error:
             self._health.failed("release", error)
 
-    def _attempt(self, call: str, seq_ids: Sequence[int], attempt: Callable[[], T]) -> T | None:
-        """What the call returns; None if it raised, and then the drafter knows nothing of these sequences any more."""
+    def _begin_step(self) -> None:
+        """If nothing has failed since the last step began, it went well."""
+        if not self._failed:
+            self._health.worked()
+        self._failed = False
+
+    def _attempt(self, call: str, attempt: Callable[[], T], *, for_good: bool = False) -> T | None:
+        """What the call returns; None if it raised.
+
+        What torch raises while a graph is captured is passed on: it says only that the call needs the host.
+        """
         try:
             return attempt()
         except Exception as error:
-            self._proposed = False
-            self._health.failed(call, error)
-            for seq_id in seq_ids:
-                self.release(seq_id)
+            capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+            if capturing and isinstance(error, RuntimeError):
+                raise
+            self._failed = True
+            self._health.failed(call, error, for_good=for_good)
             return None
 
 

@@ -15,6 +15,8 @@ from torch import Tensor
 from draftwood.request import SamplingParams
 from draftwood.tree import DraftLaw, TokenTree, Verdict
 
+PREDICTED = 32  # draft nodes for what the caller expects of an answer, beside the drafter's own
+
 
 @dataclass(frozen=True)
 class Budget:

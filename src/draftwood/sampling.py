@@ -1,17 +1,18 @@
 """From logits to the target's distribution at every tree node, each along its own path; and log-probabilities.
 
-Losslessness is with respect to what this module returns, so plain and speculative decoding share it. Nothing here
-looks at values but where trees have different sizes, which only happens in steps that are not captured.
+Losslessness is with respect to what this module returns, so plain and speculative decoding share it. Values are only
+looked at where that is allowed (`links.may_look`), or where trees have different sizes: in steps that are not captured.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
+from draftwood.links import may_look
 from draftwood.ops.softmax import one_hot, tempered
 from draftwood.protocols import BatchView, HostView, LogitEdits, NodeMasks
 from draftwood.request import TokenLogprob
@@ -55,18 +56,40 @@ def edited_logits(logits: Tensor, tree: TokenTree, view: BatchView, masks: NodeM
     """Logits with what requests ask for on top: bias, penalties, then `masks` (grammars, bad words), then minimum
     lengths; each node along its own path. [M, V] -> [M, V].
     """
-    if view.edits is None and masks is None:
+    biases, penalties, minimums = (None, None, None) if view.edits is None else _of_each_kind(view.edits)
+    if biases is None and penalties is None and minimums is None and masks is None:
         return logits
-    logits = _wide(logits).clone()
-    nodes, number = (None, None) if view.edits is None else _nodes_of(tree, view.edits.which)
-    if view.edits is not None and nodes is not None:
-        rows = _penalised(_biased(logits[nodes], view.edits, number), tree, view.edits, nodes, number)
-        logits.index_copy_(0, nodes, rows)
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    logits = logits.to(wide, copy=True, memory_format=torch.contiguous_format)
+    if biases is not None:
+        _add_biases(logits, tree, biases)
+    if penalties is not None:
+        _penalise(logits, tree, penalties)
     if masks is not None:
-        logits.index_copy_(0, masks.nodes, logits[masks.nodes].masked_fill(~masks.allowed, FORBIDDEN))
-    if view.edits is not None and nodes is not None:
-        logits.index_copy_(0, nodes, _deferred_stops(logits[nodes], tree, view.edits, nodes, number))
+        forbidden = torch.zeros(masks.allowed.shape, dtype=logits.dtype, device=logits.device)
+        logits.index_add_(0, masks.nodes, forbidden.masked_fill_(~masks.allowed, FORBIDDEN))
+    if minimums is not None:
+        _defer_stops(logits, tree, minimums)
     return logits
+
+
+def _of_each_kind(edits: LogitEdits) -> tuple[LogitEdits | None, LogitEdits | None, LogitEdits | None]:
+    """Edits of those that have biases, penalties, and minimum lengths still ahead; None: nothing has. Where values may
+    not be looked at, all of them each time.
+    """
+    if not may_look(edits.which):
+        return edits, edits, edits
+    penalised = (edits.penalties[:, 0] != 1) | (edits.penalties[:, 1:] != 0).any(1)
+    kinds = (edits.bias != 0).any(1), penalised, edits.lengths < edits.min_lengths
+    biases, penalties, minimums = (_some(edits, kind.nonzero()[:, 0]) for kind in kinds)
+    return biases, penalties, minimums
+
+
+def _some(edits: LogitEdits, rows: Tensor) -> LogitEdits | None:
+    if not len(rows):
+        return None
+    every = len(rows) == len(edits.which)
+    return edits if every else LogitEdits(**{f.name: getattr(edits, f.name)[rows] for f in fields(edits)})
 
 
 def _nodes_of(tree: TokenTree, which: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,42 +97,56 @@ def _nodes_of(tree: TokenTree, which: Tensor) -> tuple[Tensor, Tensor]:
     number = torch.arange(len(which), device=which.device)
     if tree.num_nodes == tree.num_trees * tree.widest:
         inside = torch.arange(tree.widest, device=which.device)
-        return (which[:, None] * tree.widest + inside).view(-1), number.repeat_interleave(tree.widest)
+        nodes = which[:, None] * tree.widest + inside
+        return nodes.view(-1), number[:, None].expand_as(nodes).reshape(-1)
     sizes = tree.sizes[which]
     number = number.repeat_interleave(sizes)
     inside = torch.arange(len(number), device=which.device) - (sizes.cumsum(0) - sizes)[number]
     return tree.offsets[which][number] + inside, number
 
 
-def _biased(rows: Tensor, edits: LogitEdits, number: Tensor) -> Tensor:
-    return rows.scatter_add(1, edits.bias_tokens[number], edits.bias.to(rows.dtype)[number])
+def _add_biases(logits: Tensor, tree: TokenTree, edits: LogitEdits) -> None:
+    nodes, number = _nodes_of(tree, edits.which)
+    again = (edits.which[:, None] == edits.which).tril(-1).any(1)
+    bias = edits.bias.to(logits.dtype).masked_fill(again[:, None], 0)[number]
+    place = nodes[:, None] * logits.shape[1] + edits.bias_tokens[number]
+    logits.view(-1).scatter_add_(0, place.view(-1), bias.view(-1))
 
 
-def _penalised(rows: Tensor, tree: TokenTree, edits: LogitEdits, nodes: Tensor, number: Tensor) -> Tensor:
-    """Repetition over prompt and answer, presence and frequency over the answer. [K, V] -> [K, V]."""
-    place = torch.arange(edits.history.shape[1], device=rows.device)
+def _penalise(logits: Tensor, tree: TokenTree, edits: LogitEdits) -> None:
+    """Repetition over prompt and answer, presence and frequency over the answer."""
+    nodes, number = _nodes_of(tree, edits.which)
+    rows = logits[nodes]
+    history = edits.history[:, : int(edits.lengths.max())] if may_look(edits.lengths) else edits.history
+    place = torch.arange(history.shape[1], device=rows.device)
     in_prompt = place < edits.prompt_lengths[:, None]
     in_answer = ~in_prompt & (place < edits.lengths[:, None])
     nothing = torch.zeros(len(edits.which), rows.shape[1], dtype=rows.dtype, device=rows.device)
-    prompt = nothing.scatter_add(1, edits.history, in_prompt.to(rows.dtype)) > 0
-    answer = nothing.scatter_add(1, edits.history, in_answer.to(rows.dtype))
+    prompt = nothing.scatter_add(1, history, in_prompt.to(rows.dtype)) > 0
+    answer = nothing.scatter_add(1, history, in_answer.to(rows.dtype))
     paths = tree.paths[nodes, 1:]
     on_path = tree.tokens[paths.clamp(min=0)].clamp(min=0)
     counts = answer[number].scatter_add_(1, on_path, (paths >= 0).to(rows.dtype))
-    repetition, presence, frequency = edits.penalties.to(rows.dtype)[number].unbind(1)
-    harsher = torch.where(rows > 0, rows / repetition[:, None], rows * repetition[:, None])
-    rows = torch.where((counts > 0) | prompt[number], harsher, rows)
-    return rows - frequency[:, None] * counts - presence[:, None] * (counts > 0)
+    said = counts > 0
+    repetition, presence, frequency = edits.penalties.to(rows.dtype)[number, :, None].unbind(1)
+    harsher = torch.where(rows > 0, rows / repetition, rows * repetition)
+    rows = torch.where(said | prompt[number], harsher, rows)
+    logits.index_copy_(0, nodes, rows - frequency * counts - presence * said)
 
 
-def _deferred_stops(rows: Tensor, tree: TokenTree, edits: LogitEdits, nodes: Tensor, number: Tensor) -> Tensor:
+def _defer_stops(logits: Tensor, tree: TokenTree, edits: LogitEdits) -> None:
     """Forbid stop tokens where the text, along the node's own path, is shorter than its minimum length.
 
     Where nothing else is left, as at the end of a grammar, they stay.
     """
-    without = rows.scatter(1, edits.stop_tokens[number], FORBIDDEN)
+    nodes, number = _nodes_of(tree, edits.which)
+    rows, vocabulary = logits[nodes], logits.shape[1]
+    known = (edits.stop_tokens >= 0) & (edits.stop_tokens < vocabulary)
+    most = torch.where(known, FORBIDDEN, torch.inf).to(rows.dtype)[number]
+    stops = edits.stop_tokens.clamp(0, vocabulary - 1)[number]
+    without = rows.scatter_reduce(1, stops, most, "amin")
     early = (edits.lengths[number] + tree.depth[nodes] < edits.min_lengths[number]) & (without.amax(-1) > FORBIDDEN)
-    return torch.where(early[:, None], without, rows)
+    logits.index_copy_(0, nodes, torch.where(early[:, None], without, rows))
 
 
 def host_masks(tree: TokenTree, view: HostView, which: Sequence[int], vocabulary: int) -> NodeMasks:
@@ -171,7 +208,7 @@ def _smallest_kept(p: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 def _ranked(p: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """The largest probabilities of each row, falling: as many as the limits need. [M, n]."""
-    if p.is_cuda:  # how many that is, only the device knows
+    if not may_look(p):  # how many that is, only the device knows
         return p.sort(-1, descending=True).values
     width = min(FAST_TOP_P, p.shape[1])
     ranked = p.topk(width, -1).values
@@ -210,8 +247,10 @@ class PathLogprobs:
 
 
 def path_logprobs(logits: Tensor, tree: TokenTree, verdict: Verdict, which: Tensor, k: int) -> PathLogprobs:
-    """By the model's own logits [M, V], for the sequences `which` [Q]."""
+    """By the model's own logits [M, V], for the sequences `which` [Q]; as deep as needed where values are seen."""
     path, length, bonus = verdict.path[which], verdict.length[which], verdict.bonus[which]
+    if len(which) and may_look(length):
+        path = path[:, : 1 + int(length.max())]
     after = torch.nn.functional.pad(tree.tokens[path[:, 1:].clamp(min=0)], (0, 1)).scatter(
         1, length[:, None], bonus[:, None]
     )

@@ -8,11 +8,12 @@ A chain is a tree; plain decoding is the tree of one node. How nodes hang togeth
 shared by all trees that look alike.
 
 A captured step has trees of one size: there a node may be *absent*. It holds the token -1, is its own parent, and is
-nobody's child: no draw behind any node names it. `packed` drops absent nodes where the host may look.
+no node's child: no draw behind any node names it. `packed` drops absent nodes where the host may look.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import cached_property
@@ -92,7 +93,9 @@ class TreeShape:
         )
 
     @classmethod
-    def of_lists(cls, trees: list[tuple[list[int], list[int]]], device: torch.device | None) -> tuple[Tensor, TreeShape]:
+    def of_lists(
+        cls, trees: list[tuple[list[int], list[int]]], device: torch.device | None
+    ) -> tuple[Tensor, TreeShape]:
         """From host lists, (tokens, parents inside the own tree) for each sequence; and the tokens. One pass."""
         links = HostLinks()
         for tokens, parents in trees:
@@ -203,7 +206,7 @@ class TreeShape:
         known = torch.full((self.num_trees, self.widest * width), -1, device=place.device)
         known = known.index_put((self.owner[row], column), torch.where(there, place, -1))
         depth = torch.where(known >= 0, self.depth[known.clamp(min=0) // width], self.max_depth + 1)
-        ordered = known.gather(1, depth.argsort(1, stable=True))
+        ordered = known.gather(1, depth.argsort(dim=1, stable=True))
         if look:
             return [turn[turn >= 0] for turn in ordered.unbind(1) if bool((turn >= 0).any())]
         return list(ordered.unbind(1))[: None if self.repeats else self.widest - 1]
@@ -245,6 +248,7 @@ class TreeShape:
         )
         local = torch.arange(nodes.shape[0], device=nodes.device) - offsets[owner]
         tries = packed_left(follow(number, self.tries[nodes]))
+        tries = tries[:, : max(1, int((tries >= 0).any(0).sum()))]
         paths = follow(number, self.paths[nodes])
         ancestors = ancestor_words(paths, local, self.ancestors.shape[1])
         parents = follow(number, self.parents[nodes])
@@ -390,7 +394,7 @@ class TokenTree:
         rows = torch.where(self.q_row[:, None] >= 0, self.q[self.q_row.clamp(min=0)], 0)  # [M, V] a law of its own each
         merged, first = self._merged_siblings, self._first_tries
         for place, child in enumerate(self.tries.unbind(1)):
-            token = self.tokens[child.clamp(min=0)]
+            token = torch.where(child >= 0, self.tokens[child.clamp(min=0)], 0)
             for later in first[:, place + 1 :].unbind(1):
                 at = (later.clamp(min=0), token)  # no node twice, but for the first root, whose row is empty
                 rows[at] = torch.where((later >= 0) & merged[at[0]], 0, rows[at])
@@ -479,16 +483,17 @@ class TokenTree:
         if self.offsets.tolist()[:: self.num_trees] != [0, self.num_nodes]:
             raise ValueError("offsets do not start at 0 and end at M")
         index = torch.arange(self.num_nodes, device=self.tokens.device)
-        is_root = self.parents < 0
+        is_root, absent = self.parents < 0, self.tokens < 0
         problems = {
             "a tree has no root at its first node": not torch.equal(index[is_root], self.offsets[:-1]),
-            "a parent comes after its child": bool((self.parents >= index).any()),
+            "a parent comes after its child": bool((self.parents >= index)[~absent].any()),
+            "an absent node has another parent than itself": bool((self.parents != index)[absent].any()),
             "a parent lies in another tree": bool(
                 (self.owner[self.parents.clamp(min=0)] != self.owner)[~is_root].any()
             ),
             "a sampled node names no law": bool(((self.draw != Draw.POINT) & (self.q_row < 0)).any()),
             "a point mass names a law": bool(((self.draw == Draw.POINT) & (self.q_row >= 0)).any()),
-            "a node was never drawn": not torch.equal(self.tries[self.tries >= 0].unique(), index[~is_root]),
+            "a node was never drawn": not torch.equal(self.tries[self.tries >= 0].unique(), index[~(is_root | absent)]),
             "a law is named that is not there": bool((self.q_row >= (0 if self.q is None else self.q.shape[0])).any()),
         }
         wrong = [text for text, broken in problems.items() if broken]
@@ -570,8 +575,9 @@ class Verdict:
     def to_host(self, tree: TokenTree) -> HostVerdict:
         """The tokens each sequence gains, as lists; waits for them."""
         safe = self.path[:, 1:].clamp(min=0)
-        drafted = (tree.sizes - 1).unsqueeze(1)
-        packed = torch.cat([self.length[:, None], self.bonus[:, None], drafted, tree.tokens[safe]], 1).tolist()
+        there = ((tree.tokens >= 0) & (tree.parents >= 0)).long()
+        drafted = torch.zeros_like(self.length).index_add_(0, tree.owner, there)
+        packed = torch.cat([self.length[:, None], self.bonus[:, None], drafted[:, None], tree.tokens[safe]], 1).tolist()
         return HostVerdict(
             tokens=[[*row[3 : 3 + row[0]], row[1]] for row in packed],
             accepted=[row[0] for row in packed],
@@ -595,3 +601,102 @@ class HostVerdict:
         """The same of some of the sequences."""
         columns = (self.tokens, self.accepted, self.drafted, self.drift, self.usable)
         return HostVerdict(*([column[b] for b in rows] for column in columns))
+
+
+def join(trees: Sequence[TokenTree], places: Sequence[Tensor]) -> tuple[TokenTree, list[NodeMap]]:
+    """One batch of several, the trees of each of which stand at its `places` [b] in the whole; and where the nodes of
+    each went.
+    """
+    count, widest = sum(tree.num_nodes for tree in trees), max(tree.widest for tree in trees)
+    sizes = torch.cat([tree.sizes for tree in trees])
+    sizes = torch.empty_like(sizes).scatter_(0, torch.cat(list(places)), sizes)
+    offsets = torch.nn.functional.pad(sizes.cumsum(0), (1, 0))
+    wholes = [offsets[own][tree.owner] + tree.local for tree, own in zip(trees, places, strict=True)]
+    every = torch.arange(count, device=sizes.device)
+    order = torch.empty_like(every).scatter_(0, torch.cat(wholes), every)
+    width, words = max(tree.tries.shape[1] for tree in trees), num_words(widest)
+
+    def ordered(parts: Iterable[Tensor]) -> Tensor:
+        return torch.cat(list(parts))[order]
+
+    shape = TreeShape(
+        parents=ordered(follow(whole, tree.parents) for tree, whole in zip(trees, wholes, strict=True)),
+        offsets=offsets,
+        owner=ordered(own[tree.owner] for tree, own in zip(trees, places, strict=True)),
+        local=ordered(tree.local for tree in trees),
+        depth=ordered(tree.depth for tree in trees),
+        ancestors=ordered(_as_wide(tree.shape.ancestors, words, 0) for tree in trees),
+        tries=ordered(_as_wide(follow(w, tree.tries), width, -1) for tree, w in zip(trees, wholes, strict=True)),
+        max_depth=max(tree.max_depth for tree in trees),
+        widest=widest,
+        repeats=any(tree.shape.repeats for tree in trees),
+    )
+    q, q_rows = _laws_of(trees)
+    whole = TokenTree(ordered(t.tokens for t in trees), shape, ordered(t.draw for t in trees), ordered(q_rows), q)
+    own = [every[: tree.num_nodes] for tree in trees]
+    return whole, [
+        NodeMap(places, torch.full_like(every, -1).scatter(0, places, numbers))
+        for places, numbers in zip(wholes, own, strict=True)
+    ]
+
+
+def choose(trees: Sequence[TokenTree], which: Tensor) -> tuple[TokenTree, Tensor]:
+    """Of several batches, each with trees of one size, the tree of batch `which` [B] for every sequence.
+
+    Trees are as large as the largest, with absent nodes at the end. Also which node of its batch each node is, -1 where
+    it is none of them. [M]. Does not look at values.
+    """
+    rows, device = max(tree.widest for tree in trees), which.device
+    width = max(tree.tries.shape[1] for tree in trees)
+    every = torch.arange(len(which) * rows, device=device)
+    owner, local = every // rows, every % rows
+    batch = which[owner]
+
+    def chosen(parts: list[Tensor]) -> Tensor:
+        return torch.stack(parts)[batch, every]
+
+    def padded(tree: TokenTree, values: Tensor, fill: int) -> Tensor:
+        wide = values.reshape(len(which), tree.widest, -1)
+        missing = rows - tree.widest
+        return torch.nn.functional.pad(wide, (0, 0, 0, missing), value=fill).view(len(every), *values.shape[1:])
+
+    def moved(tree: TokenTree, links: Tensor) -> Tensor:
+        return torch.where(links < 0, -1, links // tree.widest * rows + links % tree.widest)
+
+    links = [padded(tree, moved(tree, tree.parents), -1) for tree in trees]
+    there = [local < tree.widest for tree in trees]
+    shape = TreeShape(
+        parents=chosen([torch.where(own, up, every) for own, up in zip(there, links, strict=True)]),
+        offsets=torch.arange(len(which) + 1, device=device) * rows,
+        owner=owner,
+        local=local,
+        depth=chosen([padded(tree, tree.depth, 1) for tree in trees]),
+        ancestors=chosen([padded(tree, _as_wide(tree.shape.ancestors, num_words(rows), 0), 0) for tree in trees]),
+        tries=chosen([padded(tree, _as_wide(moved(tree, tree.tries), width, -1), -1) for tree in trees]),
+        max_depth=max(tree.max_depth for tree in trees),
+        widest=rows,
+        repeats=any(tree.shape.repeats for tree in trees),
+    )
+    q, q_rows = _laws_of(trees)
+    tokens, draw, q_row = (
+        chosen([padded(tree, own, fill) for tree, own in zip(trees, column, strict=True)])
+        for column, fill in (([t.tokens for t in trees], -1), ([t.draw for t in trees], 0), (q_rows, -1))
+    )
+    numbers = [padded(tree, torch.arange(tree.num_nodes, device=device), -1) for tree in trees]
+    return TokenTree(tokens, shape, draw, q_row, q), chosen(numbers)
+
+
+def _as_wide(table: Tensor, width: int, fill: int) -> Tensor:
+    """The same with more columns. [n, C] -> [n, width]."""
+    return torch.nn.functional.pad(table, (0, width - table.shape[1]), value=fill)
+
+
+def _laws_of(trees: Sequence[TokenTree]) -> tuple[Tensor | None, list[Tensor]]:
+    """The laws of all trees one behind the other, and the row that each node of each batch was drawn from."""
+    laws, rows, start = [], [], 0
+    for tree in trees:
+        rows.append(torch.where(tree.q_row < 0, -1, tree.q_row + start))
+        if tree.q is not None:
+            laws.append(tree.q)
+            start += len(tree.q)
+    return torch.cat(laws) if laws else None, rows

@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 from draftwood.assembly import build_lookup, is_lookup
-from draftwood.cache.batch_state import SamplingMode
-from draftwood.cache.resident import resident_of
 from draftwood.config import EngineConfig
 from draftwood.drafters.none import NoDrafter
-from draftwood.drafters.resident import ResidentNone
+from draftwood.drafting import Drafter
+from draftwood.engine.decode_step import Parts
 from draftwood.engine.graph_runner import GraphRunner, batch_state_for
+from draftwood.engine.shapes import ShapePlan
 from draftwood.model.checkpoint import expected_shape
 from draftwood.model.config import ModelConfig
 from draftwood.model.runner import ModelRunner
-from draftwood.protocols import Drafter
+from draftwood.protocols import StepMode
 from draftwood.rng import KeyedRng
 from draftwood.verifiers import LAWS
 
@@ -62,11 +62,12 @@ def warm_up(target: ModelConfig, config: EngineConfig, drafter: str | Drafter) -
         blank = _Blank(target, dtype, device)
         weights = config.weight_format()
         runner = ModelRunner.load(blank, dtype, device, PAGES, config.page_size, weights, strict=config.strict)  # type: ignore[arg-type]
-        guessing, law = _known_already(drafter, device), LAWS["match"]()
-        batch_state = batch_state_for(runner, 1, guessing.max_nodes)
-        resident = resident_of(guessing, runner) or ResidentNone()
-        rounds = GraphRunner(runner, resident, lambda _: law, KeyedRng(), batch_state, captures=False)
-    parts = rounds.warm_ups(SamplingMode(None, greedy=True, truncates=False))
+        known = _known_already(drafter, device)
+        known.attach(runner)
+        state = batch_state_for(runner, 1, known.max_nodes)
+        shapes = ShapePlan.for_trees(known.sizes, 1, config.max_rows, state.num_pages, config.page_size)
+        steps = GraphRunner(Parts(runner, known, LAWS["match"](), KeyedRng()), state, shapes, captures=False)
+    parts = steps.warm_ups(StepMode(greedy=True))
 
     def run(part: Callable[[], object]) -> None:
         with _apart(device):

@@ -1,4 +1,4 @@
-"""Rounds on the device, the host one behind: the same tokens as plain decoding, whatever the schedule."""
+"""Captured steps, the host one behind: the same tokens as plain decoding, whatever the schedule and the requests."""
 
 from __future__ import annotations
 
@@ -8,24 +8,27 @@ from dataclasses import replace
 
 import pytest
 import torch
+from draftwood.drafters.lookup import LookupDrafter
 
+from captured import DEVICE, GPU, CapturedHarness, runner
 from draftwood.assembly import offer
-from draftwood.cache.batch_state import SamplingMode
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
+from draftwood.drafters.pard import ParallelDrafter
 from draftwood.drafters.scripted import ScriptedDrafter
-from draftwood.engine import graph_runner
-from draftwood.engine.graph_runner import APART, CAPTURE_AFTER, LONG_TABLES, StepShape
-from draftwood.growers import Beam, Coupled, Independent, Levels, chain
+from draftwood.engine import shapes
+from draftwood.engine.shapes import EVERYTHING, LONG_TABLES, ShapePlan, StepShape
+from draftwood.growers import Beam, BestFirst, Coupled, Hybrid, Independent, Levels, Paths, WithoutReplacement, chain
 from draftwood.growers.pickers import Best
-from draftwood.protocols import Span, TimedStep
+from draftwood.protocols import StepMode, TimedStep
 from draftwood.request import SamplingParams
 from draftwood.train.online import AdaptConfig, Adapter
 from draftwood.train.optim import OptimConfig
 from draftwood.verifiers import LAWS
-from in_rounds import DEVICE, GPU, RoundHarness, runner
 from tiny import Ask, Harness, Regime, TinyCheckpoint, generated, with_arrivals, with_net
+
+GREEDY = StepMode(greedy=True)
 
 
 def plain(asks: list[Ask]) -> list[list[int]]:
@@ -51,21 +54,33 @@ def feature_drafter(kind: str, grower):  # type: ignore[no-untyped-def]
 
 DRAFTERS = {
     "none": lambda **_: NoDrafter(),
+    "lookup": lambda **_: LookupDrafter(nodes=6, longest=3, shortest=1),
     "ngram": lambda **_: NgramDrafter(nodes=6, longest=3, shortest=1),
     "branches": lambda **_: NgramDrafter(nodes=6, longest=3, shortest=1, branches=3),
     "scripted": lambda **_: ScriptedDrafter(lambda tokens: [[1, 2, 3], [5, tokens[-1] % 13], [5, 5]], 7),
     "scripted chain": lambda **_: ScriptedDrafter(lambda tokens: [[t % 13 for t in tokens[-3:]]], 4, chain=True),
     "chain": lambda **kw: draft(chain(5), **kw),
     "tree": lambda **kw: draft(Levels((2, 2, 1), Best()), **kw),
+    "beam": lambda **kw: draft(Beam(9, 3, 3), **kw),
+    "best-first": lambda **kw: draft(BestFirst(9, 3, 3), **kw),
     "coupled": lambda **kw: draft(Levels((2, 1, 1), Coupled()), **kw),
     "sampled": lambda **kw: draft(Levels((1, 1, 1), Independent()), **kw),
+    "independent": lambda **kw: draft(Levels((2, 2), Independent()), **kw),
+    "without replacement": lambda **kw: draft(Levels((3, 2), WithoutReplacement()), **kw),
+    "hybrid": lambda **kw: draft(Levels((3, 2), Hybrid()), **kw),
+    "paths": lambda **kw: draft(Paths(3, 2, trunk=1), **kw),
+    "pard": lambda num_pages=200: ParallelDrafter(runner(0.2, num_pages), chain(4), mask=5, guesses=4),
     "eagle3": lambda **_: feature_drafter("eagle3", chain(4)),
     "eagle3 tree": lambda **_: feature_drafter("eagle31", Levels((2, 2, 1), Best())),
+    "eagle3 hybrid": lambda **_: feature_drafter("eagle3", Levels((2, 2, 1), Hybrid())),
+    "peagle": lambda **_: feature_drafter("peagle", Levels((2, 2), Best())),
     "block": lambda **_: feature_drafter("dspark", chain(4)),
     "block tree": lambda **_: feature_drafter("dflash", Levels((2, 2), Best())),
+    "block drawn": lambda **_: feature_drafter("dspark", Levels((2, 2), WithoutReplacement())),
     "medusa": lambda **_: feature_drafter("medusa", Levels((2, 1, 1), Best())),
     "hydra": lambda **_: feature_drafter("hydra", Levels((2, 2, 1), Best())),
     "eagle3 beam": lambda **_: feature_drafter("eagle31", Beam(9, 3, 4)),
+    "eagle1 best-first": lambda **_: feature_drafter("eagle1", BestFirst(9, 3, 3)),
     "block beam": lambda **_: feature_drafter("dspark", Beam(7, 3, 3)),
     "hydra beam": lambda **_: feature_drafter("hydra", Beam(6, 2, 3)),
     "kangaroo": lambda **_: feature_drafter("kangaroo", Levels((2, 2, 1), Best())),
@@ -75,14 +90,17 @@ DRAFTERS = {
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("name", DRAFTERS)
-def test_rounds_give_the_tokens_of_plain_decoding(name: str, temperature: float) -> None:
+def test_captured_steps_give_the_tokens_of_plain_decoding(name: str, temperature: float) -> None:
     wanted = asks(temperature)
-    assert generated(RoundHarness(DRAFTERS[name](), "match").run(wanted)) == plain(wanted)
+    harness = CapturedHarness(DRAFTERS[name](), "match")
+    assert generated(harness.run(wanted)) == plain(wanted)
+    assert harness.runner.ready, "nothing was captured"
+    assert not harness.runner._refused
 
 
 REGIMES = {
     "small chunks": Regime(max_rows=7),
-    "few seats": Regime(max_running=2),
+    "few places": Regime(max_running=2),
     "preemption": Regime(num_pages=8 if GPU else 24, max_running=6),
 }
 
@@ -93,109 +111,264 @@ def test_whatever_the_schedule(name: str, regime: str) -> None:
     hard = REGIMES[regime]
     wanted = with_arrivals(asks(1.0, 6), 2)
     drafter = DRAFTERS[name](num_pages=hard.num_pages)
-    harness = RoundHarness(drafter, "match", hard, moody=True)
+    harness = CapturedHarness(drafter, "match", hard, moody=True)
     assert generated(harness.run(wanted)) == plain(wanted)
     if regime == "preemption":
         assert harness.engine.scheduler.num_preemptions > 0
+    if regime == "few places":
+        assert any(shape.text for shape, _ in harness.runner.ready), "no prompt was read in a step of others"
 
 
-@pytest.mark.parametrize("regime", ["few seats", "preemption"])
-@pytest.mark.parametrize("name", DRAFTERS)
-def test_prompts_may_be_read_in_rounds_of_others(name: str, regime: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_runner, "CAPTURE_AFTER", -1)  # as if that had been missed for long
-    hard = REGIMES[regime]
-    wanted = with_arrivals(asks(1.0, 6), 2)
-    harness = RoundHarness(DRAFTERS[name](num_pages=hard.num_pages), "match", hard, moody=True)
+# --- requests that ask for more
+
+WISHES: dict[str, dict[str, object]] = {
+    "logprobs": {"logprobs": 3},
+    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2},
+    "bias": {"logit_bias": {3: 2.0, 7: -4.0}},
+    "bad words": {"bad_words": ("ab", "c")},
+    "min-p": {"min_p": 0.05},
+    "top-k and top-p": {"top_k": 5, "top_p": 0.9},
+    "minimum length": {"min_tokens": 6, "stop_token_ids": (1, 2, 4)},
+    "grammar": {"grammar": "13"},
+    "trace": {"trace": True},
+    "fewer nodes": {"max_nodes": 2},
+    "less deep": {"max_depth": 1},
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("name", ["none", "ngram", "chain", "tree", "eagle3", "block beam"])
+@pytest.mark.parametrize("wish", WISHES)
+def test_one_request_that_asks_for_more_changes_no_other(wish: str, name: str, temperature: float) -> None:
+    """Neither tokens nor acceptance nor the kind of step: it is another captured step, not another way."""
+    others = asks(temperature)
+    odd = Ask((3, 1, 3, 1), SamplingParams(temperature=temperature, seed=9, max_tokens=12, **WISHES[wish]), arrives=3)  # type: ignore[arg-type]
+    calm, mixed = CapturedHarness(DRAFTERS[name](), "match"), CapturedHarness(DRAFTERS[name](), "match")
+    launched = _eager_launches(mixed)
+    alone, among = calm.run(others), mixed.run([*others, odd])
+    assert generated(among) == plain([*others, odd])
+    assert not launched, "a step left the captured path"
+    drafts = [[(a.steps, a.drafted, a.accepted) for a in answers[:5]] for answers in (alone, among)]
+    assert drafts[0] == drafts[1]
+
+
+def _eager_launches(harness: CapturedHarness) -> list[object]:
+    launched: list[object] = []
+    run = harness.runner._run_eagerly
+    harness.runner._run_eagerly = lambda batch: launched.append(batch) or run(batch)  # type: ignore[method-assign]
+    return launched
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_logprobs_are_those_of_steps_that_are_not_captured(temperature: float) -> None:
+    wanted = [replace(a, params=replace(a.params, logprobs=i)) for i, a in enumerate(asks(temperature, 4))]
+    eager, fast = Harness(runner(), DRAFTERS["tree"](), LAWS["match"]()), CapturedHarness(DRAFTERS["tree"](), "match")
+    told = []
+    for harness in (eager, fast):
+        harness.run(wanted)
+        told.append([[x for e in harness.events if e.request_id == i for x in e.logprobs] for i in range(4)])
+    for i, (ours, theirs) in enumerate(zip(*told, strict=True)):
+        assert [x.token for x in ours] == [x.token for x in theirs]
+        assert all(len(x.top) == i for x in ours)
+        pairs = zip(ours, theirs, strict=True)
+        assert all(x.logprob == pytest.approx(y.logprob, abs=0.05 if GPU else 1e-9) for x, y in pairs)
+
+
+def test_all_requests_may_ask_for_everything() -> None:
+    more = {"logprobs": 2, "repetition_penalty": 1.2, "logit_bias": {2: 1.5}, "min_p": 0.02, "trace": True}
+    wanted = asks(0.8, 6, **more)
+    harness = CapturedHarness(DRAFTERS["eagle3"](), "match")
+    launched = _eager_launches(harness)
     assert generated(harness.run(wanted)) == plain(wanted)
-    assert any(size.text for size, _ in harness.engine.pipeline.runner._known)
+    assert not launched
+    assert all(event.logprobs for event in harness.events if event.token_ids)
 
 
-def test_only_what_fits_is_read_in_rounds() -> None:
-    """And only once a round for it is worth its preparation."""
-    harness = RoundHarness(DRAFTERS["none"](), "match")
-    running, kind = harness.engine.pipeline.runner, SamplingMode(None, greedy=True, truncates=False)
-    size, tables = StepShape(4, 0, running.batch_state.num_pages), harness.engine.target.cache.tables
-    for seq_id in range(17):
-        tables.open(seq_id, [1])
-        assert tables.reserve(seq_id, 4)
-    spans = [Span(i, [1, 2, 3], 0, 3) for i in range(17)]
-    found = [running.with_room_for(spans[:16], size, kind, 512) for _ in range(int(CAPTURE_AFTER / APART) + 1)]
-    assert found == [None] * int(CAPTURE_AFTER / APART) + [replace(size, text=64)]
-    assert running.with_room_for(spans, size, kind, 512) is None
-    assert running.with_room_for(spans[:16], size, kind, 67) is None
-    assert running.with_room_for(spans[:16], size, kind, 68) == replace(size, text=64)
-    assert running.with_room_for(spans[:1], replace(size, pages=1), kind, 512) is None
-    long = Span(0, list(range(600)), 0, 513)
-    assert running.with_room_for([long], size, kind, 4096) is None
+@pytest.mark.parametrize("name", ["ngram", "chain", "eagle3"])
+def test_requests_with_wishes_about_drafts_share_the_steps(name: str) -> None:
+    """Another drafter, fewer nodes, a prediction, a grammar."""
+    drafter = DRAFTERS[name]()
+    offered = offer(drafter, {"own": drafter, "none": NoDrafter(), "other": NgramDrafter(nodes=3, shortest=1)})
+    wishes = [{}, {"max_nodes": 2}, {"prediction": "abcabc"}, {"drafter": "other", "max_depth": 1}, {"grammar": "13"}]
+    wanted = [replace(a, params=replace(a.params, **w)) for a, w in zip(asks(1.0), wishes, strict=True)]
+    mixed = with_arrivals([asks(1.0)[4], *wanted], every=4)
+    harness = CapturedHarness(offered, "match")
+    launched = _eager_launches(harness)
+    assert generated(harness.run(mixed)) == plain(mixed)
+    assert not launched
 
 
-def test_a_larger_round_will_do_unless_its_empty_rows_take_longer_than_reading_apart(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    harness = RoundHarness(DRAFTERS["none"](), "match")
-    running, kind = harness.engine.pipeline.runner, SamplingMode(None, greedy=True, truncates=False)
-    size, tables = StepShape(4, 0, running.batch_state.num_pages), harness.engine.target.cache.tables
-    tables.open(0, [1])
-    span = Span(0, [1, 2, 3], 0, 3)
-    with torch.inference_mode():
-        assert running.prepare(replace(size, text=512), kind)
-        assert running.with_room_for([span], size, kind, 4096) is None
-        assert running.prepare(replace(size, text=128), kind)
-    often = int((CAPTURE_AFTER - APART) / (64 / graph_runner.FREE_ROWS))
-    found = [running.with_room_for([span], size, kind, 4096) for _ in range(often + 1)]
-    assert found == [replace(size, text=128)] * often + [replace(size, text=64)]
-    monkeypatch.setattr(graph_runner, "MAX_MIXED_SIZES", 2)
-    assert running.with_room_for([span], size, kind, 4096) == replace(size, text=128)
-    assert running.with_room_for([span], replace(size, batch=8), kind, 4096) is None
+# --- nothing is captured while a request waits
 
 
-@pytest.mark.parametrize("rides", [False, True])
-def test_rounds_that_did_not_have_the_device_for_themselves_say_nothing_of_their_time(
-    rides: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(graph_runner, "CAPTURE_AFTER", -1 if rides else 1000)
-    harness, heard = RoundHarness(DRAFTERS["none"](), "match"), []
-    late = [Ask((1, 2, 3), SamplingParams(max_tokens=30)), Ask((4, 5, 6), SamplingParams(max_tokens=5), arrives=10)]
-    harness.run(late)
+@pytest.mark.parametrize("name", ["none", "chain", "eagle3", "branches"])
+def test_nothing_is_captured_while_requests_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness = CapturedHarness(DRAFTERS[name](), "match", eagerly=True)
+    launched, wanted = _eager_launches(harness), asks(1.0)
+    assert generated(harness.run(wanted)) == plain(wanted)
+    assert launched
+    assert not harness.runner.ready, "a step was captured while requests ran"
+    missed = dict(harness.runner.shapes.missed)
+    assert missed
+    for _ in range(len(missed) + 8):  # some prefills are captured in between
+        assert harness.engine.prepare_next()
+    assert set(missed) <= set(harness.runner.ready), "what was missed is captured while the engine is idle"
     harness.events.clear()
-    monkeypatch.setattr(harness.engine.controller, "observe", heard.append)
-    harness.run(late)
-    silent = [i for i, report in enumerate(heard) if report.step_seconds is None]
-    text = [i for i, report in enumerate(heard) if report.num_rows > 2]
-    assert (len(text) == 1) == rides
-    behind = [i for i in silent if i > 2]  # the first ones come behind the first prompt
-    assert behind == text if rides else len(behind) == 2
+    launched.clear()
+    assert generated(harness.run(wanted)) == plain(wanted)
+    assert not launched
 
 
-LAWFUL = [
-    ("sampled", "block"),
-    ("sampled", "walk"),
-    ("sampled", "token"),
-    ("chain", "walk"),
-    ("tree", "walk"),
-    ("tree", "traversal"),
-]
+def test_preparing_ends_when_the_time_is_up_or_all_is_captured() -> None:
+    harness = CapturedHarness(NoDrafter(), "match", Regime(max_running=2), eagerly=True)
+    assert harness.engine.prepare(0.0) == 0
+    count = harness.engine.prepare(600.0)
+    assert count == len(harness.runner.ready) > 4
+    assert not harness.engine.prepare_next()
 
 
-@pytest.mark.parametrize(("name", "law"), LAWFUL)
-def test_other_laws_in_rounds_keep_what_they_keep_step_by_step(name: str, law: str) -> None:
-    """The same draws and the same odds: a drafter in its own pages and one in the target's say the same."""
-    params = [SamplingParams(temperature=0.8, top_p=0.9, seed=i, max_tokens=40) for i in range(5)]
-    wanted = [Ask((i,), own) for i, own in enumerate(params)]  # longer prompts guess one step earlier in rounds
-    step_by_step = generated(Harness(runner(), DRAFTERS[name](), LAWS[law]()).run(wanted))
-    in_rounds = generated(RoundHarness(DRAFTERS[name](), law).run(wanted))
+def test_a_step_that_does_everything_serves_any_batch() -> None:
+    """Before the best shape is captured."""
+    harness = CapturedHarness(DRAFTERS["chain"](), "match", Regime(max_running=8), eagerly=True)
+    whole = harness.engine.runner.state.num_pages
+    with torch.inference_mode():
+        for nodes in (0, 5):
+            shape = StepShape(8, nodes, whole, edited=8, scored=8, alternatives=20)
+            assert harness.runner.capture(shape, EVERYTHING)
+    launched = _eager_launches(harness)
+    scored = replace(asks(0.0)[4], params=replace(asks(0.0)[4].params, logprobs=4, presence_penalty=0.5))
+    wanted = [*asks(1.0, 4), scored]
+    assert generated(harness.run(wanted)) == plain(wanted)
+    assert not launched
+
+
+def plan_of(sizes=(0, 1, 2, 5), max_batch: int = 8, max_rows: int = 512, whole: int = 9) -> ShapePlan:
+    return ShapePlan.for_trees(sizes, max_batch, max_rows, whole, page_size=4)
+
+
+def test_the_nearest_shape_that_is_ready_runs() -> None:
+    plan, whole = plan_of(), 9
+    ready = [(StepShape(8, 5, whole), GREEDY), (StepShape(4, 1, whole), GREEDY), (StepShape(4, 0, whole), GREEDY)]
+
+    def shape_for(count: int, nodes: int, mode: StepMode = GREEDY) -> tuple[int, int] | None:
+        found = plan.nearest(plan.wanted(StepShape(count, nodes, 1)), mode, ready)
+        return None if found is None else (found[0].batch, found[0].nodes)
+
+    assert shape_for(8, 5) == (8, 5)
+    assert shape_for(3, 5) == (8, 5), "as many nodes count for more than a batch that fits"
+    assert shape_for(3, 2) == (4, 1), "not more nodes than there is room for"
+    assert shape_for(1, 5) == (8, 5)
+    assert shape_for(3, 0) == (4, 0), "no nodes is another thing than some"
+    assert shape_for(5, 0) is None, "a drafter with a cache of its own would fall behind or draft for nothing"
+    assert shape_for(8, 5, StepMode()) is None, "a greedy step draws nothing"
+
+
+def test_a_shape_that_wastes_more_than_its_capture_saves_is_not_taken() -> None:
+    plan = plan_of(max_batch=256, max_rows=1 << 20)
+    ready = [(StepShape(256, 5, 9), GREEDY)]
+    assert plan.nearest(StepShape(1, 5, 9), GREEDY, ready) == ready[0]
+    plan = plan_of(sizes=(0, 63), max_batch=256, max_rows=1 << 20)
+    assert plan.nearest(StepShape(1, 63, 9), GREEDY, [(StepShape(256, 63, 9), GREEDY)]) is None
+
+
+def test_what_is_missed_most_is_captured_first() -> None:
+    plan, mode = plan_of(), StepMode(truncates=True)
+    rare, often = StepShape(4, 2, 9), StepShape(8, 5, 9, scored=8, alternatives=20)
+    plan.nearest(rare, mode, [])
+    for _ in range(3):
+        plan.nearest(often, mode, [])
+    assert plan.next([]) == (often, mode)
+    assert plan.next([(often, mode)]) == (rare, mode)
+    third = plan.next([(often, mode), (rare, mode)])
+    assert third == next(plan.usual())
+
+
+def test_usual_shapes_fit_into_a_steps_rows() -> None:
+    plan = ShapePlan.for_trees(range(64), 256, 4096, 100, 64)
+    usual = list(plan.usual())
+    assert len(plan.sizes) < 16
+    assert all(shape.batch * (1 + shape.nodes) <= 4096 for shape, _ in usual)
+    assert {shape.batch for shape, _ in usual[:6]} == {1, 8, 32}
+    assert usual[0][0].nodes == 63
+    assert any(shape.pages == 100 and shape.scored == shape.batch for shape, _ in usual[:30])
+
+
+def test_padding_rows_are_a_smaller_loss_than_tokens_not_drafted() -> None:
+    plain, some = StepShape(8, 0, 9), StepShape(8, 3, 9)
+    assert plain.lost_with(plain) == some.lost_with(some) == 0
+    assert 0 < plain.lost_with(StepShape(16, 0, 9)) < plain.lost_with(StepShape(32, 0, 9)) < 0.1
+    assert some.lost_with(StepShape(8, 1, 9)) == 0.5
+    assert some.lost_with(StepShape(256, 3, 9)) > 3, "a step for many takes several times as long as one for few"
+    assert plain.lost_with(StepShape(8, 0, 10)) > plain.lost_with(StepShape(16, 0, 9))
+    assert plain.lost_with(StepShape(8, 0, 10)) == LONG_TABLES
+
+
+def test_a_step_has_room_for_the_longest_of_its_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(whole=30)
+    monkeypatch.setattr(shapes, "LENGTHS", (8, 16))
+    assert [plan.pages_for(pages) for pages in (1, 2, 3, 4, 5)] == [2, 4, 4, 30, 30], "the last one is scratch"
+
+
+@pytest.mark.parametrize("drafter", ["none", "chain", "ngram"])
+def test_sequences_that_outgrow_a_step_go_on_in_another(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = asks(1.0)
+    harness = CapturedHarness(DRAFTERS[drafter](), "match")
+    page = harness.runner.target.cache.page_size
+    monkeypatch.setattr(shapes, "LENGTHS", tuple(page * pages for pages in range(1, 9)))
+    assert generated(harness.run(wanted)) == plain(wanted)
+    assert len({shape.pages for shape, _ in harness.runner.ready}) > 1
+
+
+def test_a_part_that_cannot_be_captured_runs_launch_by_launch(caplog: pytest.LogCaptureFixture) -> None:
+    harness = CapturedHarness(DRAFTERS["ngram"](), "match", eagerly=True)
+    tried = []
+
+    def refuse(run: Callable[[], None]) -> Callable[[], None]:
+        tried.append(run)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    harness.runner._captured = refuse  # type: ignore[method-assign]
+    with torch.inference_mode():
+        assert not harness.runner.capture(StepShape(1, 6, 9), StepMode())
+    assert "not permitted" in caplog.text
+    wanted = asks(1.0)
+    assert generated(harness.run(wanted)) == plain(wanted)
+    assert len(tried) == 1, "once is enough to know"
+
+
+# --- laws, and what else must hold
+
+DRAWN = ("sampled", "independent", "without replacement", "hybrid", "paths", "tree", "coupled", "eagle3 hybrid")
+
+
+def lawful() -> list[tuple[str, str]]:
+    """Every law with every kind of draw it takes. The linear programs of `optimal` run on the host, and only there."""
+    laws = [name for name in LAWS if name not in ("optimal", "match")]
+    return [(name, law) for name in DRAWN for law in laws if LAWS[law]().refuses(DRAFTERS[name]().law) is None]
+
+
+@pytest.mark.parametrize(("name", "law"), lawful())
+def test_captured_laws_keep_what_they_keep_where_nothing_is_captured(name: str, law: str) -> None:
+    """The same draws and the same odds, in trees with absent nodes and without a look at values."""
+    params = [SamplingParams(temperature=0.8, top_p=0.9, seed=i, max_tokens=24) for i in range(3)]
+    wanted = [Ask((i, 5, i), own) for i, own in enumerate(params)]
+    eager = generated(Harness(runner(), DRAFTERS[name](), LAWS[law]()).run(wanted))
+    harness = CapturedHarness(DRAFTERS[name](), law)
+    captured = generated(harness.run(wanted))
+    assert harness.runner.ready
+    assert not harness.runner._refused
     # At an answer's end a step has a smaller tree, which draws other numbers.
-    assert [answer[:-7] for answer in in_rounds] == [answer[:-7] for answer in step_by_step]
+    assert [answer[:-7] for answer in captured] == [answer[:-7] for answer in eager]
 
 
 @pytest.mark.parametrize("name", ["eagle3 beam", "block beam", "hydra beam"])
-def test_beams_in_rounds_are_those_of_the_host(name: str) -> None:
+def test_beams_are_those_of_steps_that_are_not_captured(name: str) -> None:
     wanted = [Ask((i, 3), SamplingParams(temperature=0.7 * (i % 2), seed=i, max_tokens=40)) for i in range(4)]
     hosted = Harness(runner(), DRAFTERS[name](), LAWS["match"]()).run(wanted)
-    harness = RoundHarness(DRAFTERS[name](), "match")
+    harness = CapturedHarness(DRAFTERS[name](), "match")
     answers = harness.run(wanted)
     assert generated(answers) == generated(hosted) == plain(wanted)
-    assert harness.engine.pipeline.runner.ready
+    assert harness.runner.ready
     guessed = [(answer.accepted, answer.steps) for answer in answers]
     assert sum(accepted for accepted, _ in guessed) > 0
     # The host's last trees are cut to what is still wanted, and its first one is a step later.
@@ -205,48 +378,26 @@ def test_beams_in_rounds_are_those_of_the_host(name: str) -> None:
     )
 
 
-def test_requests_that_need_the_host_share_the_engine() -> None:
-    """While one of them runs nothing is guessed, and everybody's tokens stay what they are."""
-    wanted = with_arrivals(asks(1.0, 4), 3)
-    wanted[1] = Ask((5,), SamplingParams(temperature=1.0, seed=9, max_tokens=8, repetition_penalty=1.3), arrives=4)
-    wanted[2] = Ask((7, 8), SamplingParams(temperature=1.0, seed=3, max_tokens=8, logprobs=2), arrives=9)
-    harness = RoundHarness(DRAFTERS["chain"](), "match")
-    assert generated(harness.run(wanted)) == plain(wanted)
-    assert sum(answer.drafted for answer in harness.engine.scheduler.running) == 0
-    assert any(event.logprobs for event in harness.events)
-
-
-@pytest.mark.parametrize("name", ["ngram", "chain", "eagle3"])
-def test_requests_with_wishes_about_guesses_share_the_engine(name: str) -> None:
-    """Another drafter, fewer nodes, a prediction, a grammar: step by step while they run, in rounds otherwise."""
-    drafter = DRAFTERS[name]()
-    offered = offer(drafter, {"own": drafter, "none": NoDrafter(), "other": NgramDrafter(nodes=3, shortest=1)})
-    wishes = [{}, {"max_nodes": 2}, {"prediction": "abcabc"}, {"drafter": "other", "max_depth": 1}, {"grammar": "13"}]
-    wanted = [replace(a, params=replace(a.params, **w)) for a, w in zip(asks(1.0), wishes, strict=True)]
-    mixed = with_arrivals([asks(1.0)[4], *wanted], every=4)
-    assert generated(RoundHarness(offered, "match").run(mixed)) == plain(mixed)
-
-
 def test_cancelled_answers_leave_their_neighbours_alone() -> None:
     wanted = asks(1.0, 5)
     wanted[2] = Ask(wanted[2].prompt, wanted[2].params, cancelled=4)
-    harness = RoundHarness(DRAFTERS["chain"](), "match")
+    harness = CapturedHarness(DRAFTERS["chain"](), "match")
     kept = [i for i in range(5) if i != 2]
     got, want = generated(harness.run(wanted)), plain(asks(1.0, 5))
     assert [got[i] for i in kept] == [want[i] for i in kept]
     assert want[2][: len(got[2])] == got[2]
-    assert not harness.engine.pipeline.runner.batch_state.sequences
+    assert not harness.runner.state.sequences
 
 
 @pytest.mark.parametrize("name", ["eagle3", "block", "medusa", "hydra"])
-def test_new_weights_reach_rounds_that_are_ready(name: str) -> None:
+def test_new_weights_reach_steps_that_are_captured(name: str) -> None:
     """Captured graphs read weights in place: who changed its mind guesses like one that always thought so."""
     first = [Ask((3, i), SamplingParams(max_tokens=30)) for i in range(4)]
     then = [Ask((i, 7), SamplingParams(max_tokens=60)) for i in range(5)]
     runs = []
     for warmed in (True, False):
         drafter = DRAFTERS[name]()
-        harness = RoundHarness(drafter, "match")
+        harness = CapturedHarness(drafter, "match")
         if warmed:
             harness.run(first)
             harness.events.clear()
@@ -261,27 +412,26 @@ def test_new_weights_reach_rounds_that_are_ready(name: str) -> None:
         assert generated(answers) == plain(then)
         runs.append([(answer.steps, answer.accepted) for answer in answers])
     assert runs[0] == runs[1]
-    untouched = RoundHarness(DRAFTERS[name](), "match").run(then)
+    untouched = CapturedHarness(DRAFTERS[name](), "match").run(then)
     assert runs[0] != [(answer.steps, answer.accepted) for answer in untouched]
 
 
-def test_a_round_too_many_is_not_heard_by_who_comes_later() -> None:
+def test_the_outcome_of_a_step_too_many_is_dropped() -> None:
     """Even if later answers go by the same numbers, as they do in this harness."""
-    harness, wanted = RoundHarness(DRAFTERS["none"](), "match"), asks(0.0)
+    harness, wanted = CapturedHarness(DRAFTERS["none"](), "match"), asks(0.0)
     surprise = [
         replace(ask, params=replace(ask.params, stop_token_ids=(tokens[3],)))
         for ask, tokens in zip(wanted, plain(wanted), strict=True)
     ]
     harness.run(surprise)
-    assert harness.engine.pipeline is not None
-    assert harness.engine.pipeline._in_flight is not None
+    assert harness.engine._in_flight is not None
     harness.events.clear()
     assert generated(harness.run(wanted)) == plain(wanted)
 
 
-def test_a_drafter_learns_between_rounds() -> None:
+def test_a_drafter_learns_between_steps() -> None:
     wanted = [Ask((i, (3 * i + 1) % 13, 5), SamplingParams(max_tokens=40)) for i in range(6)]
-    harness, rates = RoundHarness(DRAFTERS["eagle3"](), "match"), []
+    harness, rates = CapturedHarness(DRAFTERS["eagle3"](), "match"), []
     fast = OptimConfig(lr=5e-3, muon_lr=0.03, weight_decay=0.0)
     config = AdaptConfig(share=1.0, length=96, window=2, repeats=6, optimizer=fast)
     harness.companion = adapter = Adapter(harness.engine, config, clock=lambda: 0.0)
@@ -294,9 +444,9 @@ def test_a_drafter_learns_between_rounds() -> None:
     assert rates[-1] > 1.25 * rates[0], rates
 
 
-def test_a_round_is_reported_with_the_length_of_its_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_reported_with_the_length_of_its_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of prompt and answer as it was before the round: what longer ones cost is not the guesses' fault."""
-    harness, heard = RoundHarness(DRAFTERS["ngram"](), "match"), []
+    harness, heard = CapturedHarness(DRAFTERS["ngram"](), "match"), []
     monkeypatch.setattr(harness.engine.controller, "observe", heard.append)
     harness.run([Ask((1, 2, 3), SamplingParams(max_tokens=12))])
     assert len(heard) > 1
@@ -305,8 +455,8 @@ def test_a_round_is_reported_with_the_length_of_its_sequences(monkeypatch: pytes
     assert [b - a for a, b in itertools.pairwise(lengths)] == [report.emitted for report in heard[:-1]]
 
 
-def test_the_last_round_that_nothing_disturbed_is_kept_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    harness, heard = RoundHarness(DRAFTERS["ngram"](), "match"), []
+def test_the_last_step_that_nothing_disturbed_is_kept_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    harness, heard = CapturedHarness(DRAFTERS["ngram"](), "match"), []
     monkeypatch.setattr(harness.engine.controller, "observe", heard.append)
     assert harness.engine.last_step is None
     harness.run([Ask((1, 2, 3), SamplingParams(max_tokens=12))])
@@ -314,98 +464,17 @@ def test_the_last_round_that_nothing_disturbed_is_kept_with_its_time(monkeypatch
     assert harness.engine.last_step == TimedStep(timed[-1], timed[-1].step_seconds)
 
 
-def test_rounds_without_graphs_are_the_same() -> None:
+def test_steps_that_are_launched_one_by_one_are_the_same() -> None:
     wanted = asks(1.0)
-    harness = RoundHarness(DRAFTERS["chain"](), "match")
-    harness.engine.pipeline.runner.captures = False
+    harness = CapturedHarness(DRAFTERS["chain"](), "match")
+    harness.runner.captures = False
     assert generated(harness.run(wanted)) == plain(wanted)
-
-
-def test_a_round_that_is_ready_is_taken_until_another_is_wanted_often() -> None:
-    harness = RoundHarness(DRAFTERS["chain"](), "match")
-    runner, kind = harness.engine.pipeline.runner, SamplingMode(None, True, False)
-    whole = runner.batch_state.num_pages
-
-    def size_for(count: int, nodes: int, kind: SamplingMode = kind) -> tuple[int, int]:
-        size = runner.size_for(count, nodes, 1, kind)
-        assert size.pages == whole, "so short a table is not cut"
-        return size.batch, size.nodes
-
-    assert size_for(7, 5) == (8, 5), "nothing is ready"
-    with torch.inference_mode():
-        runner._round(StepShape(8, 5, whole), kind)
-        runner._round(StepShape(4, 1, whole), kind)
-    assert size_for(8, 5) == (8, 5)
-    assert size_for(3, 5) == (8, 5), "as many nodes count for more than a batch that fits"
-    assert size_for(3, 2) == (4, 1), "not more nodes than there is room for"
-    assert size_for(1, 5) == (8, 5), "even for one: making another would take longer"
-    assert size_for(3, 0) == (4, 0), "no nodes is another thing than some"
-    assert size_for(8, 5, SamplingMode(None, False, False)) == (8, 5)
-    lost = StepShape(4, 5, whole).lost_with(StepShape(8, 5, whole))
-    sizes = [size_for(4, 5) for _ in range(int(2 * CAPTURE_AFTER / lost))]
-    assert sizes.index((4, 5)) == pytest.approx(CAPTURE_AFTER / lost, abs=3), (
-        "when as much is lost as one takes to make"
-    )
-    assert set(sizes) == {(8, 5), (4, 5)}
-
-
-def test_rows_for_nobody_are_a_smaller_loss_than_tokens_not_guessed() -> None:
-    plain, some = StepShape(8, 0, 9), StepShape(8, 3, 9)
-    assert plain.lost_with(plain) == some.lost_with(some) == 0
-    assert 0 < plain.lost_with(StepShape(16, 0, 9)) < plain.lost_with(StepShape(32, 0, 9)) < 0.1
-    assert some.lost_with(StepShape(8, 1, 9)) == 0.5
-    assert some.lost_with(StepShape(256, 3, 9)) > 3, "a round for many takes several times as long as one for few"
-    assert plain.lost_with(StepShape(8, 0, 10)) > plain.lost_with(StepShape(16, 0, 9))
-
-
-def test_a_round_has_room_for_the_longest_of_its_sequences(monkeypatch: pytest.MonkeyPatch) -> None:
-    harness = RoundHarness(DRAFTERS["chain"](), "match")
-    runner, kind = harness.engine.pipeline.runner, SamplingMode(None, True, False)
-    page = runner.target.cache.page_size
-    monkeypatch.setattr("draftwood.engine.graph_runner.LENGTHS", (2 * page, 4 * page))
-
-    def pages_for(pages: int) -> int:
-        return runner.size_for(8, 5, pages, kind).pages
-
-    whole = runner.batch_state.num_pages
-    assert [pages_for(pages) for pages in (1, 2, 3, 4, 5)] == [2, 4, 4, whole, whole], "one is always nobody's"
-    with torch.inference_mode():
-        runner._round(StepShape(8, 5, 4), kind)
-    assert [pages_for(pages) for pages in (1, 3, 4)] == [4, 4, whole], "a longer one will do for now"
-    sizes = [pages_for(1) for _ in range(int(2 * CAPTURE_AFTER / LONG_TABLES))]
-    assert sizes.index(2) == pytest.approx(CAPTURE_AFTER / LONG_TABLES, abs=3)
-
-
-@pytest.mark.parametrize("drafter", ["none", "chain", "ngram"])
-def test_sequences_that_outgrow_a_round_go_on_in_another(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted = asks(1.0)
-    harness = RoundHarness(DRAFTERS[drafter](), "match")
-    runner = harness.engine.pipeline.runner
-    page = runner.target.cache.page_size
-    monkeypatch.setattr("draftwood.engine.graph_runner.LENGTHS", tuple(page * pages for pages in range(1, 9)))
-    assert generated(harness.run(wanted)) == plain(wanted)
-    assert len({size.pages for size, _ in runner._known}) > 1
-
-
-def test_a_law_that_cannot_be_captured_goes_step_by_step(caplog: pytest.LogCaptureFixture) -> None:
-    harness = RoundHarness(DRAFTERS["ngram"](), "match")
-    runner, tried = harness.engine.pipeline.runner, []
-
-    def refuse(run: Callable[[], None]) -> Callable[[], None]:
-        tried.append(run)
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    runner._captured = refuse  # type: ignore[method-assign]
-    wanted = [Ask(ask.prompt[-1:], ask.params) for ask in asks(1.0)]
-    assert generated(harness.run(wanted)) == plain(wanted)
-    assert len(tried) == 1, "once is enough to know"
-    assert "not permitted" in caplog.text
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_drafters_forget_sequences_that_have_ended(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trees that the host makes, and steps on the host between captured ones, leave state there."""
-    harness, released = RoundHarness(DRAFTERS[name](), "match"), []
+    harness, released = CapturedHarness(DRAFTERS[name](), "match"), []
     forget = harness.engine.drafter.release
     monkeypatch.setattr(harness.engine.drafter, "release", lambda seq_id: (released.append(seq_id), forget(seq_id)))
     answers = harness.run(asks(1.0))

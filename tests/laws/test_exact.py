@@ -15,6 +15,8 @@ from functools import cache
 import pytest
 import torch
 
+from draftwood.drafting import Grower
+from draftwood.errors import DraftwoodError
 from draftwood.growers import (
     Beam,
     BestFirst,
@@ -26,7 +28,6 @@ from draftwood.growers import (
     WithoutReplacement,
     chain,
 )
-from draftwood.protocols import Budget, Grower
 from draftwood.tree import Draw, TokenTree
 from draftwood.verifiers import LAWS, NodeLaw, gbv
 from enumeration import (
@@ -45,11 +46,14 @@ from enumeration import (
     law_of,
     node_law,
     node_laws,
+    padded_drafts_of,
     random_rows,
     round_law,
     target_rows,
     view_of,
 )
+from no_sync import no_looking
+from trees import tree_of
 
 SEEDS = 30
 
@@ -64,9 +68,16 @@ class Case:
         return drafts_of(self.grower, q, self.nodes)
 
     def assert_lossless(self, law: str, pairs: Sequence[tuple[Rows, Rows]]) -> None:
+        """And so where values may not be looked at: with the very same law of the round."""
         laws = node_laws(LAWS[law](), [(self.drafts(q), p) for p, q in pairs])
         for h, (p, _) in zip(laws, pairs, strict=True):
             assert_lossless(h, p, self.vocabulary)
+        if law == "optimal":  # asks a solver on the host
+            return
+        padded = [(padded_drafts_of(self.grower, q, self.nodes), p) for p, q in pairs]
+        for h, (p, _), looked in zip(node_laws(LAWS[law](), padded, blind=True), pairs, laws, strict=True):
+            assert_lossless(h, p, self.vocabulary)
+            assert law_distance(h, looked) <= 1e-13
 
 
 TREES = {
@@ -203,6 +214,9 @@ def test_every_draw_of_a_round_one_by_one(tree: str, law: str) -> None:
         assert_lossless(h, p, case.vocabulary)
         if isinstance(shipped, NodeLaw):
             assert law_distance(h, node_law(shipped, case.drafts(q), p)) <= 1e-14
+        blind = round_law(case.grower, shipped, p, q, case.nodes, blind=True)
+        assert_lossless(blind, p, case.vocabulary)
+        assert law_distance(blind, h) <= 1e-13
 
 
 @pytest.mark.parametrize("tree", [tree for tree in TREES if tree not in SMALL + HUGE])
@@ -240,6 +254,12 @@ def test_no_guesses_at_all(law: str) -> None:
     assert_lossless(h, p, 3)
 
 
+def test_the_optimal_law_says_where_it_cannot_run() -> None:
+    tree = drafts_of(Levels((2,), Independent()), random_rows(2, 3)).tree
+    with no_looking(), pytest.raises(DraftwoodError, match="runs on a CPU only"):
+        LAWS["optimal"]().odds(tree, torch.full((tree.num_nodes, 3), 1 / 3))
+
+
 @pytest.mark.parametrize("law", NODE_LAWS)
 def test_no_room_for_guesses(law: str) -> None:
     p, q = rows_of(1, 3)
@@ -253,12 +273,12 @@ def mixed_siblings(laws: torch.Tensor) -> Drafts:
     """A tail draw, the chosen token 2 and an independent draw behind one root: all they can be."""
     every = list(itertools.product(range(4), repeat=2))
     trees = len(every)
-    tree = TokenTree(
-        tokens=torch.tensor([[0, tail, 2, free] for tail, free in every]).flatten(),
-        parents=torch.tensor([[-1, 4 * b, 4 * b, 4 * b] for b in range(trees)]).flatten(),
-        offsets=torch.arange(0, 4 * trees + 1, 4),
-        draw=torch.tensor([Draw.POINT, Draw.TAIL, Draw.POINT, Draw.IID]).repeat(trees),
-        q_row=torch.tensor([-1, 1, -1, 0]).repeat(trees),
+    tree = tree_of(
+        tokens=[token for tail, free in every for token in (0, tail, 2, free)],
+        parents=[node for b in range(trees) for node in (-1, 4 * b, 4 * b, 4 * b)],
+        offsets=range(0, 4 * trees + 1, 4),
+        draw=[Draw.POINT, Draw.TAIL, Draw.POINT, Draw.IID] * trees,
+        q_row=[-1, 1, -1, 0] * trees,
         q=laws,
     )
     chance = torch.tensor([float(laws[1, tail] * laws[0, free]) for tail, free in every], dtype=torch.float64)
@@ -285,7 +305,7 @@ def test_an_edit_that_looked_at_drawn_tokens_is_exact_once_it_forgets_the_draws(
     for judged in (True, False):
 
         def run(rng: Enumerator, judged: bool = judged) -> tuple[int, ...]:
-            tree, _ = grower.grow(TableModel(q), view_of(), Budget(9), rng).build()
+            tree = grower.grow(TableModel(q), view_of(), 2, rng).tree.packed()[0]
             likely = torch.tensor([1.0, *(q(())[t] for t in tree.tokens[1:].tolist())]) > 0.3
             tree = tree.select(likely, judged=judged)
             return emitted(tree, LAWS["walk"]().verify(tree, target_rows(tree, p), view_of(), rng))

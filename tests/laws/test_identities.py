@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 import torch
 
+from draftwood.drafting import Grower
 from draftwood.growers import (
     Beam,
     Best,
@@ -21,7 +22,6 @@ from draftwood.growers import (
     WithoutReplacement,
     chain,
 )
-from draftwood.protocols import Grower
 from draftwood.verifiers import LAWS, NodeLaw
 from enumeration import (
     Drafts,
@@ -37,11 +37,11 @@ from enumeration import (
     node_law,
     node_laws,
     odds_of,
-    pack,
     random_rows,
     round_law,
 )
 from optimum import optimal_acceptance, tree_law
+from trees import pack
 
 NODE_LAWS = [name for name in LAWS if LAWS[name]().lossless and isinstance(LAWS[name](), NodeLaw)]
 DRAWN_CHAIN = Levels((1, 1), Independent())

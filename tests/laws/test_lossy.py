@@ -14,6 +14,7 @@ from torch import Tensor
 
 from draftwood.assembly import TREES as SHAPES
 from draftwood.assembly import build_grower, build_verifier
+from draftwood.drafting import Grower
 from draftwood.errors import InvalidRequest
 from draftwood.growers import (
     Beam,
@@ -27,7 +28,7 @@ from draftwood.growers import (
     chain,
 )
 from draftwood.ops.native import kernels
-from draftwood.protocols import BatchView, Budget, Grower, Verifier
+from draftwood.protocols import BatchView, Verifier
 from draftwood.request import SamplingParams
 from draftwood.rng import KeyedRng
 from draftwood.tree import POINT_CHAIN, POINT_TREE, DraftLaw, Draw, TokenTree, Verdict
@@ -41,14 +42,15 @@ from enumeration import (
     assert_lossless,
     continuation,
     law_error,
-    pack,
     prefixes_of,
     random_rows,
     round_law,
     target_rows,
     view_of,
 )
+from no_sync import no_looking
 from tiny import Ask, Harness, generated, no_drafter, tiny_runner, with_model
+from trees import pack, padded, tree_of
 
 V = 5
 LOSSY = ("typical", "threshold", "relaxed", "lenient", "mixture")
@@ -307,7 +309,8 @@ def toys(tree: str) -> list[tuple[TokenTree, Tensor]]:
         p = random_rows(seed, V, (0.3, 1.0, 3.0)[seed % 3])
         q = aligned_rows(p, seed, V, 0.6) if seed % 2 else random_rows(seed + 900, V)
         view = replace(view_of(), seeds=torch.tensor([seed]))
-        grown, _ = TREES[tree].grow(TableModel(q), view, Budget(100), KeyedRng()).build()
+        grower = TREES[tree]
+        grown = grower.grow(TableModel(q), view, grower.max_nodes, KeyedRng()).tree.packed()[0]
         made.append((grown, target_rows(grown, p)))
     return made
 
@@ -329,6 +332,25 @@ def test_each_does_what_its_definition_says(spec: str, tree: str) -> None:
         nodes = [node for node, (chance, _) in want.items() if chance > 1e-9]
         for node, row in zip(nodes, rows_left(odds, nodes, p), strict=True):
             assert row == pytest.approx(want[node][1], abs=1e-9)
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("spec", DEFINITIONS)
+def test_absent_nodes_change_no_odds(spec: str, tree: str) -> None:
+    """Nor does it that values may not be looked at."""
+    for seed, (grown, p) in enumerate(toys(tree)[:6]):
+        whole, place = padded(grown, grown.widest + seed % 4, seed)
+        rows = torch.full((whole.num_nodes, V), 1 / V, dtype=torch.float64).index_copy_(0, place, p)
+        want = build_verifier(spec).odds(grown, p)
+        with no_looking():
+            odds = build_verifier(spec).odds(whole, rows)
+            left = odds.left(place)
+        assert odds.ends(whole)[place].tolist() == pytest.approx(want.stop.tolist(), abs=1e-12)
+        assert float(odds.ends(whole).sum()) == pytest.approx(1, abs=1e-12)
+        assert torch.allclose(left, want.left(torch.arange(grown.num_nodes)), atol=1e-12)
+        assert odds.drift is not None
+        assert want.drift is not None
+        assert odds.drift[place].tolist() == pytest.approx(want.drift.tolist(), abs=1e-12, nan_ok=True)
 
 
 @pytest.mark.parametrize("law", LOSSY)
@@ -371,7 +393,7 @@ def test_verdicts_in_one_call_are_those_of_the_odds(spec: str, tree: str) -> Non
     single = replace(grown, q=None if grown.q is None else grown.q.float())
     p = torch.cat([rows for _, rows in toys(tree)]).float()
     for round_ in range(5):
-        view = replace(view_of(), seeds=torch.arange(12) + 100 * round_, lengths=torch.arange(12))
+        view = replace(view_of(sequences=12), seeds=torch.arange(12) + 100 * round_, lengths=torch.arange(12))
         got = build_verifier(spec).at_once(single, p, view)  # type: ignore[attr-defined]
         want = by_odds(build_verifier(spec), single, p, view)
         for name in ("path", "length", "bonus"):
@@ -426,14 +448,8 @@ def test_what_is_drawn_is_what_the_odds_say(law: str) -> None:
 
 def chain_of(tokens: list[int], laws: list[tuple[float, ...]]) -> TokenTree:
     count = len(tokens)
-    return TokenTree(
-        tokens=torch.tensor([0, *tokens]),
-        parents=torch.tensor([-1, *range(count)]),
-        offsets=torch.tensor([0, count + 1]),
-        draw=torch.tensor([Draw.POINT, *[Draw.IID] * count]),
-        q_row=torch.tensor([-1, *range(count)]),
-        q=torch.tensor(laws, dtype=torch.float64),
-    )
+    q = torch.tensor(laws, dtype=torch.float64)
+    return tree_of([0, *tokens], [-1, *range(count)], [0, count + 1], q_row=[-1, *range(count)], q=q)
 
 
 # --- where nothing is loosened, nothing is lost
@@ -501,7 +517,7 @@ def test_a_step_of_the_mixture_follows_exactly_the_mixture(grower: Grower, weigh
         assert first == pytest.approx(mixed, abs=1e-12)
         away = (1 - weight) * distance(p(()), q(()))
         assert abs(distance(first, p(())) - away) <= 1e-12
-        grown, _ = grower.grow(TableModel(q), view_of(), Budget(9), KeyedRng()).build()
+        grown = grower.grow(TableModel(q), view_of(), grower.max_nodes, KeyedRng()).tree.packed()[0]
         odds = law.odds(grown, target_rows(grown, p))
         assert odds.drift is not None
         assert odds.drift.tolist() == pytest.approx([away] * grown.num_nodes, abs=1e-12), "leaves add nothing"
@@ -558,7 +574,7 @@ def test_the_certificate_bounds_the_whole_text() -> None:
 
 @pytest.mark.parametrize("law", LAWS)
 def test_drift_of_a_verdict(law: str) -> None:
-    """Lossless: none at all. Lossy: a number with a certificate, nobody knows without one."""
+    """Lossless: none at all. Lossy: a number with a certificate, unknown without one."""
     grown = chain_of([1, 2], [(0.5, 0.3, 0.2), (0.2, 0.2, 0.6)])
     p = target_rows(grown, random_rows(8, 3))
     if LAWS[law]().refuses(DraftLaw(frozenset({Draw.IID}), chain=True, paths=True)) is not None:

@@ -10,17 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
+from draftwood.drafting import Grower
 from draftwood.growers import Best, Children, Coupled, Frontier, Independent, Levels, Paths, WithoutReplacement
 from draftwood.ops.residual import Draws, Rejected
-from draftwood.protocols import Budget, Grower
 from draftwood.rng import Purpose, derive, round_keys
-from draftwood.tree import Draw, TokenTree
+from draftwood.tree import Draw, TokenTree, TreeShape
 from draftwood.verifiers import LAWS, Block, GreedyPaths, NodeLaw, Odds, block, gbv, layer, rules
 from draftwood.verifiers import law as verifiers_law
 from enumeration import (
@@ -191,8 +190,12 @@ def test_chosen_tokens_verified_as_if_drawn(law: str) -> None:
 @pytest.mark.parametrize("law", ["rrs", "kseq", "layer", "layer-kseq", "gbv"])
 def test_merged_paths_that_forget_how_often_they_were_drawn(law: str) -> None:
     """Two paths that agree are one node, but two draws."""
-    error = worst_error(LAWS[law](), Paths(2, 2), lambda drafts: edited(drafts, replace(drafts.tree, drawn=None)))
+    error = worst_error(LAWS[law](), Paths(2, 2), lambda drafts: edited(drafts, unrepeated(drafts.tree)))
     assert error > 1e-3
+
+
+def unrepeated(tree: TokenTree) -> TokenTree:
+    return replace(tree, shape=TreeShape.of(tree.parents, tree.offsets))
 
 
 def edited(drafts: Drafts, tree: TokenTree) -> Drafts:
@@ -210,7 +213,7 @@ def test_keeping_the_longest_of_several_walks() -> None:
         best: tuple[int, ...] = ()
         for seed in (1, 2):
             view = replace(view_of(), seeds=torch.tensor([seed]))
-            tree, _ = Levels((1,), Independent()).grow(TableModel(q), view, Budget(9), rng).build()
+            tree = Levels((1,), Independent()).grow(TableModel(q), view, 1, rng).tree
             text = emitted(tree, LAWS["token"]().verify(tree, target_rows(tree, p), view, rng))
             best = max(best, text, key=len)
         return best
@@ -325,23 +328,11 @@ def test_fallback_that_looks_at_the_drawn_token() -> None:
 # --- Layers, and K draws at one bar.
 
 
-class _EachItsOwn:
-    """A sum over a layer that is none."""
-
-    def __init__(self, values: Tensor) -> None:
-        self.values = values
-
-    def __getitem__(self, owner: Tensor) -> Tensor:
-        return self.values
-
-
 class Uncoupled(layer.Proportional):
     """Every node takes a whole layer's room for its own."""
 
-    def scores(self, tree: TokenTree, p: Tensor):
-        alone = mock.patch.object(layer, "sum_by_tree", lambda tree, nodes, values: _EachItsOwn(values[nodes]))
-        with alone:
-            return super().scores(tree, p)
+    def _layer_mass(self, tree: TokenTree, nodes: Tensor, weight: Tensor) -> Tensor:
+        return weight[nodes].clamp(max=1)
 
 
 def test_layers_whose_nodes_do_not_share_their_room() -> None:
@@ -350,7 +341,13 @@ def test_layers_whose_nodes_do_not_share_their_room() -> None:
 
 @pytest.mark.parametrize("law", ["layer", "layer-kseq"])
 def test_layers_swept_from_the_root(law: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layer, "reversed", lambda depths: depths, raising=False)
+    def from_the_root(self: layer.LayerLaw, tree: TokenTree, p: Tensor) -> Odds:
+        ends, left = self.scores(tree, p)
+        goes_down = (1 - layer.layer_sums(tree, ends)).clamp(min=0)
+        comes = torch.cat([torch.ones_like(goes_down[:, :1]), goes_down[:, :-1]], 1).cumprod(1)
+        return Odds(comes[tree.owner, tree.depth] * ends, left)
+
+    monkeypatch.setattr(layer.LayerLaw, "odds", from_the_root)
     assert worst_error(LAWS[law](), Paths(2, 2)) > 1e-2
 
 

@@ -7,8 +7,8 @@ import math
 
 import pytest
 
+from draftwood.drafting import Grower
 from draftwood.growers import Beam, Independent, Levels, chain
-from draftwood.protocols import Grower
 from enumeration import Rows, aligned_rows, constant, continuation, random_rows
 from optimum import optimal_acceptance, tree_law
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from draftwood.drafting import Grower
 from draftwood.growers import Coupled, Levels
-from draftwood.protocols import Grower
 from draftwood.rng import KeyedRng, Purpose, derive
 from draftwood.verifiers import LAWS, NodeLaw
 from enumeration import Enumerator, SharedNoise, assert_lossless, constant, law_of, shared_law
@@ -36,6 +36,7 @@ PAIRS = [
 @pytest.mark.parametrize(("tree", "law"), PAIRS)
 def test_a_round_at_length_one_has_the_target_law(tree: str, law: str) -> None:
     assert_lossless(shared_law(TREES[tree], LAWS[law](), P, Q), P, 3)
+    assert_lossless(shared_law(TREES[tree], LAWS[law](), P, Q, blind=True), P, 3)
 
 
 @pytest.mark.parametrize("winners", [1, 2, 3])

@@ -22,6 +22,7 @@ from torch import Tensor
 from draftwood.batch import ForwardBatch, Pages
 from draftwood.cache.blocks import PageTables
 from draftwood.errors import InvalidRequest
+from draftwood.links import may_look
 from draftwood.machine import zeroed_memory
 from draftwood.model.config import ModelConfig
 from draftwood.ops.staging import staged
@@ -102,14 +103,21 @@ class KVCache:
             from draftwood.ops.cuda.commit import keep_path
 
             return keep_path(self.memory.store, block_table, base, index, length, self.page_size)
-        depth = torch.arange(index.shape[1], device=self.device).expand_as(index)
-        moves = (depth >= 1) & (depth <= length[:, None]) & (index != depth)
-        if not bool(moves.any()):
+        steps = torch.arange(index.shape[1], device=self.device).expand_as(index)
+        moves = (steps <= length[:, None]) & (index > steps)  # a node that lies nowhere has the number 0
+        look = may_look(moves)
+        if look and not bool(moves.any()):
             return
-        owner, step = moves.nonzero(as_tuple=True)
-        source = self.slots(block_table, owner, base[owner] + index[owner, step] - 1)
-        target = self.slots(block_table, owner, base[owner] + step - 1)
-        self.memory.store[:, :, :, target] = self.memory.store[:, :, :, source]
+        source, target = (self._behind(block_table, base, number, moves) for number in (index, steps))
+        if look:
+            source, target = source[moves], target[moves]
+        self.memory.store[:, :, :, target.view(-1)] = self.memory.store[:, :, :, source.view(-1)]
+
+    def _behind(self, block_table: Tensor, base: Tensor, number: Tensor, wanted: Tensor) -> Tensor:
+        """Slots of the keys `number` [B, n], counted from 1 at `base` [B]; of the scratch page where not wanted."""
+        at = base[:, None] + number - 1
+        page = block_table.gather(1, (at // self.page_size).clamp(max=block_table.shape[1] - 1))
+        return torch.where(wanted, page * self.page_size + at % self.page_size, self.scratch_page * self.page_size)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from draftwood.cache.resident import ResidentDrafter, attach, resident_of
+from draftwood.batch import ForwardBatch
 from draftwood.cli.demo_prompts import PROMPTS, DemoPrompt
 from draftwood.cli.demo_view import BlockView, ColumnView, draw_svg, print_summary
 from draftwood.cli.flags import EngineFlags
@@ -30,9 +30,10 @@ from draftwood.cli.session import (
     setting,
 )
 from draftwood.drafters.none import NoDrafter
-from draftwood.protocols import BatchView, Budget, Controller, Drafter, Features, Load, Randomness, Span, StepReport
+from draftwood.drafting import Drafter, Proposal
+from draftwood.protocols import BatchView, Budget, Controller, Features, HostView, Load, Randomness, StepReport
 from draftwood.request import SamplingParams
-from draftwood.tree import TokenTree, Verdict
+from draftwood.tree import Verdict
 
 if TYPE_CHECKING:
     from draftwood.engine.llm import LLM
@@ -43,44 +44,64 @@ STEADY = 1.5  # steps cost much the same; if they vary more than this, something
 
 
 class Switch:
-    """A drafter that can be told not to guess. To be turned between requests only."""
+    """A drafter that can be switched off. To be turned between requests only."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
-        self._silent = NoDrafter()
         self._current: Drafter = drafter
-        self.law = drafter.law
-        self.max_nodes = drafter.max_nodes
-        self.needs = drafter.needs
+        self.law, self.max_nodes, self.sizes = drafter.law, drafter.max_nodes, drafter.sizes
 
     @property
     def on(self) -> bool:
-        """Whether it guesses."""
+        """Whether it drafts."""
         return self._current is self._drafter
 
     def turn(self, *, on: bool) -> None:
-        """Guess, or do not."""
-        self._current = self._drafter if on else self._silent
+        """Draft, or do not."""
+        self._current = self._drafter if on else NoDrafter()
 
-    def resident(self, target: ModelRunner) -> ResidentDrafter | None:
-        """The drafter's own; there `SwitchedBudget` is what turns it off."""
-        return resident_of(self._drafter, target)
+    @property
+    def needs(self) -> frozenset[int]:
+        """Of the target's layers, while it drafts."""
+        return self._current.needs
+
+    @property
+    def reads(self) -> bool:
+        """Whether it runs tokens through a network of its own, while it drafts."""
+        return self._current.reads
+
+    @property
+    def waits(self) -> bool:
+        """Whether its trees come from the host, while it drafts."""
+        return self._current.waits
 
     def attach(self, target: ModelRunner) -> None:
-        """Pass it on, if it is wanted."""
-        attach(self._drafter, target)
+        """The target it drafts for."""
+        self._drafter.attach(target)
 
-    def read(self, spans: Sequence[Span], features: Features) -> None:
-        """For whoever proposes."""
-        self._current.read(spans, features)
+    def depth(self, nodes: int) -> int:
+        """The drafter's."""
+        return self._current.depth(nodes)
 
-    def propose(self, view: BatchView, budget: Budget, rng: Randomness) -> TokenTree:
+    def staged(self, nodes: int) -> int:
+        """The drafter's."""
+        return self._current.staged(nodes)
+
+    def prepare(self, view: HostView, size: int, nodes: int) -> None:
+        """The host's part."""
+        self._current.prepare(view, size, nodes)
+
+    def propose(self, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
         """The drafter's trees, or bare roots."""
-        return self._current.propose(view, budget, rng)
+        return self._current.propose(view, nodes, rng)
 
-    def observe(self, view: BatchView, tree: TokenTree, verdict: Verdict, features: Features) -> None:
-        """Tell whoever proposed."""
-        self._current.observe(view, tree, verdict, features)
+    def ingest(self, batch: ForwardBatch, features: Features | None) -> None:
+        """Text that the target has run."""
+        self._current.ingest(batch, features)
+
+    def commit(self, view: BatchView, proposal: Proposal, verdict: Verdict, features: Features) -> None:
+        """What became of a proposal."""
+        self._current.commit(view, proposal, verdict, features)
 
     def release(self, seq_id: int) -> None:
         """A drafter is told of all sequences, also of those it never saw."""
@@ -278,6 +299,7 @@ def _compare(
     messages = conversation(prompt.text, None)
     plain, speculative = Transcript(), Transcript()
     view.begin(number, prompt, plain, speculative)
+    switch.turn(on=True)
     llm.chat(messages, SamplingParams(max_tokens=1))  # the prompt's whole pages are in the cache now, for both
     sides = [(False, plain), (True, speculative)]
     for on, transcript in sides if number % 2 else reversed(sides):

@@ -62,10 +62,6 @@ class EngineFlags:
         bool,
         _option("Read a drafter's .pt or .bin file where it has nothing else; tensors only.", "Parts"),
     ] = False
-    adaptive: Annotated[
-        bool,
-        _option("Cut trees to the nodes that pay for their time here (after `draftwood calibrate`).", "Parts"),
-    ] = False
     device: Annotated[str, _option("auto, cpu or cuda.", "Machine")] = "auto"
     threads: Annotated[int | None, _option("CPU threads; all cores if not given.", "Machine")] = None
     cache_tokens: Annotated[
@@ -82,7 +78,6 @@ class EngineFlags:
             device=self.device,
             weights=self.weights,
             strict=self.strict,
-            adaptive=self.adaptive,
             threads=self.threads,
             cache_tokens=self.cache_tokens,
             eager=self.eager,

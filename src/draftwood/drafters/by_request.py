@@ -1,32 +1,54 @@
-"""Several drafters in one batch: each request may name the one that guesses for it."""
+"""Several drafters in one batch: each request may name the one that drafts for it."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from draftwood.cache.resident import ResidentDrafter, attach, resident_of
+import torch
+from torch import Tensor
+
+from draftwood.batch import ForwardBatch
+from draftwood.drafting import Drafter, Proposal
 from draftwood.errors import InvalidRequest
 from draftwood.faults import DrafterHealth, GuardedDrafter
 from draftwood.model.runner import ModelRunner
-from draftwood.protocols import BatchView, Budget, Drafter, Features, Randomness, Span
-from draftwood.tree import DraftLaw, TokenTree, Verdict
-from draftwood.treebuilder import Woven
+from draftwood.protocols import BatchView, Features, HostView, Randomness
+from draftwood.tree import DraftLaw, Verdict, choose, follow, join
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A drafter that some requests of a step may name, and by which of the mode's names."""
+
+    guard: GuardedDrafter
+    names: tuple[int, ...]
+
+    def own(self, view: BatchView) -> Tensor:
+        """The sequences that it drafts for. [B] bool."""
+        if view.drafter is None:
+            return torch.ones_like(view.lengths, dtype=torch.bool)
+        own = view.drafter == self.names[0]
+        for name in self.names[1:]:
+            own = own | (view.drafter == name)
+        return own
 
 
 class OfferedDrafters:
     """The drafter each request names, and one for those that name none.
 
-    What is promised about trees (`law`) is the default's promise: whoever names another drafter has to ask that one.
-    Each is guarded by itself: one that fails costs only its own requests their drafts.
+    What is promised about trees (`law`) is the default's promise: a request that names another drafter is asked about
+    that one. Each is guarded by itself: one that fails costs only its own requests their drafts. Text and accepted
+    paths of all sequences go to every drafter that keeps features. Other networks read what they have not drafted for
+    when they are told to (`ingest`).
     """
 
     def __init__(self, default: Drafter, others: Mapping[str, Drafter]) -> None:
         self.default = default
         self.others = dict(others)
-        self._woven: Woven | None = None
         names = {id(drafter): name for name, drafter in reversed(self.others.items())}
         self._guards = {id(d): GuardedDrafter(d, names.get(id(d), "default")) for d in self._all}
-        self._guessing: list[GuardedDrafter] = []  # in the last proposal
 
     @property
     def law(self) -> DraftLaw:
@@ -35,13 +57,28 @@ class OfferedDrafters:
 
     @property
     def max_nodes(self) -> int:
-        """The most anybody proposes."""
+        """The most that any of them proposes."""
         return max(drafter.max_nodes for drafter in self._all)
 
     @property
+    def sizes(self) -> Sequence[int]:
+        """All sizes of all of them; each proposes its own next smaller one."""
+        return sorted(set().union(*(drafter.sizes for drafter in self._all)))
+
+    @property
     def needs(self) -> frozenset[int]:
-        """What anybody needs."""
+        """What any of them needs."""
         return frozenset().union(*(guard.needs for guard in self._guards.values()))
+
+    @property
+    def reads(self) -> bool:
+        """Whether any of them does."""
+        return any(guard.reads for guard in self._guards.values())
+
+    @property
+    def waits(self) -> bool:
+        """Whether any of them does."""
+        return any(guard.waits for guard in self._guards.values())
 
     @property
     def health(self) -> Sequence[DrafterHealth]:
@@ -53,7 +90,7 @@ class OfferedDrafters:
         return list({id(drafter): drafter for drafter in (self.default, *self.others.values())}.values())
 
     def drafter_of(self, name: str | None) -> Drafter:
-        """Who guesses for a request that names `name`."""
+        """The drafter of a request that names `name`."""
         if name is None:
             return self.default
         if name not in self.others:
@@ -61,45 +98,126 @@ class OfferedDrafters:
         return self.others[name]
 
     def attach(self, target: ModelRunner) -> None:
-        """Tell those who want to know."""
+        """Tell all of them."""
         for drafter in self._all:
-            attach(drafter, target)
+            drafter.attach(target)
 
-    def resident(self, target: ModelRunner) -> ResidentDrafter | None:
-        """The default's: requests that name another go step by step."""
-        return resident_of(self.default, target)
+    def depth(self, nodes: int) -> int:
+        """The deepest of all trees."""
+        return max(drafter.depth(_fitting(drafter, nodes)) for drafter in self._all)
 
-    def propose(self, view: BatchView, budget: Budget, rng: Randomness) -> TokenTree:
-        """Each drafter's trees for its own requests."""
-        whose = [self._guards[id(self.drafter_of(params.drafter))] for params in view.params]
-        self._guessing = list({id(drafter): drafter for drafter in whose}.values())
-        if len(self._guessing) == 1:
-            self._woven = None
-            return self._guessing[0].propose(view, budget, rng)
-        places = [[b for b, other in enumerate(whose) if other is drafter] for drafter in self._guessing]
-        parts = [
-            drafter.propose(view.take(rows), budget, rng) for drafter, rows in zip(self._guessing, places, strict=True)
-        ]
-        self._woven = Woven(parts, places)
-        return self._woven.tree
+    def staged(self, nodes: int) -> int:
+        """The most that any of them writes."""
+        return max(drafter.staged(_fitting(drafter, nodes)) for drafter in self._all)
 
-    def read(self, spans: Sequence[Span], features: Features) -> None:
-        """Whoever needs something sees all texts: who will guess for a prompt is not known while it is read."""
-        for drafter in self._guards.values():
-            if drafter.needs:
-                drafter.read(spans, {layer: features[layer] for layer in drafter.needs})
+    def prepare(self, view: HostView, size: int, nodes: int) -> None:
+        """Ask those that requests of the batch name; for sequences of others they have no room."""
+        whose = [self._guard_of(params.drafter) for params in view.params]
+        for guard in dict.fromkeys(whose):
+            if guard.waits or any(view.predictions):
+                own = [other is guard for other in whose]
+                guard.prepare(view if all(own) else _without_others(view, own), size, _fitting(guard, nodes))
 
-    def observe(self, view: BatchView, tree: TokenTree, verdict: Verdict, features: Features) -> None:
-        """Tell each drafter what became of its own trees."""
-        if self._woven is None:
-            return self._guessing[0].observe(view, tree, verdict, features)
-        woven, self._woven = self._woven, None
-        for i, drafter in enumerate(self._guessing):
-            nodes = woven.nodes(i)
-            own = {layer: rows[nodes] for layer, rows in features.items()}
-            drafter.observe(view.take(woven.places[i]), woven.parts[i], woven.verdict(i, verdict), own)
+    def propose(self, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
+        """Each drafter's trees for its own sequences."""
+        asked = self._asked(view)
+        if len(asked) == 1:
+            return _proposal(asked[0].guard, view, nodes, rng)
+        return _joined(asked, view, nodes, rng) if view.may_look else _chosen(asked, view, nodes, rng)
+
+    def ingest(self, batch: ForwardBatch, features: Features | None) -> None:
+        """All texts go to all that keep something of them: which drafter a text is read for is not known."""
+        for guard in self._guards.values():
+            if features is None and guard.reads:
+                guard.ingest(batch, None)
+            elif features is not None and (guard.reads or guard.needs):
+                guard.ingest(batch, {layer: features[layer] for layer in guard.needs})
+
+    def commit(self, view: BatchView, proposal: Proposal, verdict: Verdict, features: Features) -> None:
+        """Tell each drafter what became of the whole batch; of other drafters' nodes it keeps features at most."""
+        columns = proposal.tree.local if proposal.columns is None else proposal.columns
+        asked = {drafter.guard: drafter for drafter in self._asked(view)}
+        for guard in self._guards.values():
+            if guard not in asked and not guard.needs:
+                continue
+            own = proposal
+            if guard not in asked:
+                own = replace(proposal, columns=torch.zeros_like(columns))
+            elif len(asked) > 1:
+                theirs = ~asked[guard].own(view)[proposal.tree.owner]
+                own = replace(proposal, columns=columns.masked_fill(theirs, 0))
+            guard.commit(view, own, verdict, {layer: features[layer] for layer in guard.needs})
 
     def release(self, seq_id: int) -> None:
-        """Everybody forgets it."""
+        """All of them forget it."""
         for guard in self._guards.values():
             guard.release(seq_id)
+
+    def _guard_of(self, name: str | None) -> GuardedDrafter:
+        return self._guards[id(self.drafter_of(name))]
+
+    def _asked(self, view: BatchView) -> list[_Asked]:
+        """The drafters that the step's mode names."""
+        names: dict[GuardedDrafter, list[int]] = {}
+        for number, name in enumerate(view.mode.drafters):
+            names.setdefault(self._guard_of(name), []).append(number)
+        return [_Asked(guard, tuple(numbers)) for guard, numbers in names.items()]
+
+
+def _fitting(drafter: Drafter, nodes: int) -> int:
+    """The largest tree that a drafter can propose with so many nodes."""
+    return drafter.sizes[bisect_right(drafter.sizes, nodes) - 1]
+
+
+def _without_others(view: HostView, own: Sequence[bool]) -> HostView:
+    """The same sequences, with room and predictions only for a drafter's own."""
+    rooms = tuple(room if mine else 0 for room, mine in zip(view.max_nodes, own, strict=True))
+    predictions = (
+        tuple(p if mine else () for p, mine in zip(view.predictions, own, strict=True)) if view.predictions else ()
+    )
+    return replace(view, max_nodes=rooms, predictions=predictions)
+
+
+def _proposal(guard: GuardedDrafter, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
+    """A drafter's trees with at most `nodes` nodes; not even asked where there is nothing to ask for."""
+    size = _fitting(guard, nodes)
+    return guard.propose(view, size, rng) if size or view.mode.predicted else Proposal.bare(view)
+
+
+def _joined(asked: Sequence[_Asked], view: BatchView, nodes: int, rng: Randomness) -> Proposal:
+    """Every drafter's proposal for its own sequences, joined as they are."""
+    parts, places = [], []
+    for drafter in asked:
+        rows = drafter.own(view).nonzero()[:, 0]
+        if drafter.guard.waits or view.mode.predicted:  # prepared for the whole batch
+            parts.append(_part(_proposal(drafter.guard, view, nodes, rng).packed(), rows))
+        else:
+            parts.append(_proposal(drafter.guard, view.take(rows), nodes, rng).packed())
+        places.append(rows)
+    tree, maps = join([part.tree for part in parts], places)
+    columns = torch.zeros_like(tree.tokens)
+    for part, nodes_of in zip(parts, maps, strict=True):
+        columns[nodes_of.whole] = part.tree.local if part.columns is None else part.columns
+    return Proposal(tree, columns)
+
+
+def _part(proposal: Proposal, rows: Tensor) -> Proposal:
+    """The trees of some sequences."""
+    tree, nodes = proposal.tree.take(rows)
+    columns = proposal.tree.local if proposal.columns is None else proposal.columns
+    return Proposal(tree, columns[nodes.whole])
+
+
+def _chosen(asked: Sequence[_Asked], view: BatchView, nodes: int, rng: Randomness) -> Proposal:
+    """Every drafter's proposal for the whole batch, of which each sequence takes its own drafter's."""
+    parts = [_proposal(drafter.guard, view, nodes, rng) for drafter in asked]
+    which = torch.zeros_like(view.lengths)
+    for number, drafter in enumerate(asked):
+        which = torch.where(drafter.own(view), number, which)
+    tree, source = choose([part.tree for part in parts], which)
+    columns = torch.zeros_like(source)
+    for number, part in enumerate(parts):
+        own = part.tree.local if part.columns is None else part.columns
+        mine = which[tree.owner] == number
+        columns = torch.where(mine, follow(own, torch.where(mine, source, -1)).clamp(min=0), columns)
+    return Proposal(tree, columns)

@@ -1,158 +1,113 @@
-"""Networks that guess a whole block in one pass (DFlash, DSpark, TreeFlash), with any grower.
+"""Networks that draft a whole block in one pass (DFlash, DSpark, TreeFlash), with any grower.
 
-The network runs once a round. A tree over its slots costs nothing more than correcting each slot for the token before.
+The network runs once a step. A tree over its slots costs nothing more than correcting each slot for the token before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from draftwood.cache.kv import NodeRows
-from draftwood.drafters.features import READ_FROM, FeatureDrafter, PagedAttend, pages_under, text_ends, write
-from draftwood.drafters.growths import growth_of
-from draftwood.drafters.resident_features import ResidentBlock
 from draftwood.batch import ForwardBatch, Pages
+from draftwood.cache.kv import Places
+from draftwood.drafters.features import FeatureDrafter, PagedAttend, at_depths, pages_under, write
+from draftwood.drafting import Front, Grower, State, Vocabulary
 from draftwood.model.runner import ModelRunner
 from draftwood.nets.dflash import BlockNet
 from draftwood.nets.embeddings import TargetEmbeddings
 from draftwood.nets.native import NativeLayers, native_layers, native_linear
-from draftwood.protocols import BatchView, FrontierModel, Grower, Span
-from draftwood.treebuilder import TreeBuilder
+from draftwood.protocols import BatchView
 
 
 class BlockDrafter(FeatureDrafter):
-    """A `BlockNet`, and a grower."""
+    """A `BlockNet`, and a grower. Every layer sees each of the target's positions through keys and values of its own,
+    written once.
+    """
 
     net: BlockNet
     _native: NativeLayers | None
+    _pages: Pages
 
     def __init__(self, net: BlockNet, words: TargetEmbeddings, grower: Grower) -> None:
-        super().__init__(net, words, grower)
-        self.deepest = net.spec.guesses
-
-    @cached_property
-    def pages(self) -> Pages:
-        """Under the target's; in rounds on a device others are used instead."""
-        return pages_under(self.target, self.net.config)
+        super().__init__(net, words, grower, net.spec.guesses)
 
     def attach(self, target: ModelRunner) -> None:
         """Its layers run on the target's kernels where they can."""
         super().attach(target)
         net, possible = self.net, not self.net.spec.norm_in_head
         self._native = native_layers(net, net.config, net.head, self.words) if possible else None
+        self._pages = pages_under(target, net.config)
 
     def refresh(self) -> None:
         """The kernels have weights of their own."""
         if self._native is not None:
             self._native.refresh()
 
+    def staged(self, nodes: int) -> int:
+        """A block is written behind the text, however small the tree will be."""
+        return self.net.spec.block_size - 1 if nodes else 0
+
     def digest(self, features: Tensor) -> Tensor:
-        """What the layers make keys and values of."""
+        """What the layers make keys and values of. [N, len(reads) * hidden] -> [N, hidden]."""
         return self.net.hidden_norm(native_linear(self.net.fc)(features))
 
-    def has_room(self, seq_id: int, length: int) -> bool:
-        """A block is written behind the text, however small the tree will be."""
-        return self.target.cache.tables.reserve(seq_id, length - 1 + self.net.spec.block_size)
-
-    def settle(self, spans: Sequence[Span]) -> None:
-        """Every layer sees each of the target's positions through its own keys and values, written once."""
-        due = [(span, self._pending[span.seq_id]) for span in spans]
-        due = [(span, pending) for span, pending in due if pending.count > READ_FROM]
-        self.write_context([Span(span.seq_id, span.tokens, pending.start, pending.end - 1) for span, pending in due])
-
-    def write_context(self, spans: Sequence[Span]) -> None:
-        """Keys and values of the pending features [start, end) of each."""
-        if not spans:
-            return
-        with torch.inference_mode():
-            context = self.take(spans)
-            batch = self.target.cache.stage(spans, None)
-            self.keep(context, batch.positions, batch.slots, self.pages)
-
-    def keep(self, context: Tensor, positions: Tensor, slots: Tensor, pages: Pages) -> None:
-        """Keys and values of rows of context [N, hidden], every layer's own."""
+    def store(self, slots: Tensor, positions: Tensor, features: Tensor) -> None:
+        """Keys and values of every layer."""
+        context = self.digest(features)
         if self._native is not None and self._native.write_context is not None:
-            return self._native.write_context(context, positions, slots, pages)
+            return self._native.write_context(context, positions, slots, self._pages)
         for layer in range(self.net.config.num_layers):
-            write(pages, layer, slots, *self.net.keys_values(layer, context, positions))
+            write(self._pages, layer, slots, *self.net.keys_values(layer, context, positions))
 
-    def begin(self, view: BatchView, ready: Sequence[int]) -> FrontierModel:
-        """Write what is pending, then run the block."""
-        tokens = [(view.seq_ids[b], view.tokens[b]) for b in ready]
-        pending = self._pending
-        self.write_context([Span(s, t, pending[s].start, len(t) - 1) for s, t in tokens])
-        return _Growth(self, ready)
+    def begin(self, view: BatchView) -> tuple[Tensor, State]:
+        """Also outputs and logits of all slots before correction. [B, guesses, hidden], [B, guesses, R]."""
+        spec, size = self.net.spec, view.size
+        tokens, embedded = self._block(view.roots)
+        batch = self.stage(view, tokens, _block_places(size, spec.block_size, tokens.device))
+        found = self._run(batch, embedded.flatten(0, 1))
+        first = spec.block_size - spec.guesses
+        outputs, base = (part.view(size, spec.block_size, -1)[:, first:] for part in found)
+        return self._corrected(outputs[:, :1], base[:, :1], view.roots[:, None]), (outputs, base)
 
-    def run(self, view: BatchView, ready: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Outputs and logits of the blocks behind the sequences `ready`. [n, guesses, hidden], [n, guesses, R]."""
-        spec, device = self.net.spec, self.target.device
-        size, count = spec.block_size, len(ready)
-        tokens, embedded = self.block(view.roots[list(ready)])
-        number = torch.arange(1, size + 1, device=device).expand(count, -1).reshape(-1)
-        every = torch.full((count * size, 1), (1 << size) - 1, device=device)
-        owner = torch.arange(count, device=device).repeat_interleave(size)
-        nodes = NodeRows(owner, number, tokens.reshape(-1), number, every)
-        batch = self.target.cache.stage(text_ends(view, ready), nodes, torch.arange(count * size, device=device))
-        output, logits = self.through(batch, self.pages, embedded.flatten(0, 1))
-        first = size - spec.guesses
-        return output.view(count, size, -1)[:, first:], logits.view(count, size, -1)[:, first:]
+    def extend(self, view: BatchView, front: Front, state: State) -> tuple[Tensor, State]:
+        """The slots of their depths, corrected for each of them."""
+        outputs, base = (at_depths(part, front) for part in state)
+        logits = self._corrected(outputs, base, front.tokens)
+        return logits if front.level is not None else self.net.head.spread(logits), state
 
-    def block(self, roots: Tensor) -> tuple[Tensor, Tensor]:
-        """Each root and the masks behind it, as tokens and embedded. [n] -> [n, block], [n, block, hidden]."""
+    def vocabulary(self, level: int | None) -> Vocabulary | None:
+        """What its head knows."""
+        return None if level is None else self.net.head
+
+    def _block(self, roots: Tensor) -> tuple[Tensor, Tensor]:
+        """Each root and the masks behind it, as tokens and embedded. [B] -> [B, block], [B, block, hidden]."""
         spec = self.net.spec
-        masks = torch.full((len(roots), spec.block_size - 1), spec.mask_token or 0, device=roots.device)
+        masks = roots.new_full((len(roots), spec.block_size - 1), spec.mask_token or 0)
         tokens = torch.cat([roots[:, None], masks], 1)
         if self.net.mask_embedding is None:
             return tokens, self.words.embed(tokens)
         first = self.words.embed(roots)[:, None]
         return tokens, torch.cat([first, self.net.mask_embedding.expand(*masks.shape, -1).to(first.dtype)], 1)
 
-    def resident(self, target: ModelRunner) -> ResidentBlock | None:
-        """In rounds on the device, if its trees can grow there."""
-        growth = growth_of(self.grower, self.deepest)
-        return None if growth is None else ResidentBlock(self, growth, target)
-
-    def through(self, batch: ForwardBatch, pages: Pages, embedded: Tensor) -> tuple[Tensor, Tensor]:
+    def _run(self, batch: ForwardBatch, embedded: Tensor) -> tuple[Tensor, Tensor]:
         """Outputs and logits of the rows of blocks. [N, hidden] -> [N, hidden], [N, R]."""
         if self._native is not None:
-            hidden, logits = self._native.run(batch, pages, embedded, None)
+            hidden, logits = self._native.run(batch, self._pages, embedded, None)
             return self.net.norm(hidden), logits
-        attend = PagedAttend(batch, pages, self.net.config)
+        attend = PagedAttend(batch, self._pages, self.net.config)
         output = self.net.run(embedded, batch.positions, attend)
         return output, self.net.head(output)
 
+    def _corrected(self, outputs: Tensor, base: Tensor, before: Tensor) -> Tensor:
+        """After tokens `before` [B, k], in slots with these outputs and logits. [B, k, R]."""
+        return self.net.corrected(outputs, base, before, self.words.embed(before))
 
-@dataclass
-class _Growth:
-    """One block's slots, as a tree asks for them."""
 
-    drafter: BlockDrafter
-    ready: Sequence[int]
-    outputs: Tensor = field(init=False)  # [B, guesses, hidden]
-    base: Tensor = field(init=False)  # [B, guesses, R] logits of every slot before correction
-
-    def begin(self, view: BatchView) -> Tensor:
-        """Logits at the roots. [B, V]."""
-        outputs, base = self.drafter.run(view, self.ready)
-        self.outputs = outputs.new_zeros(len(view.seq_ids), *outputs.shape[1:])
-        self.base = base.new_zeros(len(view.seq_ids), *base.shape[1:])
-        self.outputs[list(self.ready)], self.base[list(self.ready)] = outputs, base
-        return self._logits(view.roots[:, None], torch.zeros_like(view.roots)[:, None])[:, 0]
-
-    def extend(self, builder: TreeBuilder, columns: Tensor) -> Tensor:
-        """Logits after the nodes in `columns`. [B, k] -> [B, k, V]."""
-        depth = builder.depth.gather(1, columns)
-        return self._logits(builder.tokens.gather(1, columns), depth)
-
-    def _logits(self, before: Tensor, slot: Tensor) -> Tensor:
-        """After tokens `before` [B, k], in slots `slot` [B, k]. [B, k, V]."""
-        net = self.drafter.net
-        slot = slot.clamp(max=self.outputs.shape[1] - 1)[..., None]
-        output = self.outputs.gather(1, slot.expand(-1, -1, self.outputs.shape[-1]))
-        base = self.base.gather(1, slot.expand(-1, -1, self.base.shape[-1]))
-        return net.head.spread(net.corrected(output, base, before, self.drafter.words.embed(before)))
+@lru_cache(maxsize=1024)
+def _block_places(size: int, rows: int, device: torch.device) -> Places:
+    """Blocks behind the texts, each of whose rows sees all of its block."""
+    steps = torch.arange(rows, device=device).expand(size, rows).contiguous()
+    every = torch.full((size * rows, 1), (1 << rows) - 1, device=device)
+    return Places(steps, steps, every, rows, rows)

@@ -1,87 +1,128 @@
-"""Networks that guess token by token from the target's features (EAGLE, multi-token prediction), with any grower.
+"""Networks that draft token by token from the target's features (EAGLE, multi-token prediction), with any grower.
 
-Row i of the network reads token i + 1 and feature i, so to the pages it is a text that lacks its first token.
+Row i of the network reads token i + 1 and feature i, so to the pages it is a text that lacks its first token. A step
+begins with the rows that the last one may have added: nodes ran on the network's own outputs, not on features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from draftwood.cache.kv import NodeRows
-from draftwood.drafters.features import READ_FROM, FeatureDrafter, PagedAttend, Pending, pages_under, text_ends
-from draftwood.drafters.growths import growth_of
-from draftwood.drafters.resident_features import ResidentRecurrent
 from draftwood.batch import ForwardBatch, Pages
+from draftwood.cache.kv import Places
+from draftwood.drafters.features import FeatureDrafter, PagedAttend, pages_under, vectors_under
+from draftwood.drafting import Front, State, Vocabulary
 from draftwood.model.runner import ModelRunner
 from draftwood.nets.eagle import Eagle3, Eagle3Layer, RecurrentNet
 from draftwood.nets.native import NativeLayers, native_layers, native_linear
 from draftwood.ops.eagle3_input import side_by_side
-from draftwood.protocols import BatchView, FrontierModel, Span
-from draftwood.treebuilder import TreeBuilder
+from draftwood.protocols import BatchView
 
 
 class RecurrentDrafter(FeatureDrafter):
     """A `RecurrentNet`, and a grower."""
 
     net: RecurrentNet
+    reads = True
     _native: NativeLayers | None
-
-    @cached_property
-    def pages(self) -> Pages:
-        """Under the target's; in rounds on a device others are used instead."""
-        return pages_under(self.target, self.net.config)
+    _pages: Pages
+    _kept: Tensor  # [slots + 1, hidden] fused features; the last is of no token
 
     def attach(self, target: ModelRunner) -> None:
         """Its layers run on the target's kernels where they can."""
         super().attach(target)
         net = self.net
         self._native = native_layers(net, net.config, net.head, self.words) if isinstance(net, Eagle3) else None
+        self._pages = pages_under(target, net.config)
+        self._kept = vectors_under(target, net.config.hidden_size)
 
     def refresh(self) -> None:
         """The kernels have weights of their own."""
         if self._native is not None:
             self._native.refresh()
 
+    def staged(self, nodes: int) -> int:
+        """What the grower asks about."""
+        return self.grower.staged(nodes)
+
     def digest(self, features: Tensor) -> Tensor:
-        """Fused, in the network's own width."""
+        """Fused, in the network's own width. [N, len(reads) * hidden] -> [N, hidden]."""
         if isinstance(self.net, Eagle3):
             return native_linear(self.net.fc)(self.net.unfused(features))
         return self.net.fuse(self.words.final_norm(features) if self.net.normed else features)
 
-    def settle(self, spans: Sequence[Span]) -> None:
-        """Read long texts at once; the last feature waits for its token."""
-        due = []
-        for span in spans:
-            pending = self._pending[span.seq_id]
-            end = min(pending.end, len(span.tokens) - 1)
-            if end - pending.start >= READ_FROM:
-                due.append(Span(span.seq_id, span.tokens, pending.start, end))
-        if due:
-            with torch.inference_mode():
-                self.catch_up(due)
+    def store(self, slots: Tensor, positions: Tensor, features: Tensor) -> None:
+        """Fused features."""
+        self._kept.index_copy_(0, slots, self.digest(features).to(self._kept.dtype))
 
-    def catch_up(self, spans: Sequence[Span]) -> tuple[Tensor, Tensor]:
-        """Run pending rows [start, end) of each; output and logits of the last row of each. [S, hidden], [S, R]."""
-        features = self.take(spans)
-        shifted = [Span(span.seq_id, span.tokens[1:], span.start, span.end) for span in spans]
-        batch = self.target.cache.stage(shifted, None)
-        return self.run(batch, self.pages, features, torch.arange(len(features), device=features.device))
+    def read(self, batch: ForwardBatch) -> None:
+        """Row i - 1 of the network takes token i and feature i - 1; the first token has no row."""
+        before = (batch.positions - 1).clamp(min=0)
+        rows = torch.arange(len(batch.tokens), device=before.device)
+        owner = torch.bucketize(rows, batch.row_offsets[1:], right=True)
+        size = self.target.cache.page_size
+        slots = batch.block_table[owner, before // size].clamp(min=0) * size + before % size
+        shifted = replace(
+            batch,
+            positions=before,
+            slots=torch.where(batch.positions > 0, slots, self._scratch_slot),
+            visible=(batch.visible - 1).clamp(min=1),
+            tree_base=(batch.tree_base - 1).clamp(min=0),
+            num_keys=(batch.num_keys - 1).clamp(min=1),
+            logit_rows=batch.logit_rows[:0],
+        )
+        self.run(shifted, self._kept, shifted.slots)
 
-    def run(self, batch: ForwardBatch, pages: Pages, features: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    def begin(self, view: BatchView) -> tuple[Tensor, State]:
+        """Also the outputs [B, hidden]."""
+        batch, rows = self.last_rows(view)
+        output, logits = self.run(batch, self._kept, rows)
+        return logits[:, None], (output,)
+
+    def extend(self, view: BatchView, front: Front, state: State) -> tuple[Tensor, State]:
+        """On the outputs of their parents; also the outputs of all forwards so far."""
+        features, parents = front.of_parents(state)
+        output, logits = self.run(self.stage(view, front.tokens, front.places), features, parents)
+        logits = logits.view(*front.tokens.shape, -1)
+        return logits if front.level is not None else self.net.head.spread(logits), (*state, output)
+
+    def vocabulary(self, level: int | None) -> Vocabulary | None:
+        """What its head knows."""
+        return None if level is None else self.net.head
+
+    def last_rows(self, view: BatchView, masks: int = 0, mask: int = 0) -> tuple[ForwardBatch, Tensor]:
+        """The rows that the last step may have added, the root's last, and so many of the token `mask` behind them,
+        with logits at the roots and the masks; and which of the kept features each row takes.
+        """
+        count = self.grower.levels + 1 if view.gained is None else view.gained
+        ends = _ends(view.size, count, masks, mask, view.lengths.device)
+        index = view.lengths[:, None] + ends.places.index
+        tokens = view.roots[:, None]
+        if count > 1:
+            tokens = view.history[view.rows[:, None], index[:, :count].clamp(min=0)]
+        if masks:
+            tokens = torch.cat([tokens, ends.masks], 1)
+        batch = self.stage(view, tokens, ends.places, ends.logit_rows)
+        there = index.view(-1) > 0  # a short text has fewer rows than are asked for
+        slots = torch.where(there, batch.slots, self._scratch_slot)
+        batch = replace(batch, slots=slots, num_keys=batch.num_keys.clamp(min=1))
+        return batch, slots if not masks else torch.where(ends.masked, len(self._kept) - 1, slots)
+
+    def run(self, batch: ForwardBatch, features: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of a forward, on `rows` [N] of `features` [M, hidden]; outputs and logits at its `logit_rows`.
 
         [K, hidden], [K, R].
         """
         net = self.net
         if self._native is not None and isinstance(net, Eagle3):
-            hidden, logits = self._native.run(batch, pages, *self._inputs(net.first, batch.tokens, features, rows))
+            inputs = self._inputs(net.first, batch.tokens, features, rows)
+            hidden, logits = self._native.run(batch, self._pages, *inputs)
             return net.handed_on(batch.at_logits(hidden)), logits
-        attend = PagedAttend(batch, pages, net.config)
+        attend = PagedAttend(batch, self._pages, net.config)
         output = net.run(self.words.embed(batch.tokens), features[rows], batch.positions, attend)
         output = batch.at_logits(output)
         return output, net.logits(output)
@@ -92,103 +133,26 @@ class RecurrentDrafter(FeatureDrafter):
             return layer.inputs(self.words.embed(tokens), features[rows])
         return side_by_side(table, tokens, features, rows, layer.norms)
 
-    def pending(self, seq_id: int) -> Pending:
-        """What it has still to read of a sequence."""
-        return self._pending[seq_id]
-
-    def resident(self, target: ModelRunner) -> ResidentRecurrent | None:
-        """In rounds on the device, if its trees can grow there, in the room that is theirs anyway."""
-        growth = growth_of(self.grower, self.deepest)
-        if growth is None or growth.asked(self.grower.max_nodes) > self.grower.max_nodes:
-            return None
-        return ResidentRecurrent(self, growth, target)
-
-    def begin(self, view: BatchView, ready: Sequence[int]) -> FrontierModel:
-        """Read up to the roots when the grower asks."""
-        return _Growth(self, view, ready)
+    @property
+    def _scratch_slot(self) -> int:
+        """For rows that only fill a forward up."""
+        return self.target.cache.scratch_page * self.target.cache.page_size
 
 
-@dataclass
-class _Growth:
-    """One round of growing."""
+@dataclass(frozen=True)
+class _Ends:
+    """Rows around the ends of texts: the same in every step of a shape."""
 
-    drafter: RecurrentDrafter
-    view: BatchView
-    ready: Sequence[int]
-    outputs: Tensor = field(init=False)  # [B, C, hidden] of every column so far
+    places: Places
+    masks: Tensor  # [B, masks]
+    masked: Tensor  # [B * (count + masks)] bool
+    logit_rows: Tensor  # [B * (1 + masks)]
 
-    def chain(self, view: BatchView, depth: int) -> Tensor | None:
-        """Each guess is the next one's token, its output the next one's feature. [B, depth]."""
-        seq_ids, here = [view.seq_ids[b] for b in self.ready], list(self.ready)
-        if int(view.max_depth[here].min()) < depth or not all(self._reserve(b, depth) for b in here):
-            return None
-        output, logits = self._catch_up(view)
-        rows = self.drafter.target.cache.stage_ahead(seq_ids, view.lengths[here] - 1, depth - 1)
-        known, guesses = self.drafter.net.head.tokens, []
-        every = torch.arange(len(seq_ids), device=output.device)
-        for batch in (*rows, None):
-            best = logits.argmax(-1)
-            guesses.append(best if known is None else known[best])
-            if batch is not None:
-                batch = replace(batch, tokens=guesses[-1])
-                output, logits = self.drafter.run(batch, self.drafter.pages, output, every)
-        tokens = torch.zeros(len(view.seq_ids), depth, dtype=torch.int64, device=output.device)
-        tokens[here] = torch.stack(guesses, 1)
-        return tokens
 
-    def _catch_up(self, view: BatchView) -> tuple[Tensor, Tensor]:
-        """Output and logits at the roots of those that are ready."""
-        ends = [(view.seq_ids[b], view.tokens[b]) for b in self.ready]
-        pending = self.drafter.pending
-        return self.drafter.catch_up([Span(i, tokens, pending(i).start, len(tokens) - 1) for i, tokens in ends])
-
-    def begin(self, view: BatchView) -> Tensor:
-        """Logits at the roots. [B, V]."""
-        last, found = self._catch_up(view)
-        self.outputs = last.new_zeros(len(view.seq_ids), 1, last.shape[-1])
-        self.outputs[list(self.ready), 0] = last
-        logits = found.new_zeros(len(view.seq_ids), found.shape[-1])
-        logits[list(self.ready)] = found
-        return self.drafter.net.head.spread(logits)
-
-    def extend(self, builder: TreeBuilder, columns: Tensor) -> Tensor:
-        """Run the living nodes in `columns`. [B, k] -> [B, k, V]."""
-        grown = self.outputs.new_zeros(*builder.alive.shape, self.outputs.shape[-1])
-        grown[:, : self.outputs.shape[1]] = self.outputs
-        self.outputs = grown
-        seated = torch.zeros(builder.num_trees, dtype=torch.bool, device=columns.device)
-        seated[[b for b in self.ready if self._reserve(b, builder.num_columns)]] = True
-        runs = builder.alive.gather(1, columns) & seated[:, None]
-        head = self.drafter.net.head
-        wide = torch.promote_types(self.outputs.dtype, torch.float32)  # what kernels of narrow networks give
-        logits = self.outputs.new_zeros(*columns.shape, head.size, dtype=wide)
-        if bool(runs.any()):
-            owner, place = runs.nonzero(as_tuple=True)
-            output, found = self._run(builder, columns, runs)
-            self.outputs[owner, columns[owner, place]], logits[owner, place] = output, found.to(wide)
-        return head.spread(logits)
-
-    def _reserve(self, b: int, num_columns: int) -> bool:
-        tables = self.drafter.target.cache.tables
-        return tables.reserve(self.view.seq_ids[b], len(self.view.tokens[b]) + num_columns - 1)
-
-    def _run(self, builder: TreeBuilder, columns: Tensor, runs: Tensor) -> tuple[Tensor, Tensor]:
-        owner, place = runs.nonzero(as_tuple=True)
-        column = columns[owner, place]
-        features = self.outputs[owner, builder.parents[owner, column]]
-        if self.drafter.law.chain:  # a piece of text
-            index = self.view.lengths[owner] + builder.depth[owner, column] - 2
-            seq_ids = [self.view.seq_ids[b] for b in owner.tolist()]
-            tokens = builder.tokens[owner, column]
-            return self._through(self.drafter.target.cache.stage_next(seq_ids, index, tokens), features)
-        nodes = NodeRows.of_growth(builder, columns, runs, self.ready)
-        ended = text_ends(self.view, self.ready)
-        batch = self.drafter.target.cache.stage(ended, nodes, torch.arange(len(owner), device=columns.device))
-        # Rows come in another order than nodes: sequence by sequence.
-        placed = torch.empty_like(features)
-        placed[batch.logit_rows] = features
-        return self._through(batch, placed)
-
-    def _through(self, batch: ForwardBatch, features: Tensor) -> tuple[Tensor, Tensor]:
-        every = torch.arange(len(features), device=features.device)
-        return self.drafter.run(batch, self.drafter.pages, features, every)
+@lru_cache(maxsize=1024)
+def _ends(size: int, count: int, masks: int, mask: int, device: torch.device) -> _Ends:
+    """The last `count` rows of each of `size` texts, and masks behind them."""
+    steps = torch.arange(-count, masks, device=device).expand(size, -1).contiguous()
+    rows = torch.arange(size * (count + masks), device=device).view(size, -1)
+    behind = torch.full((size, masks), mask, device=device)
+    return _Ends(Places(steps, steps), behind, (steps >= 0).view(-1), rows[:, count - 1 :].reshape(-1))

@@ -1,54 +1,33 @@
-"""What all drafters share that guess from the target's own features, whatever their network looks like.
+"""What all drafters share that draft from the target's own features, whatever their network looks like.
 
-A feature arrives when the target has run its token: for prompts and roots in `read`, for accepted nodes in `observe`.
-The last committed token has not been run, so of a sequence of n tokens those of positions 0 … n - 2 are there.
-Keys and values of the network lie under the target's own pages, so what the target shares or caches is shared here.
+A feature is kept under its token's slot of the target's cache once the target has run the token: text in `ingest`,
+accepted nodes in `commit`. The last committed token has not been run, so of a sequence of n tokens those of positions
+0 … n - 2 are there. Keys and values of the network lie under the same slots.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
 from draftwood.batch import AttentionShape, ForwardBatch, Pages
+from draftwood.cache.kv import Places, stage_behind
+from draftwood.drafting import Front, Grower, Proposal, Silent, State, Vocabulary
+from draftwood.links import may_look
 from draftwood.model.config import ModelConfig
 from draftwood.model.runner import ModelRunner
 from draftwood.nets.embeddings import TargetEmbeddings
 from draftwood.ops import plan_attention
-from draftwood.protocols import BatchView, Budget, Features, FrontierModel, Grower, Randomness, Span
-from draftwood.tree import DraftLaw, TokenTree, Verdict
+from draftwood.ops.staging import staged
+from draftwood.protocols import BatchView, Features, Randomness
+from draftwood.tree import DraftLaw, Verdict
 
-READ_FROM = 16  # pending features from which on they are read without waiting for the next guess
-
-
-@dataclass
-class Pending:
-    """Features of one sequence that its network has not read yet: positions start … start + count - 1."""
-
-    start: int
-    parts: list[Tensor] = field(default_factory=list)  # each [k, width]
-    count: int = 0
-
-    @property
-    def end(self) -> int:
-        """The position whose feature comes next."""
-        return self.start + self.count
-
-    def add(self, rows: Tensor) -> None:
-        """The next ones."""
-        self.parts.append(rows)
-        self.count += len(rows)
-
-    def take(self, count: int) -> Tensor:
-        """The first so many, which are pending no longer. [count, width]."""
-        rows = self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
-        self.parts = [rows[count:].clone()] if count < len(rows) else []  # what is left of a prompt is short
-        self.start, self.count = self.start + count, self.count - count
-        return rows[:count]
+DIGEST_FROM = 16  # rows of features from which on they are digested without waiting for the next draft
 
 
 class PagedAttend:
@@ -76,10 +55,20 @@ def pages_under(target: ModelRunner, config: ModelConfig) -> Pages:
     return Pages(torch.zeros(shape, dtype=target.model.dtype, device=target.device), memory.page_size)
 
 
-def text_ends(view: BatchView, ready: Sequence[int]) -> list[Span]:
-    """Behind what the target has run of the sequences `ready`: all but their last tokens."""
-    lengths = [(view.seq_ids[b], len(view.tokens[b]) - 1) for b in ready]
-    return [Span(seq_id, (), length, length) for seq_id, length in lengths]
+def vectors_under(target: ModelRunner, width: int) -> Tensor:
+    """One vector for each of the target's slots, and one more behind them. [slots + 1, width]."""
+    slots = target.cache.memory.store.shape[3]
+    return torch.zeros(slots + 1, width, dtype=target.model.dtype, device=target.device)
+
+
+def at_depths(slots: Tensor, front: Front) -> Tensor:
+    """Of something that a network gives for every token ahead [B, guesses, width], what stands behind the nodes of
+    `front`. [B, k, width].
+    """
+    if front.level is not None:
+        return slots[:, front.level : front.level + 1].expand(-1, front.tokens.shape[1], -1)
+    slot = front.depth.clamp(max=slots.shape[1] - 1)
+    return slots.gather(1, slot[..., None].expand(-1, -1, slots.shape[2]))
 
 
 class Net(Protocol):
@@ -88,19 +77,32 @@ class Net(Protocol):
     reads: tuple[int, ...]
 
 
-class FeatureDrafter:
-    """Base: keeps features until the network reads them, and lets a grower ask the network.
+@dataclass(frozen=True)
+class _Unread:
+    """Rows that the target has run, and the drafter has not looked at yet."""
 
-    Subclasses say what their network reads of features (`digest`), how many tokens ahead they can guess, and how
-    (`begin`). Nothing is computed of features before somebody reads them: steps without guesses should cost nothing.
+    slots: Tensor  # [N]
+    positions: Tensor  # [N]
+    features: Tensor | None  # [N, len(reads) * hidden]; None: they are kept already
+    text: ForwardBatch | None  # which rows these are, if the network has to run them too
+
+
+class FeatureDrafter(Silent):
+    """Base: keeps features, and lets a grower ask the network.
+
+    Subclasses say what they keep of features (`store`), and how the network gives logits (`begin`, `extend`). Where
+    the host may look, features wait until there are some together or a draft is wanted: single rows cost much, and
+    steps without drafts should cost nothing.
     """
 
-    deepest: int | None = None  # tokens ahead; None: any number
     target: ModelRunner
 
-    def __init__(self, net: Net, words: TargetEmbeddings, grower: Grower) -> None:
-        self.net, self.words, self.grower = net, words, grower
-        self._pending: dict[int, Pending] = {}
+    def __init__(self, net: Net, words: TargetEmbeddings, grower: Grower, deepest: int | None = None) -> None:
+        """`deepest`: how many tokens ahead the network drafts; None: any number."""
+        self.net, self.words = net, words
+        self.grower = grower if deepest is None else grower.within_depth(deepest)
+        self.needs = frozenset(net.reads)
+        self._unread: list[_Unread] = []
 
     @property
     def law(self) -> DraftLaw:
@@ -113,72 +115,84 @@ class FeatureDrafter:
         return self.grower.max_nodes
 
     @property
-    def needs(self) -> frozenset[int]:
-        """The layers its network reads."""
-        return frozenset(self.net.reads)
+    def sizes(self) -> Sequence[int]:
+        """The grower's."""
+        return self.grower.sizes
+
+    def depth(self, nodes: int) -> int:
+        """The grower's."""
+        return self.grower.depth_of(nodes)
 
     def attach(self, target: ModelRunner) -> None:
-        """Whose features it will see, and under whose pages its own lie."""
+        """Whose features it will see, and under whose slots its own memory lies."""
         self.target = target
 
-    def digest(self, features: Tensor) -> Tensor:
-        """What the network reads of features [N, len(reads) * hidden]. [N, width]."""
+    def store(self, slots: Tensor, positions: Tensor, features: Tensor) -> None:
+        """Keep what is needed of features [N, len(reads) * hidden] of positions [N] at their slots [N]."""
         raise NotImplementedError
 
-    def settle(self, spans: Sequence[Span]) -> None:
-        """Committed tokens have been run; read along, if there is something to read for."""
+    def read(self, batch: ForwardBatch) -> None:
+        """Run rows of text, whose features are kept, through the network; asked only of those that `reads`."""
 
-    def begin(self, view: BatchView, ready: Sequence[int]) -> FrontierModel:
-        """The network at the roots of the sequences `ready` of the view."""
+    def begin(self, view: BatchView) -> tuple[Tensor, State]:
+        """See `FrontierModel`."""
         raise NotImplementedError
 
-    def has_room(self, seq_id: int, length: int) -> bool:
-        """Whether there are pages for what it will write behind `length` tokens."""
-        return True
+    def extend(self, view: BatchView, front: Front, state: State) -> tuple[Tensor, State]:
+        """See `FrontierModel`."""
+        raise NotImplementedError
 
-    def read(self, spans: Sequence[Span], features: Features) -> None:
-        """Keep what the target made of prompts and roots."""
-        rows = self.joined(features)
-        sizes = [span.end - span.start for span in spans]
-        for span, part in zip(spans, rows.split(sizes), strict=True):
-            self._add(span.seq_id, span.start, part)
-        self.settle(spans)
+    def vocabulary(self, level: int | None) -> Vocabulary | None:
+        """See `FrontierModel`."""
+        raise NotImplementedError
 
-    def observe(self, view: BatchView, tree: TokenTree, verdict: Verdict, features: Features) -> None:
-        """Keep what it made of the nodes that were accepted."""
-        accepted = verdict.length.tolist()
-        if not any(accepted):
-            return
-        deep = torch.arange(1, verdict.path.shape[1], device=verdict.path.device) <= verdict.length[:, None]
-        nodes = verdict.path[:, 1:][deep]
-        rows = self.joined({layer: part[nodes] for layer, part in features.items()})
-        for b, part in enumerate(rows.split(accepted)):
-            if accepted[b]:
-                self._add(view.seq_ids[b], len(view.tokens[b]), part)
+    def propose(self, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
+        """As the grower asks; every feature is there."""
+        if nodes == 0:
+            return Proposal.bare(view)
+        self._read_all()
+        return self.grower.grow(self, view, nodes, rng)
 
-    def propose(self, view: BatchView, budget: Budget, rng: Randomness) -> TokenTree:
-        """A tree for every sequence whose features are all there; bare roots for the others."""
-        ready = self._ready(view, budget)
-        sitting = torch.zeros_like(view.max_nodes)
-        sitting[ready] = 1
-        depth = view.max_depth if self.deepest is None else view.max_depth.clamp(max=self.deepest)
-        view = replace(view, max_nodes=view.max_nodes * sitting, max_depth=depth)
-        if not ready:
-            return TokenTree.roots(view.roots)
-        with torch.inference_mode():
-            return self.grower.grow(self.begin(view, ready), view, budget, rng).build()[0]
+    def ingest(self, batch: ForwardBatch, features: Features | None) -> None:
+        """Keep what the target made of rows of text, and run the network over them if it needs that."""
+        rows = None if features is None else self.joined(features)
+        self._add(_Unread(batch.slots, batch.positions, rows, batch if self.reads else None))
 
-    def release(self, seq_id: int) -> None:
-        """Forget it."""
-        self._pending.pop(seq_id, None)
+    def commit(self, view: BatchView, proposal: Proposal, verdict: Verdict, features: Features) -> None:
+        """Keep what it made of the accepted path. Where that is not looked at, what lies behind is kept as well, and
+        written over before it is read.
+        """
+        path = verdict.path
+        slots, positions = self.around_end(view, -1, path.shape[1] - 1)
+        nodes = path.reshape(-1)
+        if view.may_look and path.shape[1] > 1:
+            kept = (_numbers(view.size, 0, path.shape[1], path.device) <= verdict.length[:, None]).view(-1)
+            slots, positions, nodes = slots[kept], positions[kept], nodes[kept]
+        rows = self.joined(features).index_select(0, nodes.clamp(min=0))
+        self._add(_Unread(slots, positions, rows, None))
+
+    def joined(self, features: Features) -> Tensor:
+        """The layers its network reads, side by side. [N, len(reads) * hidden]."""
+        return torch.cat([features[layer] for layer in self.net.reads], -1).to(self.words.dtype)
+
+    def around_end(self, view: BatchView, start: int, end: int) -> tuple[Tensor, Tensor]:
+        """Slots and positions of the tokens `start` … `end` - 1 behind each length. 2 x [B * (end - start)]."""
+        steps, (highest, page_size) = _numbers(view.size, start, end, view.lengths.device), self._limits
+        positions, slots, _ = staged(view.lengths, view.block_table, steps, steps, 0, page_size, highest - 1, True)
+        return slots, positions
+
+    def stage(self, view: BatchView, tokens: Tensor, places: Places, logit_rows: Tensor | None = None) -> ForwardBatch:
+        """Rows behind all but the last token, which the target has not run."""
+        highest, page_size = self._limits
+        return stage_behind(view.num_run, view.block_table, tokens, places, page_size, highest, logit_rows)
 
     @property
     def module(self) -> nn.Module:
-        """Its network, with the weights it guesses with."""
+        """Its network, with the weights it drafts with."""
         return self.net  # type: ignore[return-value]
 
     def update(self, weights: Mapping[str, Tensor]) -> None:
-        """Guess with these weights of its network from now on. Only between steps; what was read before stays.
+        """Draft with these weights of its network from now on. Only between steps; what was read before stays.
 
         In place: captured graphs know nothing but addresses.
         """
@@ -190,32 +204,29 @@ class FeatureDrafter:
     def refresh(self) -> None:
         """The network's weights are others now; subclasses renew what they have made of them."""
 
-    def take(self, spans: Sequence[Span]) -> Tensor:
-        """Features [start, end) of each as the network reads them; they are pending no longer. [N, width]."""
-        parts = [self._pending[span.seq_id].take(span.end - span.start) for span in spans]
-        return self.digest(torch.cat(parts))
+    @property
+    def _limits(self) -> tuple[int, int]:
+        """The target's positions, and tokens of its pages."""
+        return self.target.model.config.max_positions, self.target.cache.page_size
 
-    def joined(self, features: Features) -> Tensor:
-        """The layers its network reads, side by side. [N, len(reads) * hidden]."""
-        return torch.cat([features[layer] for layer in self.net.reads], -1).to(self.words.dtype)
+    def _add(self, unread: _Unread) -> None:
+        self._unread.append(unread)
+        if not may_look(unread.slots) or sum(len(rows.slots) for rows in self._unread) >= DIGEST_FROM:
+            self._read_all()
 
-    def _add(self, seq_id: int, start: int, rows: Tensor) -> None:
-        """What does not follow what is there begins anew: the sequence was pushed out, or shares another's pages."""
-        known = self._pending.get(seq_id)
-        if known is None or known.end != start:
-            known = self._pending[seq_id] = Pending(start)
-        known.add(rows)
+    def _read_all(self) -> None:
+        """Store all features first, in the order they came in, then read all texts."""
+        unread, self._unread = self._unread, []
+        parts = [(rows.slots, rows.positions, rows.features) for rows in unread if rows.features is not None]
+        if parts:
+            self.store(*(column[0] if len(column) == 1 else torch.cat(column) for column in zip(*parts, strict=True)))
+        for rows in unread:
+            if rows.text is not None:
+                self.read(rows.text)
 
-    def _ready(self, view: BatchView, budget: Budget) -> list[int]:
-        if budget.max_nodes < 1:
-            return []
-        rooms, depths = view.max_nodes.tolist(), view.max_depth.tolist()
-        return [
-            b
-            for b, (seq_id, tokens) in enumerate(zip(view.seq_ids, view.tokens, strict=True))
-            if rooms[b] > 0 and depths[b] > 0 and self._up_to_date(seq_id, len(tokens))
-        ]
 
-    def _up_to_date(self, seq_id: int, length: int) -> bool:
-        pending = self._pending.get(seq_id)
-        return pending is not None and pending.count > 0 and pending.end == length - 1 and self.has_room(seq_id, length)
+# What follows from sizes alone is made once: a captured step would launch every small kernel again and again.
+@lru_cache(maxsize=1024)
+def _numbers(size: int, start: int, end: int, device: torch.device) -> Tensor:
+    """`start` … `end` - 1 for every sequence. [B, n]."""
+    return torch.arange(start, end, device=device).expand(size, -1).contiguous()

@@ -12,20 +12,18 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from draftwood.cache.kv import KVCache
-from draftwood.drafters.features import PagedAttend
-from draftwood.drafters.model import ModelDrafter
-from draftwood.drafters.resident import ResidentModel
 from draftwood.batch import ForwardBatch, ForwardOutput, Pages
+from draftwood.drafters.features import PagedAttend
+from draftwood.drafters.model import CausalDrafter
+from draftwood.drafting import Grower, Vocabulary
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.runner import Model, ModelRunner
 from draftwood.nets.embeddings import TargetEmbeddings
 from draftwood.nets.kangaroo import Kangaroo
-from draftwood.protocols import Grower
 
 
 class ShallowModel:
-    """The first layers of a model, and an adapter behind them."""
+    """The first layers of a model, and an adapter behind them; logits are of the tokens that its head knows."""
 
     strict = False  # the adapter's products are torch's
 
@@ -53,7 +51,7 @@ class ShallowModel:
             return paged(depth + layer, query, key, value)
 
         output = batch.at_logits(self.net.run(features[depth - 1], batch.positions, attend))
-        return ForwardOutput(self.net.head.spread(self.net.head(output)), features)
+        return ForwardOutput(self.net.head(output), features)
 
     def first(self, count: int) -> Model:
         """Of the target's own."""
@@ -66,49 +64,30 @@ class ShallowModel:
                 weight.copy_(checkpoint.tensor(name))
 
 
-class ShallowRunner(ModelRunner):
-    """A `ShallowModel` as soon as it knows its target, with as many pages as that."""
+class ShallowDrafter(CausalDrafter):
+    """Drafts with a part of its target."""
 
-    model: ShallowModel
-
-    def __init__(self, net: Kangaroo) -> None:
-        self.net = net
-        self._target: ModelRunner | None = None
-
-    def bind(self, target: ModelRunner) -> None:
-        """Whose layers they are; once for all."""
-        if self._target is target:
-            return
-        self._target, tables = target, target.cache.tables
-        self.model = model = ShallowModel(target.model, self.net)
-        self.cache = KVCache(model.config, tables.pool.num_pages, tables.page_size, model.dtype, model.device)
-
-
-class ShallowDrafter(ModelDrafter):
-    """A `ModelDrafter` whose model is a part of the target's."""
-
-    runner: ShallowRunner
-
-    def __init__(self, net: Kangaroo, words: TargetEmbeddings, grower: Grower, max_rows: int = 512) -> None:
-        super().__init__(ShallowRunner(net), grower, max_rows)
+    def __init__(self, net: Kangaroo, words: TargetEmbeddings, grower: Grower) -> None:
+        super().__init__(grower)
         self.net, self.words = net, words
 
     def attach(self, target: ModelRunner) -> None:
         """Whose first layers it runs."""
-        self.runner.bind(target)
+        tables = target.cache.tables
+        model = ShallowModel(target.model, self.net)
+        self.runner = ModelRunner(model, tables.pool.num_pages, tables.page_size)
 
-    def resident(self, target: ModelRunner) -> ResidentModel | None:
-        """As any other model; asked for before anything else."""
-        self.attach(target)
-        return super().resident(target)
+    def vocabulary(self, level: int | None) -> Vocabulary:
+        """What its head knows."""
+        return self.net.head
 
     @property
     def module(self) -> Kangaroo:
-        """Its adapter, with the weights it guesses with."""
+        """Its adapter, with the weights it drafts with."""
         return self.net
 
     def update(self, weights: Mapping[str, Tensor]) -> None:
-        """Guess with these weights of the adapter from now on. Only between steps; what was read before stays."""
+        """Draft with these weights of the adapter from now on. Only between steps; what was read before stays."""
         with torch.no_grad():
             for name, weight in self.net.named_parameters():
                 weight.copy_(weights[name])

@@ -2,93 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-
 import torch
 from torch import Tensor
 
-from draftwood.drafters.features import FeatureDrafter
-from draftwood.drafters.growths import growth_of
-from draftwood.drafters.resident_features import ResidentHeads
+from draftwood.drafters.features import FeatureDrafter, vectors_under
+from draftwood.drafting import Front, Grower, State, Vocabulary
 from draftwood.model.runner import ModelRunner
 from draftwood.nets.embeddings import TargetEmbeddings
 from draftwood.nets.medusa import HeadStack
-from draftwood.protocols import BatchView, FrontierModel, Grower, Span
-from draftwood.treebuilder import TreeBuilder
+from draftwood.protocols import BatchView
 
 
 class HeadStackDrafter(FeatureDrafter):
-    """A `HeadStack`, and a grower."""
+    """A `HeadStack`, and a grower. Only the last feature of a text counts."""
 
     net: HeadStack
+    _kept: Tensor  # [slots + 1, hidden] features as they come; the last is of no token
 
     def __init__(self, net: HeadStack, words: TargetEmbeddings, grower: Grower) -> None:
-        super().__init__(net, words, grower)
-        self.deepest = net.guesses
+        super().__init__(net, words, grower, net.guesses)
+
+    def attach(self, target: ModelRunner) -> None:
+        """One vector for every slot."""
+        super().attach(target)
+        self._kept = vectors_under(target, self.net.hidden)
 
     def digest(self, features: Tensor) -> Tensor:
-        """What the target's own head reads."""
+        """What the target's own head reads. [N, hidden] -> the same."""
         return self.words.final_norm(features)
 
-    def settle(self, spans: Sequence[Span]) -> None:
-        """Only the last feature counts."""
-        for span in spans:
-            pending = self._pending[span.seq_id]
-            pending.take(pending.count - 1)
+    def store(self, slots: Tensor, positions: Tensor, features: Tensor) -> None:
+        """As they are: of most nothing is ever read."""
+        self._kept.index_copy_(0, slots, features.to(self._kept.dtype))
 
-    def resident(self, target: ModelRunner) -> ResidentHeads | None:
-        """In rounds on the device, if its trees can grow there."""
-        growth = growth_of(self.grower, self.deepest)
-        return None if growth is None else ResidentHeads(self, growth, target)
+    def begin(self, view: BatchView) -> tuple[Tensor, State]:
+        """Also the last feature [B, 1, hidden]."""
+        slots, _ = self.around_end(view, -2, -1)
+        feature = self.digest(self._kept.index_select(0, slots))[:, None]
+        return self._logits(0, feature, view.roots[:, None, None]), (feature,)
 
-    def begin(self, view: BatchView, ready: Sequence[int]) -> FrontierModel:
-        """All heads look at the last feature."""
-        last = []
-        for b in ready:
-            pending = self._pending[view.seq_ids[b]]
-            pending.take(pending.count - 1)
-            last.append(pending.parts[0][-1])
-        return _Growth(self, ready, self.digest(torch.stack(last)))
+    def extend(self, view: BatchView, front: Front, state: State) -> tuple[Tensor, State]:
+        """Behind the path to each node, by the head of its depth."""
+        (feature,) = state
+        count = front.tokens.shape[1]
+        path = torch.cat([view.roots[:, None, None].expand(-1, count, 1), front.path], -1)
+        feature = feature.expand(-1, count, -1)
+        if front.level is not None:
+            return self._logits(front.level, feature, path), state
+        return self._of_any_depth(front.depth, feature, path, look=view.may_look), state
 
+    def vocabulary(self, level: int | None) -> Vocabulary | None:
+        """What the head of that depth knows."""
+        return None if level is None else self.net.heads[level]
 
-@dataclass
-class _Growth:
-    """One feature for each sequence, and the paths that hang from it."""
+    def _of_any_depth(self, depth: Tensor, feature: Tensor, path: Tensor, *, look: bool) -> Tensor:
+        """Where depths differ [B, k]: logits of all tokens; every head runs at all nodes where none may be looked for.
+        [B, k, V].
+        """
+        logits = path.new_zeros(*depth.shape, self.words.config.vocab_size, dtype=feature.dtype)
+        for number in range(1, min(path.shape[-1], self.net.guesses)):
+            there, behind = depth == number, path[..., : number + 1]
+            if look:
+                logits[there] = self._spread(number, feature[there], behind[there])
+            else:
+                logits = torch.where(there[..., None], self._spread(number, feature, behind), logits)
+        return logits
 
-    drafter: HeadStackDrafter
-    ready: Sequence[int]
-    last: Tensor  # [len(ready), hidden]
-    feature: Tensor = field(init=False)  # [B, hidden]
-
-    def begin(self, view: BatchView) -> Tensor:
-        """Logits at the roots. [B, V]."""
-        self.feature = self.last.new_zeros(len(view.seq_ids), self.last.shape[-1])
-        self.feature[list(self.ready)] = self.last
-        return self._logits(0, self.feature[:, None], view.roots[:, None, None])[:, 0]
-
-    def extend(self, builder: TreeBuilder, columns: Tensor) -> Tensor:
-        """Logits after the nodes in `columns`, head by head. [B, k] -> [B, k, V]."""
-        depth = builder.depth.gather(1, columns)
-        out = self.feature.new_zeros(*columns.shape, self.drafter.words.config.vocab_size)
-        for number in range(1, self.drafter.net.guesses):
-            owner, place = (depth == number).nonzero(as_tuple=True)
-            if len(owner):
-                path = _paths(builder, owner, columns[owner, place], number)
-                out[owner, place] = self._logits(number, self.feature[owner], path)
-        return out
+    def _spread(self, number: int, feature: Tensor, path: Tensor) -> Tensor:
+        return self.net.heads[number].spread(self._logits(number, feature, path))
 
     def _logits(self, number: int, feature: Tensor, path: Tensor) -> Tensor:
-        """Of head `number` behind `path` [*, number + 1], root first. [*, V]."""
-        net = self.drafter.net
-        embedded = self.drafter.words.embed(path)
-        return net.heads[number].spread(net.logits(number, feature, embedded))
-
-
-def _paths(builder: TreeBuilder, owner: Tensor, column: Tensor, depth: int) -> Tensor:
-    """The tokens from the root to nodes of one depth. [n], [n] -> [n, depth + 1]."""
-    tokens = []
-    for _ in range(depth + 1):
-        tokens.append(builder.tokens[owner, column])
-        column = builder.parents[owner, column].clamp(min=0)
-    return torch.stack(tokens[::-1], -1)
+        """Of head `number` behind `path` [*, number + 1], root first. [*, R]."""
+        return self.net.logits(number, feature, self.words.embed(path))

@@ -1,124 +1,36 @@
-"""A second language model as drafter: its own weights, its own cache, any grower.
+"""A second language model as drafter: its own weights, its own KV cache, any grower.
 
-It catches up without a special case: whatever committed tokens its cache does not hold yet are pending, be it the
-prompt, the last accepted leaf it never ran, or everything since it was last asked.
+Its cache lies under the target's slots: the target's block table says where it keeps a token. It runs all text that the
+target runs (`ingest`), and the nodes that a grower asks about. The last node of an accepted path may be one it has not
+run; so a step begins with the last two committed tokens, or with one where the last step accepted nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from draftwood.cache.kv import NodeRows
-from draftwood.drafters.growths import fixed_growth
-from draftwood.drafters.resident import ResidentModel
+from draftwood.batch import ForwardBatch
+from draftwood.cache.kv import KVCache, Places, stage_behind
+from draftwood.drafting import Front, Grower, Proposal, Silent, State, Vocabulary
 from draftwood.model.runner import ModelRunner
-from draftwood.protocols import BatchView, Budget, Features, Grower, Randomness, Span
-from draftwood.tree import DraftLaw, TokenTree, Verdict
-from draftwood.treebuilder import TreeBuilder
+from draftwood.protocols import BatchView, Features, Randomness
+from draftwood.tree import DraftLaw, Verdict
 
 
-@dataclass
-class Growth:
-    """One round of growing: the draft model as a `FrontierModel`, and what it ran."""
+class CausalDrafter(Silent):
+    """Base of drafters that run a causal language model; they have a `runner` once they are attached."""
 
     runner: ModelRunner
-    view: BatchView
-    seats: list[int]  # indices of the view's sequences that have room in the draft cache
-    max_rows: int
-    ran: Tensor = field(init=False)  # [B, C] bool
+    reads = True
 
-    def __post_init__(self) -> None:
-        self.ran = torch.ones(len(self.view.seq_ids), 1, dtype=torch.bool, device=self.runner.device)
-
-    def begin(self, view: BatchView) -> Tensor:
-        """Run everything pending, in chunks; logits at the roots. [B, V], zeros without a seat."""
-        logits = self.runner.no_logits(len(view.seq_ids))
-        behind = list(self.seats)
-        while behind:
-            spans, ready, behind = self._next_chunk(behind)
-            out = self.runner.forward(self.runner.cache.stage(spans, None))
-            done = [i for i, b in enumerate(ready) if b is not None]
-            logits[[ready[i] for i in done]] = out.logits[done].to(logits.dtype)
-            for span in spans:
-                self.runner.cache.tables.advance(span.seq_id, span.end, span.tokens)
-        return logits
-
-    def _next_chunk(self, behind: list[int]) -> tuple[list[Span], list[int | None], list[int]]:
-        """Spans within `max_rows`, which sequence each of them finishes, and who is left."""
-        spans: list[Span] = []
-        ready: list[int | None] = []
-        rows = self.max_rows
-        left = list(behind)
-        while left and rows > 0:
-            b = left[0]
-            tokens = self.view.tokens[b]
-            start = self.runner.cache.tables.num_cached(self.view.seq_ids[b])
-            end = min(len(tokens), start + rows)
-            spans.append(Span(self.view.seq_ids[b], tokens, start, end))
-            ready.append(b if end == len(tokens) else None)
-            rows -= end - start
-            if end < len(tokens):
-                break
-            left.pop(0)
-        return spans, ready, left
-
-    def extend(self, builder: TreeBuilder, columns: Tensor) -> Tensor:
-        """Run the living nodes in `columns`. [B, k] -> [B, k, V]."""
-        seated = torch.zeros(builder.num_trees, dtype=torch.bool, device=columns.device)
-        seated[[b for b in self.seats if self._reserve(b, builder.num_columns)]] = True
-        runs = builder.alive.gather(1, columns) & seated[:, None]
-        logits = self.runner.no_logits(*columns.shape)
-        if not bool(runs.any()):
-            return logits
-        logits[runs] = self._run_nodes(builder, columns, runs).to(logits.dtype)
-        grown = torch.zeros_like(builder.alive)
-        grown[:, : self.ran.shape[1]] = self.ran
-        self.ran = grown.scatter(1, columns, grown.gather(1, columns) | runs)
-        return logits
-
-    def _reserve(self, b: int, num_columns: int) -> bool:
-        return self.runner.cache.tables.reserve(self.view.seq_ids[b], len(self.view.tokens[b]) + num_columns - 1)
-
-    def _run_nodes(self, builder: TreeBuilder, columns: Tensor, runs: Tensor) -> Tensor:
-        nodes = NodeRows.of_growth(builder, columns, runs, self.seats)
-        rows = torch.arange(len(nodes.tokens), device=columns.device)
-        return self.runner.forward(self.runner.cache.stage(self._ended_spans(), nodes, rows)).logits
-
-    def _ended_spans(self) -> list[Span]:
-        seated = [(self.view.seq_ids[b], self.view.tokens[b]) for b in self.seats]
-        return [Span(seq_id, tokens, len(tokens), len(tokens)) for seq_id, tokens in seated]
-
-    def keep(self, columns: Tensor, length: Tensor) -> None:
-        """Commit the nodes at `columns` [B, D + 1], root first, as far as they were accepted and run."""
-        deep = torch.arange(columns.shape[1], device=columns.device) <= length[:, None]
-        run = self.ran.gather(1, columns.clamp(max=self.ran.shape[1] - 1)) & (columns < self.ran.shape[1])
-        kept = (deep & run).long().cumprod(1).sum(1) - 1
-        cache, spans = self.runner.cache, self._ended_spans()
-        if not spans:
-            return
-        seats = torch.tensor(self.seats, device=columns.device)
-        base = torch.tensor([span.end for span in spans], device=columns.device)
-        cache.keep(cache.block_table(spans), base, columns[seats], kept[seats])
-        for span, gained in zip(spans, kept[seats].tolist(), strict=True):
-            cache.tables.advance(span.seq_id, span.end + gained, span.tokens)
-
-
-class ModelDrafter:
-    """A small model of the target's vocabulary, and a grower."""
-
-    needs: frozenset[int] = frozenset()
-
-    def __init__(self, runner: ModelRunner, grower: Grower, max_rows: int = 512) -> None:
-        self.runner = runner
+    def __init__(self, grower: Grower) -> None:
         self.grower = grower
-        self.max_rows = max_rows
-        self._growth: Growth | None = None
-        self._columns: Tensor | None = None
-        self._known: dict[int, None] = {}  # sequences with a table, least recently drafted for first
+        self._shorter = False  # than the target's: the model's longest text
 
     @property
     def law(self) -> DraftLaw:
@@ -130,68 +42,108 @@ class ModelDrafter:
         """The grower's."""
         return self.grower.max_nodes
 
-    def propose(self, view: BatchView, budget: Budget, rng: Randomness) -> TokenTree:
-        """Grow a tree for every sequence that finds a seat in the draft cache; bare roots for the others."""
-        seats = self._seat(view, budget)
-        sitting = torch.zeros_like(view.max_nodes)
-        sitting[seats] = 1
-        view = replace(view, max_nodes=view.max_nodes * sitting)
-        self._growth = self.start(view, seats)
-        tree, self._columns = self.grower.grow(self._growth, view, budget, rng).build()
-        return tree
+    @property
+    def sizes(self) -> Sequence[int]:
+        """The grower's."""
+        return self.grower.sizes
 
-    def start(self, view: BatchView, seats: list[int]) -> Growth:
-        """A round of growing for the sequences `seats` of the view."""
-        return Growth(self.runner, view, seats, self.max_rows)
+    def attach(self, target: ModelRunner) -> None:
+        """Lay the model's cache under the target's slots."""
+        own, theirs = self.runner.cache.tables, target.cache.tables
+        if (own.page_size, own.pool.num_pages) != (theirs.page_size, theirs.pool.num_pages):
+            model = self.runner.model
+            pages = theirs.pool.num_pages, theirs.page_size
+            self.runner.cache = KVCache(model.config, *pages, model.dtype, model.device)
+        self._shorter = self._max_positions < target.model.config.max_positions
+
+    def depth(self, nodes: int) -> int:
+        """The grower's."""
+        return self.grower.depth_of(nodes)
+
+    def staged(self, nodes: int) -> int:
+        """The nodes that the grower asks about."""
+        return self.grower.staged(nodes)
+
+    def propose(self, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
+        """Grow a tree for every sequence, as deep as the model's positions reach."""
+        if self._shorter:
+            depth = self._reach(view)
+            if view.may_look and not bool(depth.any()):
+                return Proposal.bare(view)
+            most = torch.full_like(depth, nodes) if view.max_nodes is None else view.max_nodes
+            view = replace(view, max_depth=depth, max_nodes=most)
+        return self.grow(view, nodes, rng) if nodes else Proposal.bare(view)
+
+    def grow(self, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
+        """A tree of `nodes` draft nodes for every sequence."""
+        return self.grower.grow(self, view, nodes, rng)
+
+    def begin(self, view: BatchView) -> tuple[Tensor, State]:
+        """Logits at the roots, and in the cache whatever the last step may have left out. [B, 1, R]."""
+        places, tokens, last = self.last_tokens(view, 1 if view.gained == 1 else 2)
+        return self.run(view, tokens, places, last)[:, None], ()
+
+    def extend(self, view: BatchView, front: Front, state: State) -> tuple[Tensor, State]:
+        """The cache knows their parents. [B, k, R]."""
+        return self.run(view, front.tokens, front.places).view(*front.tokens.shape, -1), state
+
+    def vocabulary(self, level: int | None) -> Vocabulary | None:
+        """All tokens."""
+        return None
+
+    def ingest(self, batch: ForwardBatch, features: Features | None) -> None:
+        """Run the same rows, for the cache alone."""
+        if len(batch.logit_rows):
+            batch = replace(batch, logit_rows=batch.logit_rows[:0])
+        if self._shorter:
+            batch = replace(batch, positions=batch.positions.clamp(max=self._max_positions - 1))
+        self.runner.forward(batch)
+
+    def commit(self, view: BatchView, proposal: Proposal, verdict: Verdict, features: Features) -> None:
+        """Move what it has run of the accepted path behind the text; in a chain it is there already."""
+        if not self.law.chain and proposal.tree.num_drafted:
+            columns = proposal.columns_of(verdict.path)
+            self.runner.cache.keep(view.block_table, view.lengths, columns, verdict.length)
+
+    def last_tokens(self, view: BatchView, count: int, masks: int = 0) -> tuple[Places, Tensor, Tensor | None]:
+        """The last `count` committed tokens of each sequence, and room for `masks` rows behind them: their places, the
+        tokens themselves [B, count], and the rows from the last token on [B * (1 + masks)]; None: all rows.
+        """
+        places, rows = _around_end(view.size, count, masks, view.roots.device)
+        if count == 1:
+            return places, view.roots[:, None], rows
+        index = (view.lengths[:, None] + places.index[:, :count]).clamp(min=0)
+        return places, view.history[view.rows[:, None], index], rows
+
+    def run(self, view: BatchView, tokens: Tensor, places: Places, rows: Tensor | None = None) -> Tensor:
+        """Logits of the model for `tokens` [B, n] at their places, of all rows or of some. [K, R]."""
+        page_size = self.runner.cache.page_size
+        limit = self._max_positions
+        batch = stage_behind(view.lengths, view.block_table, tokens, places, page_size, limit, rows)
+        return self.runner.forward(batch).logits
 
     @property
-    def room(self) -> int:
-        """Rows it may write behind a text."""
-        return self.max_nodes
+    def _max_positions(self) -> int:
+        return self.runner.model.config.max_positions
 
-    def read(self, spans: Sequence[Span], features: Features) -> None:
-        """It needs nothing."""
+    def _reach(self, view: BatchView) -> Tensor:
+        """How deep a node can be whose parent has a position in the model. [B]."""
+        depth = (self._max_positions + 1 - view.lengths).clamp(min=0)
+        return depth if view.max_depth is None else torch.minimum(depth, view.max_depth)
 
-    def observe(self, view: BatchView, tree: TokenTree, verdict: Verdict, features: Features) -> None:
-        """Keep what was accepted of what it ran; the rest stays pending."""
-        assert self._growth is not None, "observe() without propose()"
-        assert self._columns is not None
-        columns = self._columns[verdict.path.clamp(min=0)].masked_fill(verdict.path < 0, 0)
-        self._growth.keep(columns, verdict.length)
-        self._growth = self._columns = None
 
-    def resident(self, target: ModelRunner) -> ResidentModel | None:
-        """The same model under the target's pages, where the tree's shape is known beforehand."""
-        own, theirs = self.runner.cache, target.cache
-        alike = (own.page_size, own.scratch_page) == (theirs.page_size, theirs.scratch_page)
-        growth = fixed_growth(self.grower)  # others leave their nodes in another order than they came in
-        return ResidentModel(self.runner, growth) if alike and growth is not None else None
+@lru_cache(maxsize=1024)
+def _around_end(size: int, before: int, behind: int, device: torch.device) -> tuple[Places, Tensor | None]:
+    """Places of the last `before` tokens and of `behind` rows after them, and the rows from the last token on."""
+    count = before + behind
+    steps = torch.arange(-before, behind, device=device).expand(size, count).contiguous()
+    rows = torch.arange(size * count, device=device).view(size, count)[:, before - 1 :].reshape(-1)
+    return Places(steps, steps), None if before == 1 else rows
 
-    def release(self, seq_id: int) -> None:
-        """Free its pages."""
-        self._known.pop(seq_id, None)
-        self.runner.cache.tables.close(seq_id)
 
-    def _seat(self, view: BatchView, budget: Budget) -> list[int]:
-        """The sequences of the view for which the draft cache has, or can make, room."""
-        if budget.max_nodes < 1:
-            return []
-        staying = set(view.seq_ids)
-        wanting = [b for b, room in enumerate(view.max_nodes.tolist()) if room > 0 and int(view.max_depth[b]) > 0]
-        return [b for b in wanting if self._find_room(view, b, staying)]
+class ModelDrafter(CausalDrafter):
+    """A small model of the target's vocabulary, and a grower."""
 
-    def _find_room(self, view: BatchView, b: int, staying: set[int]) -> bool:
-        tables, seq_id, tokens = self.runner.cache.tables, view.seq_ids[b], view.tokens[b]
-        if len(tokens) + self.room > self.runner.model.config.max_positions:
-            return False
-        if seq_id not in self._known:
-            tables.open(seq_id, tokens, view.params[b].cache_salt)
-        self._known.pop(seq_id, None)
-        self._known[seq_id] = None
-        while not tables.reserve(seq_id, len(tokens) + self.room):
-            idle = next((known for known in self._known if known not in staying), None)
-            if idle is None:
-                self.release(seq_id)
-                return False
-            self.release(idle)
-        return True
+    def __init__(self, runner: ModelRunner, grower: Grower) -> None:
+        super().__init__(grower)
+        self.runner = runner

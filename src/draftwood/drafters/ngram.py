@@ -1,6 +1,7 @@
-"""N-gram / prompt lookup: what followed the last few tokens when they stood in the text before.
+"""N-gram lookup on the host: what followed the last few tokens when they stood in the text before.
 
-Longest match first, most recent first; several continuations become one tree that shares common beginnings.
+Longest match first, most recent first; several continuations become one tree that shares common beginnings. On a GPU
+one continuation is looked up there (`lookup.py`).
 """
 
 from __future__ import annotations
@@ -8,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from draftwood.cache.resident import ResidentDrafter
+from draftwood.drafters.lookup import check_settings
 from draftwood.drafters.points import PointDrafter, PointTree
-from draftwood.drafters.resident import ResidentLookup
-from draftwood.model.runner import ModelRunner
 from draftwood.tree import POINT_CHAIN, POINT_TREE
 
 
@@ -24,21 +23,16 @@ class _Index:
 
 
 class NgramDrafter(PointDrafter):
-    """Looks the last `longest` … `shortest` tokens up in the sequence itself. `shortest` 0: whatever suits.
+    """Looks the last `longest` … `shortest` tokens up in the sequence itself.
 
-    Where a guess takes a row of its own, the last token alone is a poor reason for one. Looked up on the device, in
-    rounds where everybody has the same rows, it is better than none.
+    `shortest` 0: two, since the last token alone is a poor reason for a row of the target that costs time.
     """
 
     def __init__(self, nodes: int = 4, longest: int = 4, shortest: int = 0, branches: int = 1) -> None:
-        if longest < 1 or not 0 <= shortest <= longest:
-            raise ValueError("an n-gram drafter needs 0 <= shortest <= longest, and longest at least 1")
-        if nodes < 1 or branches < 1:
-            raise ValueError("an n-gram drafter needs at least one node and one branch")
+        check_settings(nodes, longest, shortest, branches)
         self.max_nodes = nodes
         self.longest = longest
         self.shortest = shortest or min(2, longest)
-        self.shortest_in_rounds = shortest or 1
         self.branches = branches
         self.law = POINT_CHAIN if branches == 1 else POINT_TREE
         self._indices: dict[int, _Index] = {}
@@ -55,12 +49,6 @@ class NgramDrafter(PointDrafter):
                 tree.add_path(tokens[end : end + tree.max_nodes])
             if len(firsts) == self.branches:
                 return
-
-    def resident(self, target: ModelRunner) -> ResidentDrafter | None:
-        """One path is looked up on the device."""
-        if self.branches > 1:
-            return super().resident(target)
-        return ResidentLookup(self.max_nodes, self.longest, self.shortest_in_rounds)
 
     def release(self, seq_id: int) -> None:
         """Forget the sequence's index."""

@@ -1,35 +1,25 @@
-"""Plain decoding: the drafter that never guesses. The baseline of every comparison is the same engine with this."""
+"""Plain decoding: the drafter that proposes nothing. The baseline of every comparison is the same engine with this."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from draftwood.drafters.resident import ResidentNone
-from draftwood.model.runner import ModelRunner
-from draftwood.protocols import BatchView, Budget, Features, Randomness, Span
-from draftwood.tree import POINT_CHAIN, TokenTree, Verdict
+from draftwood.drafting import Proposal, Silent
+from draftwood.protocols import BatchView, Randomness
+from draftwood.tree import POINT_CHAIN
 
 
-class NoDrafter:
+class NoDrafter(Silent):
     """Bare roots."""
 
     law = POINT_CHAIN
     max_nodes = 0
-    needs: frozenset[int] = frozenset()
+    sizes: Sequence[int] = (0,)
 
-    def propose(self, view: BatchView, budget: Budget, rng: Randomness) -> TokenTree:
+    def depth(self, nodes: int) -> int:
+        """There is nothing below the root."""
+        return 0
+
+    def propose(self, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
         """Nothing but the last committed token."""
-        return TokenTree.roots(view.roots)
-
-    def read(self, spans: Sequence[Span], features: Features) -> None:
-        """It needs nothing."""
-
-    def observe(self, view: BatchView, tree: TokenTree, verdict: Verdict, features: Features) -> None:
-        """Nothing to learn."""
-
-    def release(self, seq_id: int) -> None:
-        """Nothing to forget."""
-
-    def resident(self, target: ModelRunner) -> ResidentNone:
-        """Bare roots, on the device."""
-        return ResidentNone()
+        return Proposal.bare(view)

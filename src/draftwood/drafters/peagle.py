@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-
 import torch
 from torch import Tensor
 
 from draftwood.drafters.eagle import RecurrentDrafter
-from draftwood.drafters.pard import chain_of_masks
+from draftwood.drafters.features import at_depths
+from draftwood.drafting import Front, Grower, State
 from draftwood.model.runner import ModelRunner
 from draftwood.nets.embeddings import TargetEmbeddings
 from draftwood.nets.pard import ParallelEagle
-from draftwood.protocols import BatchView, FrontierModel, Grower, Span
-from draftwood.treebuilder import TreeBuilder
+from draftwood.protocols import BatchView
 
 
 class ParallelEagleDrafter(RecurrentDrafter):
@@ -24,57 +21,36 @@ class ParallelEagleDrafter(RecurrentDrafter):
 
     def __init__(self, net: ParallelEagle, words: TargetEmbeddings, grower: Grower) -> None:
         own = net.embed_tokens
-        super().__init__(net, words if own is None else words.with_embedding(own.weight), grower)
-        self.deepest = net.ahead.guesses
+        words = words if own is None else words.with_embedding(own.weight)
+        super().__init__(net, words, grower, net.ahead.guesses)
 
-    def has_room(self, seq_id: int, length: int) -> bool:
+    def attach(self, target: ModelRunner) -> None:
+        """The feature of masks lies behind all others."""
+        super().attach(target)
+        self._keep_mask()
+
+    def refresh(self) -> None:
+        """It was learnt as well."""
+        super().refresh()
+        self._keep_mask()
+
+    def staged(self, nodes: int) -> int:
         """Masks are written behind the text, however small the tree will be."""
-        return self.target.cache.tables.reserve(seq_id, length - 1 + self.net.ahead.guesses)
+        return self.net.ahead.guesses - 1 if nodes else 0
 
-    def resident(self, target: ModelRunner) -> None:
-        """Not in rounds on a device yet."""
-        return None
+    def begin(self, view: BatchView) -> tuple[Tensor, State]:
+        """Also logits of all slots [B, guesses, R]."""
+        ahead = self.net.ahead
+        batch, rows = self.last_rows(view, ahead.guesses - 1, ahead.mask_token)
+        _, logits = self.run(batch, self._kept, rows)
+        slots = logits.view(view.size, ahead.guesses, -1)
+        return slots[:, :1], (slots,)
 
-    def begin(self, view: BatchView, ready: Sequence[int]) -> FrontierModel:
-        """All slots in one pass."""
-        return _Growth(self, ready)
+    def extend(self, view: BatchView, front: Front, state: State) -> tuple[Tensor, State]:
+        """The slots of their depths."""
+        logits = at_depths(state[0], front)
+        return logits if front.level is not None else self.net.head.spread(logits), state
 
-    def slots(self, view: BatchView, ready: Sequence[int]) -> Tensor:
-        """Read what is pending of the sequences `ready`, with masks behind it. [n, guesses, R]."""
-        ahead, count = self.net.ahead, len(ready)
-        pending = [self._pending[view.seq_ids[b]] for b in ready]
-        spans = [
-            Span(view.seq_ids[b], view.tokens[b][1:], known.start, known.end)
-            for b, known in zip(ready, pending, strict=True)
-        ]
-        masked = self.digest(self.net.mask_hidden[None])
-        features = torch.cat([self.take(spans), masked])
-        masks = chain_of_masks(count, ahead.guesses - 1, ahead.mask_token, self.target.device)
-        batch = self.target.cache.stage(spans, masks)
-        rows = torch.full_like(batch.tokens, len(features) - 1)
-        text = torch.arange(len(features) - 1, device=rows.device)
-        rows[text if batch.text_rows is None else batch.text_rows] = text
-        _, logits = self.run(batch, self.pages, features, rows)
-        behind = logits[count:].view(count, ahead.guesses - 1, logits.shape[1])
-        return torch.cat([logits[:count, None], behind], 1)
-
-
-@dataclass
-class _Growth:
-    """One pass, and the slots it gave."""
-
-    drafter: ParallelEagleDrafter
-    ready: Sequence[int]
-    logits: Tensor = field(init=False)  # [B, guesses, R]
-
-    def begin(self, view: BatchView) -> Tensor:
-        """Logits at the roots. [B, V]."""
-        found = self.drafter.slots(view, self.ready)
-        self.logits = found.new_zeros(len(view.seq_ids), *found.shape[1:])
-        self.logits[list(self.ready)] = found
-        return self.drafter.net.head.spread(self.logits[:, 0])
-
-    def extend(self, builder: TreeBuilder, columns: Tensor) -> Tensor:
-        """The slots of their depths. [B, k] -> [B, k, V]."""
-        slot = builder.depth.gather(1, columns).clamp(max=self.logits.shape[1] - 1)
-        return self.drafter.net.head.spread(self.logits.gather(1, slot[..., None].expand(-1, -1, self.logits.shape[2])))
+    def _keep_mask(self) -> None:
+        with torch.no_grad():
+            self._kept[-1] = self.digest(self.net.mask_hidden[None])[0]

@@ -1,15 +1,19 @@
-"""Drafters that guess from what they know, without a network: their trees are built on the host, node by node."""
+"""Drafters that draft from what the host knows, without a network: their trees are made there, node by node."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
-from draftwood.cache.resident import ResidentDrafter
-from draftwood.drafters.hosted import ResidentHosted
-from draftwood.model.runner import ModelRunner
-from draftwood.protocols import BatchView, Budget, Features, Randomness, Span
-from draftwood.tree import POINT_TREE, DraftLaw, TokenTree, Verdict
+import torch
+from torch import Tensor
+
+from draftwood.drafting import Proposal, Silent
+from draftwood.protocols import BatchView, HostView, Randomness
+from draftwood.tree import POINT_TREE, DraftLaw, TokenTree, TreeShape, follow, num_words
+
+HostTree = tuple[list[int], list[int]]  # tokens, the root's first, and parents inside the tree
 
 
 @dataclass
@@ -49,38 +53,125 @@ class PointTree:
                 return
 
 
-class PointDrafter:
-    """Base of drafters that fill a `PointTree` for one sequence at a time; they override `fill`."""
+class HostDrafter(Silent):
+    """Base of drafters whose trees the host makes, of chosen tokens. A launch waits for no others.
+
+    Where the host may look, a step takes the trees as they are. A captured step reads them from a frame: padded to one
+    size, in memory that stays where it is, and that every launch fills before.
+    """
 
     law: DraftLaw = POINT_TREE
     max_nodes: int
-    needs: frozenset[int] = frozenset()
+    waits = True
 
-    def fill(self, tree: PointTree, seq_id: int, tokens: Sequence[int]) -> None:
-        """Add guesses for what follows `tokens`."""
+    def trees(self, view: HostView, nodes: int) -> list[HostTree]:
+        """A tree of at most `nodes` draft nodes for every sequence, within the limits that the view gives it."""
         raise NotImplementedError
 
-    def propose(self, view: BatchView, budget: Budget, rng: Randomness) -> TokenTree:
-        """A tree of chosen tokens for each sequence."""
-        rooms = view.max_nodes.clamp(max=min(budget.max_nodes, self.max_nodes)).tolist()
-        depths = view.max_depth.tolist()
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Any."""
+        return range(self.max_nodes + 1)
+
+    def depth(self, nodes: int) -> int:
+        """Any tree may be a chain."""
+        return nodes
+
+    def prepare(self, view: HostView, size: int, nodes: int) -> None:
+        """Make the trees of a step, and bring them to where it reads them. If that fails, bare roots lie there."""
+        self._prepared.clear()
+        try:
+            self._prepared[size, nodes] = self.trees(view, nodes)
+        finally:
+            frame = self._frames.get((size, nodes))
+            if frame is not None:
+                frame.fill(self._prepared.get((size, nodes), []))
+
+    def propose(self, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
+        """What was prepared for a step of this size; bare roots where nothing was."""
+        key = view.size, nodes
+        trees = self._prepared.get(key, [])
+        if view.may_look or nodes == 0:
+            return Proposal(TokenTree.of_points(trees)) if nodes and trees else Proposal.bare(view)
+        frame = self._frames.get(key)
+        if frame is None:  # a graph is about to be captured, or nothing is
+            width = 1 if self.law.chain else nodes
+            frame = self._frames[key] = _Frame(*key, width, view.roots.device)
+            frame.fill(trees)
+        return Proposal(frame.behind(view.roots))
+
+    # Made when they are first used: classes derived from this one need not call its constructor.
+    @cached_property
+    def _prepared(self) -> dict[tuple[int, int], list[HostTree]]:
+        """The trees of the step that was prepared last, by its number of sequences and nodes."""
+        return {}
+
+    @cached_property
+    def _frames(self) -> dict[tuple[int, int], _Frame]:
+        return {}
+
+
+class PointDrafter(HostDrafter):
+    """Base of drafters that fill a `PointTree` for one sequence at a time; they override `fill`."""
+
+    def fill(self, tree: PointTree, seq_id: int, tokens: Sequence[int]) -> None:
+        """Add drafts of what follows `tokens`."""
+        raise NotImplementedError
+
+    def trees(self, view: HostView, nodes: int) -> list[HostTree]:
+        """Filled one by one; bare roots where there is no room."""
         trees = []
-        for seq_id, tokens, room, depth in zip(view.seq_ids, view.tokens, rooms, depths, strict=True):
-            tree = PointTree(tokens[-1], room, depth)
-            if room > 0 and depth > 0:
+        for seq_id, tokens, room, depth in zip(view.seq_ids, view.tokens, view.max_nodes, view.max_depth, strict=True):
+            tree = PointTree(tokens[-1], min(room, nodes), depth)
+            if tree.max_nodes > 0 and depth > 0:
                 self.fill(tree, seq_id, tokens)
             trees.append((tree.tokens, tree.parents))
-        return TokenTree.of_points(trees, view.lengths.device)
+        return trees
 
-    def resident(self, target: ModelRunner) -> ResidentDrafter | None:
-        """Its trees in rounds on the device."""
-        return ResidentHosted(self, target.device)
 
-    def read(self, spans: Sequence[Span], features: Features) -> None:
-        """It needs nothing."""
+class _Frame:
+    """Trees of one size in memory of the device: all that differs from step to step in one piece, copied at once."""
 
-    def observe(self, view: BatchView, tree: TokenTree, verdict: Verdict, features: Features) -> None:
-        """Nothing to learn: committed tokens come with the next view."""
+    def __init__(self, size: int, nodes: int, width: int, device: torch.device) -> None:
+        """Room for `size` trees of `nodes` draft nodes, none of which has more than `width` children."""
+        self._size, self._rows = size, nodes + 1
+        count, words = size * self._rows, num_words(self._rows)
+        self._widths = [1, 1, 1, words, width]
+        every = torch.arange(count)
+        owner, local = every // self._rows, every % self._rows
+        self._empty = torch.full((count * sum(self._widths),), -1)
+        _, depth, parents, ancestors, _ = self._parts(self._empty)
+        depth[:, 0], ancestors[:] = local.clamp(max=1), 0
+        parents[:, 0] = torch.where(local > 0, every, -1)  # an absent node is its own parent
+        self._packed = self._empty.to(device, copy=True)
+        tokens, depth, parents, ancestors, tries = self._parts(self._packed)
+        self._tokens, self._chosen = tokens[:, 0], TokenTree.chosen(every.to(device), TreeShape(
+            parents[:, 0], torch.arange(0, count + 1, self._rows, device=device), owner.to(device), local.to(device),
+            depth[:, 0], ancestors, tries, max_depth=nodes, widest=self._rows,
+        ))  # fmt: skip
 
-    def release(self, seq_id: int) -> None:
-        """Nothing to forget."""
+    def _parts(self, packed: Tensor) -> list[Tensor]:
+        """Tokens, depths, parents, ancestors and tries of all nodes, as views. Each [M, columns]."""
+        count = self._size * self._rows
+        parts = packed.split([count * width for width in self._widths])
+        return [part.view(count, width) for part, width in zip(parts, self._widths, strict=True)]
+
+    def fill(self, trees: list[HostTree]) -> None:
+        """Trees of the first sequences; bare roots for the others."""
+        packed = self._empty.clone()
+        if trees:
+            tokens, shape = TreeShape.of_lists(trees, None)
+            at = shape.owner * self._rows + shape.local
+            columns = tokens, shape.depth, follow(at, shape.parents), shape.ancestors, follow(at, shape.tries)
+            for part, values in zip(self._parts(packed), columns, strict=True):
+                values = values.view(len(at), -1)
+                part[at, : values.shape[1]] = values
+        if self._packed.is_cuda:
+            packed = packed.pin_memory()
+        self._packed.copy_(packed, non_blocking=True)
+
+    def behind(self, roots: Tensor) -> TokenTree:
+        """The trees that lie here when this runs, behind `roots` [B]."""
+        tokens = torch.cat([roots[:, None], self._tokens.view(self._size, self._rows)[:, 1:]], 1).view(-1)
+        # A new shape: what is found out about it holds for one step only.
+        return replace(self._chosen, tokens=tokens, shape=replace(self._chosen.shape))

@@ -1,27 +1,31 @@
-"""Predicted outputs: the caller expects an answer, and it becomes a branch of the tree beside another drafter's ideas.
+"""Predicted outputs: the caller expects an answer, and it becomes a branch of the tree beside another drafter's nodes.
 
-Where the answer goes another way, the place to go on from is found again in the expected text. Which tokens are guessed
+Where the answer goes another way, the place to go on from is found again in the expected text. Which tokens are drafted
 follows from committed text alone, and those trees are verified as chosen tokens, so every law for such trees is exact.
+The other trees of the batch stay as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from draftwood.cache.resident import ResidentDrafter, attach, resident_of
-from draftwood.drafters.points import PointTree
+from draftwood.batch import ForwardBatch
+from draftwood.cache.batch_state import uploaded
+from draftwood.cache.kv import Places, stage_behind
+from draftwood.drafters.branches import as_points, with_branches
+from draftwood.drafting import Drafter, Proposal
 from draftwood.model.runner import ModelRunner
-from draftwood.protocols import BatchView, Budget, Drafter, Features, Randomness, Span
-from draftwood.tree import DraftLaw, TokenTree, Verdict
-from draftwood.treebuilder import Woven
+from draftwood.protocols import PREDICTED, BatchView, Features, HostView, Randomness
+from draftwood.tree import DraftLaw, Draw, Verdict
 
 LOOK_BACK = 8  # tokens of the answer that are looked for in the expected text
 NEAR = 32  # how far from the old place a single token may be found again
-FIRST, SHORTEST, LONGEST = 8, 2, 32  # tokens guessed at a time: at first, after failures, after successes
+FIRST, SHORTEST = 8, 2  # tokens drafted at a time: at first, after failures; after successes up to PREDICTED
 
 
 class Alignment:
@@ -61,20 +65,19 @@ class Alignment:
 
 
 @dataclass
-class _Guessing:
-    """One answer's place, and how boldly to guess from there."""
+class _Following:
+    """One answer's place, and how many tokens to draft from there."""
 
     alignment: Alignment
     read: int = 0
     length: int = FIRST
     path: tuple[int, ...] = ()
 
-    def next_path(self, answer: Sequence[int]) -> tuple[int, ...]:
-        """What is expected to follow `answer`."""
-        news = answer[self.read :]
+    def next_path(self, news: Sequence[int]) -> tuple[int, ...]:
+        """What is expected to follow once the answer has gone on with `news`."""
         self._learn(news)
         self.alignment.follow(news)
-        self.read = len(answer)
+        self.read += len(news)
         at = self.alignment.at
         self.path = self.alignment.expected[at : at + self.length]
         return self.path
@@ -83,40 +86,24 @@ class _Guessing:
         if not self.path or not news:
             return
         if self.path[: len(news)] == tuple(news[: len(self.path)]) and len(news) >= len(self.path):
-            self.length = min(2 * self.length, LONGEST)
+            self.length = min(2 * self.length, PREDICTED)
         elif self.path[0] != news[0]:
             self.length = max(self.length // 2, SHORTEST)
 
 
-@dataclass(frozen=True)
-class _Merged:
-    """A proposal with the branches, and the way back to the drafter's own."""
-
-    own: TokenTree
-    tree: TokenTree
-    origin: Tensor  # [M] each node's number in the drafter's own tree, -1 where it has none
-    place: Tensor  # [m] where the drafter's own nodes are
-
-    def own_verdict(self, verdict: Verdict) -> Verdict:
-        """As far as the accepted path is the drafter's own."""
-        width = verdict.path.shape[1]
-        reached = torch.arange(width, device=verdict.path.device) <= verdict.length[:, None]
-        path = self.origin[verdict.path.clamp(min=0)].masked_fill(~reached | (verdict.path < 0), -1)
-        known = (path >= 0).long().cumprod(1)
-        length = known.sum(1) - 1
-        after = verdict.path.gather(1, (length + 1).clamp(max=width - 1)[:, None])[:, 0].clamp(min=0)
-        bonus = torch.where(length < verdict.length, self.tree.tokens[after], verdict.bonus)
-        path = path.masked_fill(known == 0, -1)[:, : self.own.max_depth + 1]
-        return replace(verdict, path=path, length=length, bonus=bonus)
-
-
 @dataclass
 class PredictedDrafter:
-    """Another drafter's trees, with a branch for what the caller expects where a caller does."""
+    """Another drafter's trees, with a branch for what the caller expects where a caller does.
+
+    The inner drafter keeps no state of the branch's nodes (their columns are 0). The text of an accepted branch it
+    reads afterwards, if it reads text at all.
+    """
 
     drafter: Drafter
-    _answers: dict[int, _Guessing] = field(default_factory=dict)
-    _merged: _Merged | None = None
+    _target: ModelRunner = field(init=False)
+    _answers: dict[int, _Following] = field(default_factory=dict)
+    _prepared: list[list[int]] = field(default_factory=list)  # of each sequence: 1 if it has a prediction, and the path
+    _frames: dict[int, Tensor] = field(default_factory=dict)  # by sequences: the same on the device [B, 1 + PREDICTED]
 
     @property
     def law(self) -> DraftLaw:
@@ -129,93 +116,129 @@ class PredictedDrafter:
         return self.drafter.max_nodes
 
     @property
+    def sizes(self) -> Sequence[int]:
+        """The inner drafter's."""
+        return self.drafter.sizes
+
+    @property
     def needs(self) -> frozenset[int]:
         """The inner drafter's."""
         return self.drafter.needs
 
+    @property
+    def reads(self) -> bool:
+        """Whether the inner drafter does."""
+        return self.drafter.reads
+
+    @property
+    def waits(self) -> bool:
+        """Whether the inner drafter does; requests with a prediction wait in any case."""
+        return self.drafter.waits
+
     def attach(self, target: ModelRunner) -> None:
-        """Pass it on, if it is wanted."""
-        attach(self.drafter, target)
-
-    def resident(self, target: ModelRunner) -> ResidentDrafter | None:
-        """The inner drafter's: requests with a prediction go step by step."""
-        return resident_of(self.drafter, target)
-
-    def propose(self, view: BatchView, budget: Budget, rng: Randomness) -> TokenTree:
-        """The inner drafter's trees, and the branches."""
-        own = self.drafter.propose(view, budget, rng)
-        rows = [b for b, expected in enumerate(view.predictions) if expected]
-        if not rows:
-            self._merged = None
-            return own
-        self._merged = self._merge(own, view, rows)
-        return self._merged.tree
-
-    def read(self, spans: Sequence[Span], features: Features) -> None:
         """Pass it on."""
-        self.drafter.read(spans, features)
+        self._target = target
+        self.drafter.attach(target)
 
-    def observe(self, view: BatchView, tree: TokenTree, verdict: Verdict, features: Features) -> None:
-        """Tell the inner drafter what became of its own nodes; tokens that were not its own it reads as text."""
-        if self._merged is None:
-            return self.drafter.observe(view, tree, verdict, features)
-        merged, self._merged = self._merged, None
-        own = merged.own_verdict(verdict)
-        self.drafter.observe(view, merged.own, own, {layer: rows[merged.place] for layer, rows in features.items()})
-        if self.drafter.needs:
-            self._let_read(view, merged.tree, verdict, own.length.tolist(), features)
+    def depth(self, nodes: int) -> int:
+        """The inner drafter's; a branch is as deep as it has nodes."""
+        return self.drafter.depth(nodes)
+
+    def staged(self, nodes: int) -> int:
+        """The inner drafter's."""
+        return self.drafter.staged(nodes)
+
+    def prepare(self, view: HostView, size: int, nodes: int) -> None:
+        """Find the place of every answer in what was expected of it; the inner drafter's trees, if it waits."""
+        self._prepared = []
+        if view.predictions:
+            self._prepared = [
+                [int(bool(expected)), *self._path(view, b)] for b, expected in enumerate(view.predictions)
+            ]
+        if size in self._frames:
+            self._frames[size].copy_(uploaded(_table(self._prepared, size, PREDICTED), self._frames[size].device))
+        if self.drafter.waits:
+            rooms = [room - PREDICTED * bool(p) for room, p in zip(view.max_nodes, view.predictions, strict=False)]
+            own = replace(view, max_nodes=tuple(max(room, 0) for room in rooms)) if view.predictions else view
+            self.drafter.prepare(own, size, nodes)
+
+    def propose(self, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
+        """The inner drafter's trees, and the branches."""
+        if not view.mode.predicted:
+            return self.drafter.propose(view, nodes, rng)
+        table = self._paths(view)
+        expecting, paths = table[:, 0] > 0, table[:, 1:]
+        own = Proposal.bare(view)
+        if nodes:
+            room = view.max_nodes
+            if room is not None:
+                room = (room - PREDICTED * expecting.long()).clamp(min=0)
+            own = self.drafter.propose(replace(view, max_nodes=room), nodes, rng)
+        if view.may_look:
+            own = own.packed()
+        points = as_points(own.tree, expecting, may_repeat=Draw.IID in self.law.draws)
+        whole = with_branches(replace(own, tree=points), paths)
+        return whole if view.may_look else whole.limited(view)
+
+    def ingest(self, batch: ForwardBatch, features: Features | None) -> None:
+        """Pass it on."""
+        self.drafter.ingest(batch, features)
+
+    def commit(self, view: BatchView, proposal: Proposal, verdict: Verdict, features: Features) -> None:
+        """Pass it on; what was accepted of a branch the inner drafter reads as text."""
+        self.drafter.commit(view, proposal, verdict, features)
+        if not (view.mode.predicted and self.drafter.reads and proposal.tree.num_drafted):
+            return
+        path, longest = verdict.path, verdict.path.shape[1] - 1
+        if view.may_look:
+            step = torch.arange(longest + 1, device=path.device)
+            accepted = (step > 0) & (step <= verdict.length[:, None])
+            rows = (accepted & (proposal.columns_of(path) == 0)).any(1).nonzero()[:, 0]
+            if not len(rows):
+                return
+            view, path, longest = view.take(rows), path[rows], int(verdict.length[rows].max())
+        tokens = proposal.tree.tokens[path[:, 1 : 1 + longest].clamp(min=0)].clamp(min=0)
+        places, no_logits = _behind_text(view.size, longest, tokens.device)
+        limits = self._target.cache.page_size, self._target.model.config.max_positions
+        # What lies behind a path's end is written over before it is read.
+        self.drafter.ingest(stage_behind(view.lengths, view.block_table, tokens, places, *limits, no_logits), None)
 
     def release(self, seq_id: int) -> None:
         """Forget it."""
         self._answers.pop(seq_id, None)
         self.drafter.release(seq_id)
 
-    def _merge(self, own: TokenTree, view: BatchView, rows: list[int]) -> _Merged:
-        others = [b for b in range(own.num_trees) if b not in set(rows)]
-        grown = [self._grow(own, view, b) for b in rows]
-        device = own.tokens.device
-        parts = [TokenTree.of_points([(tree.tokens, tree.parents) for tree, _ in grown], device)]
-        origin = [torch.tensor([node for _, nodes in grown for node in nodes], device=device)]
-        if others:
-            rest, kept = own.take(torch.tensor(others, device=device))
-            parts.append(rest)
-            origin.append(kept)
-        woven = Woven(parts, [rows, others] if others else [rows])
-        origins = own.tokens.new_full((woven.tree.num_nodes,), -1)
-        for i, nodes in enumerate(origin):
-            origins[woven.nodes(i)] = nodes
-        known = origins >= 0
-        place = own.tokens.new_zeros(own.num_nodes).index_put_((origins[known],), known.nonzero()[:, 0])
-        return _Merged(own, woven.tree, origins, place)
+    def _path(self, view: HostView, b: int) -> tuple[int, ...]:
+        """What is expected to come next, as far as there is room."""
+        expected = view.predictions[b]
+        if not expected:
+            return ()
+        following = self._answers.setdefault(view.seq_ids[b], _Following(Alignment(expected)))
+        path = following.next_path(view.tokens[b][view.prompt_lengths[b] + following.read :])
+        return path[: min(view.max_nodes[b], view.max_depth[b])]
 
-    def _grow(self, own: TokenTree, view: BatchView, b: int) -> tuple[PointTree, list[int]]:
-        """The drafter's tree as chosen tokens with the branch, and the number each node had in it, or -1."""
-        start, end = own.offsets[b : b + 2].tolist()
-        tokens, parents = own.tokens[start:end].tolist(), (own.parents[start:end] - start).tolist()
-        tree = PointTree(tokens[0], int(view.max_nodes[b]), int(view.max_depth[b]))
-        copies: list[int | None] = [0]
-        origin = [start]
-        for i in range(1, end - start):
-            above = copies[parents[i]]
-            copies.append(None if above is None else tree.add(above, tokens[i]))
-            if len(tree.tokens) > len(origin):
-                origin.append(start + i)
-        answer = view.tokens[b][view.prompt_lengths[b] :]
-        guessing = self._answers.setdefault(view.seq_ids[b], _Guessing(Alignment(view.predictions[b])))
-        tree.add_path(guessing.next_path(answer))
-        return tree, origin + [-1] * (len(tree.tokens) - len(origin))
+    def _paths(self, view: BatchView) -> Tensor:
+        """Whether sequences have predictions, and the paths they follow, -1 padded. [B, 1 + P]."""
+        if view.may_look:
+            return _table(self._prepared, view.size, max(0, *(len(row) - 1 for row in [*self._prepared, [0]])))
+        if view.size not in self._frames:  # a graph is about to be captured, or nothing is
+            prepared = self._prepared if len(self._prepared) <= view.size else []
+            self._frames[view.size] = uploaded(_table(prepared, view.size, PREDICTED), view.roots.device)
+        frame = self._frames[view.size]
+        table = frame.clone()
+        # A step that is prepared for no prediction finds none.
+        frame.fill_(-1)
+        return table
 
-    def _let_read(
-        self, view: BatchView, tree: TokenTree, verdict: Verdict, known: list[int], features: Features
-    ) -> None:
-        """Accepted tokens that the drafter did not guess are text it has not seen yet."""
-        spans, nodes = [], []
-        for b, length in enumerate(verdict.length.tolist()):
-            if length > known[b]:
-                path = verdict.path[b, 1 : length + 1]
-                tokens = [*view.tokens[b], *tree.tokens[path].tolist()]
-                spans.append(Span(view.seq_ids[b], tokens, len(view.tokens[b]) + known[b], len(tokens)))
-                nodes.append(path[known[b] :])
-        if spans:
-            rows = torch.cat(nodes)
-            self.drafter.read(spans, {layer: part[rows] for layer, part in features.items()})
+
+def _table(rows: list[list[int]], size: int, length: int) -> Tensor:
+    """Rows of a flag and a path, -1 padded, as many as asked for. [size, 1 + length], on the host."""
+    padded = [[*row, *[-1] * (1 + length - len(row))] for row in rows]
+    return torch.tensor(padded + [[-1] * (1 + length)] * (size - len(rows)), dtype=torch.int64)
+
+
+@lru_cache(maxsize=1024)
+def _behind_text(size: int, count: int, device: torch.device) -> tuple[Places, Tensor]:
+    """Places of the first `count` tokens behind each text, and no rows of logits."""
+    steps = torch.arange(count, device=device).expand(size, -1).contiguous()
+    return Places(steps, steps), torch.empty(0, dtype=torch.int64, device=device)

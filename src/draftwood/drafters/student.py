@@ -9,18 +9,18 @@ import torch
 from torch import Tensor
 
 from draftwood.drafters.model import ModelDrafter
+from draftwood.drafting import Grower
 from draftwood.model.runner import ModelRunner
 from draftwood.nets.embeddings import TargetEmbeddings
 from draftwood.nets.shared import SharedWords
 from draftwood.nets.student import Student
-from draftwood.protocols import Grower
 
 
 class StudentDrafter(ModelDrafter):
     """A `ModelDrafter` whose layers are those of a `Student`."""
 
-    def __init__(self, student: SharedWords, runner: ModelRunner, grower: Grower, max_rows: int = 512) -> None:
-        super().__init__(runner, grower, max_rows)
+    def __init__(self, student: SharedWords, runner: ModelRunner, grower: Grower) -> None:
+        super().__init__(runner, grower)
         self._student = student
 
     @cached_property
@@ -30,13 +30,13 @@ class StudentDrafter(ModelDrafter):
 
     @property
     def module(self) -> Student:
-        """Its layers as a network, with a copy of the weights it guesses with."""
+        """Its layers as a network, with a copy of the weights it drafts with."""
         net = Student(self._student.config)
         net.load_state_dict(self._student.own)
         return net.to(self.runner.device)
 
     def update(self, weights: Mapping[str, Tensor]) -> None:
-        """Guess with these weights of its layers from now on. Only between steps; what was read before stays."""
+        """Draft with these weights of its layers from now on. Only between steps; what was read before stays."""
         old = self._student
         # In the types they were read in: the model has no room for more.
         own = {name: weights[name].detach().to(before.dtype, copy=True) for name, before in old.own.items()}

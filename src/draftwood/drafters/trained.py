@@ -10,6 +10,7 @@ from draftwood.drafters.features import FeatureDrafter
 from draftwood.drafters.kangaroo import ShallowDrafter
 from draftwood.drafters.medusa import HeadStackDrafter
 from draftwood.drafters.peagle import ParallelEagleDrafter
+from draftwood.drafting import Grower
 from draftwood.errors import IncompatibleParts
 from draftwood.nets.dflash import BlockNet
 from draftwood.nets.eagle import Eagle1, Eagle3, MultiToken
@@ -17,7 +18,6 @@ from draftwood.nets.embeddings import TargetEmbeddings
 from draftwood.nets.kangaroo import Kangaroo
 from draftwood.nets.medusa import HeadStack
 from draftwood.nets.pard import ParallelEagle
-from draftwood.protocols import Grower
 
 
 def drafter_of(net: nn.Module, words: TargetEmbeddings, grower: Grower) -> FeatureDrafter | ShallowDrafter:

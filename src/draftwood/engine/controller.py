@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from draftwood.cache.resident import round_batch, round_sizes
+from draftwood.drafting import padded_batch, tree_sizes
 from draftwood.costs import StepCosts
 from draftwood.protocols import Budget, Load, StepReport
 
@@ -178,7 +178,7 @@ class MeasuredBudget:
     def __init__(self, costs: StepCosts, max_nodes: int) -> None:
         self._costs = costs
         self._most = max_nodes
-        self._sizes = round_sizes(max_nodes)
+        self._sizes = tree_sizes(max_nodes)
         self._hits = [0.0] * (max_nodes + 1)
         self._trials = [0.0] * (max_nodes + 1)
         self._last: int | None = None  # nodes of the last round
@@ -195,7 +195,7 @@ class MeasuredBudget:
         drafting = self._drafting.of(batch)
 
         def outlook(nodes: int) -> Outlook:
-            rows = round_batch(batch) * (1 + nodes) if load.padded else round(batch * (1 + share * nodes))
+            rows = padded_batch(batch) * (1 + nodes) if load.padded else round(batch * (1 + share * nodes))
             seconds = self._costs.at(rows, load.context, batch) + nodes * drafting
             return Outlook(tokens[nodes], least[nodes], seconds, self._costs.assumed)
 
@@ -275,20 +275,20 @@ class MeasuredTreeBudget:
         self._last: int | None = None  # nodes of the last round
         self._drafting = DraftingTime(costs)
         self._tokens_per_step = 1.0  # of one sequence
-        self._sizes = round_sizes(max_nodes)
+        self._sizes = tree_sizes(max_nodes)
 
     def budget(self, load: Load) -> Budget:
         """As the device runs them."""
         batch = max(load.num_running, 1)
         if not load.padded:
-            worth = self._worth(load, batch)
-            return Budget(self._most, worth, WorthTheRow(self._most, worth))
+            least = self._least_prob(load, batch)
+            return Budget(self._most, least, WorthTheRow(self._most, least))
         budget = _best_rate({nodes: self._outlook(nodes, load, batch) for nodes in self._sizes}, self._last)
         self._last = budget.max_nodes
         return budget
 
     def _outlook(self, nodes: int, load: Load, batch: int) -> Outlook:
-        rows = round_batch(batch) * (1 + nodes)
+        rows = padded_batch(batch) * (1 + nodes)
         drafting = self._drafting.of(batch) if nodes else 0.0
         seconds = self._costs.at(rows, load.context, batch) + drafting
         gain = self._gain * self._share(nodes)
@@ -317,7 +317,7 @@ class MeasuredTreeBudget:
         """The target's rows by the cost table, and what drafting has taken lately; any thread may ask."""
         return self._drafting.with_target(report, parts=1 if report.drafted else 0)
 
-    def _worth(self, load: Load, batch: int) -> float:
+    def _least_prob(self, load: Load, batch: int) -> float:
         """The chance of acceptance below which one more row costs more time than its token saves."""
         rows = round(batch * self._tokens_per_step)
         rate = batch * self._tokens_per_step / self._costs.at(rows, load.context, batch)

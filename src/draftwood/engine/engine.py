@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from draftwood.cache.batch_state import RowSettings, edits_on_device
+from draftwood.cache.batch_state import edits_on_device
 from draftwood.drafting import Drafter
 from draftwood.engine.decode_step import Parts
 from draftwood.engine.graph_runner import Batch, GraphRunner, Launched, batch_state_for
@@ -35,7 +35,6 @@ from draftwood.tree import DraftLaw, HostVerdict
 
 OFF = Budget(0, why="no nodes: the drafter has failed and is switched off")
 NOTHING = HostVerdict([], [], [], [], [])  # the outcome of a prefill
-USUAL_MODES = (StepMode(greedy=True), StepMode(truncates=True))
 
 
 def check_exact(verifier: Verifier, drafts: DraftLaw) -> None:
@@ -84,8 +83,10 @@ class Engine:
         self.timers = Timers()
         self.last_step: TimedStep | None = None  # the last step with a valid timing, for those who watch
         parts = Parts(target, self._guarded, verifier, rng, self.health, self.timers)
-        state = batch_state_for(target, scheduler.config.max_running, drafter.max_nodes)
-        shapes = ShapePlan(drafter.sizes, state.capacity, state.num_pages, target.cache.page_size, USUAL_MODES)
+        behind = max(drafter.max_nodes, drafter.staged(drafter.max_nodes))
+        state = batch_state_for(target, scheduler.config.max_running, behind)
+        rows, page_size = scheduler.config.max_rows, target.cache.page_size
+        shapes = ShapePlan.for_trees(drafter.sizes, state.capacity, rows, state.num_pages, page_size)
         self.runner = GraphRunner(parts, state, shapes, captures)
         self._in_flight: _InFlight | None = None
         self._read: dict[int, int] = {}  # sequence -> tokens in the drafter's KV cache, where that is less than all
@@ -93,7 +94,7 @@ class Engine:
         self._collected_at = 0.0
         self._timing_invalid = False
         self._behind_text = False  # a prefill was launched since the last step
-        scheduler.on_end = self._release
+        scheduler.on_end, scheduler.staged = self._release, self._guarded.staged
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
@@ -117,6 +118,13 @@ class Engine:
         """Capture one more step while there is nothing else to do; False if there is nothing left to capture."""
         with torch.inference_mode():
             return self.runner.capture_next()
+
+    def prepare(self, seconds: float) -> int:
+        """Capture steps for so long, before there are requests; returns how many are ready."""
+        until = time.perf_counter() + seconds
+        while time.perf_counter() < until and self.prepare_next():
+            pass
+        return len(self.runner.ready)
 
     def invalidate_timing(self) -> None:
         """The host was busy with something else: the step in flight cannot be timed any more."""
@@ -171,12 +179,7 @@ class Engine:
         vocabulary = self.target.model.config.vocab_size
         for seq in (item.seq for item in ready.items):
             if seq.id not in state:
-                stops = frozenset(token for token in seq.stop_ids if token < vocabulary)
-                deferred = stops if seq.params.min_tokens else frozenset()
-                settings = RowSettings(
-                    seq.params, seq.seed, seq.prompt_length, seq.max_length, seq.deepest, deferred
-                )
-                state.add(seq.id, seq.tokens, settings)
+                state.add(seq.id, seq.tokens, seq.row_settings(vocabulary))
         state.update_block_tables({seq_id: tables.pages(seq_id) for seq_id in ready.seq_ids})
 
     def _batch(self, ready: Plan, prompts: Plan, budget: Budget) -> Batch:
@@ -199,13 +202,12 @@ class Engine:
             [b for b, seq in enumerate(seqs) if asks(seq)]
             for asks in (lambda s: edits_on_device(s.params), _masked, lambda s: s.params.logprobs is not None)
         )
-        most = max(rooms)
-        nodes = max(size for size in self.drafter.sizes if size <= most)
+        nodes = self._tree_size(max(rooms), whole=not eager)
         tables = [len(self.scheduler.tables.pages(seq_id)) for seq_id in (*ready.seq_ids, *prompts.seq_ids)]
         shape = StepShape(
             batch=len(seqs),
             nodes=nodes,
-            pages=min(max(tables) + 1, self.runner.state.num_pages),
+            pages=min(max(*tables, self._pages_behind(ready, nodes)) + 1, self.runner.state.num_pages),
             text=prompts.num_rows,
             edited=len(edited),
             masked=len(masked),
@@ -214,6 +216,17 @@ class Engine:
         )
         gained = max(self._gained.get(seq.id, 1) for seq in seqs) if eager else None
         return Batch(ready, mode, shape, edited, masked, scored, prompts.spans, gained, budget.min_accept_prob)
+
+    def _tree_size(self, room: int, *, whole: bool) -> int:
+        """The largest tree that fits; where absent nodes cost nothing (not `whole`), the smallest that fills the room."""
+        sizes = self.drafter.sizes
+        fitting = max(size for size in sizes if size <= room)
+        return fitting if whole or room == 0 else min((size for size in sizes if size >= room), default=fitting)
+
+    def _pages_behind(self, ready: Plan, nodes: int) -> int:
+        """Pages that the longest sequence takes with everything that is written behind it, reserved or not."""
+        longest = max(item.end for item in ready.items) + max(nodes, self._guarded.staged(nodes))
+        return -(-longest // self.target.cache.page_size)
 
     def _lossless(self, seq: Sequence) -> bool:
         return self.verifier.lossless if seq.params.law is None else seq.lossless
@@ -298,7 +311,7 @@ class Engine:
             draft_seconds=self.timers.seconds.get("draft", 0.0) - flight.draft_seconds if told_apart else None,
             step_seconds=None if told_apart else seconds,
             context=sum(len(item.seq.tokens) for item in plan.items) / max(len(plan.items), 1),
-            room=flight.launched.room,
+            room=flight.launched.nodes,
         )
 
 

@@ -24,13 +24,14 @@ from draftwood.engine.plan import Plan
 from draftwood.engine.shapes import Key, ShapePlan, StepShape
 from draftwood.engine.trace import NUM_FACTS, step_trace
 from draftwood.model.runner import ModelRunner
-from draftwood.protocols import BatchView, HostView, NodeMasks, Span, StepMode
+from draftwood.protocols import PREDICTED, BatchView, HostView, NodeMasks, Span, StepMode
 from draftwood.request import StepTrace, TokenLogprob
 from draftwood.sampling import host_masks
 from draftwood.tree import HostVerdict, TokenTree
 
 HOST = torch.device("cpu")
 READINGS = (16, 32, 64, 128, 256, 512)  # rows of a captured prefill
+FIRST_STEPS = 4  # captured before prefills: plain and drafting, for one sequence and for many
 log = logging.getLogger(__name__)
 
 
@@ -65,6 +66,7 @@ class Launched:
     arrived: torch.cuda.Event | None
     rows: int  # that the target ran
     nodes: int  # draft nodes that each sequence could have had
+    depth: int  # the most draft tokens that one can have gained
     with_prompts: bool
 
     def wait(self) -> HostVerdict:
@@ -140,6 +142,7 @@ class GraphRunner:
     _frames: dict[tuple[int, int], PrefillBuffer] = field(default_factory=dict)  # by rows and pages
     _readings: dict[tuple[int, int], Callable[[], None]] = field(default_factory=dict)
     _baked: tuple[object, ...] = ()  # what captured steps were captured with
+    _full: bool = False  # there is no memory for more graphs
     _pool: Any = None
     _side: Any = None
 
@@ -191,7 +194,9 @@ class GraphRunner:
 
     def _run_eagerly(self, batch: Batch) -> Launched:
         shape, device, cache = batch.shape, self.state.device, self.target.cache
-        inputs = StepInputs.over(self._numbers(batch, shape, batch.mode).to(device, non_blocking=True), shape.batch, shape.edited)
+        inputs = StepInputs.over(
+            self._numbers(batch, shape, batch.mode).to(device, non_blocking=True), shape.batch, shape.edited
+        )
         view = replace(
             self.state.view(inputs, batch.mode, shape.pages),
             gained=batch.gained,
@@ -212,14 +217,14 @@ class GraphRunner:
         return self._launched(batch, output, rows, shape.nodes, bool(batch.prompts))
 
     def _prepare_host_trees(self, view: HostView, size: int, nodes: int) -> None:
-        if self.parts.drafter.waits:
+        if self.parts.drafter.waits or any(view.predictions):
             with self.parts.timers.measure("draft"):
                 self.parts.drafter.prepare(view, size, nodes)
 
     def _numbers(self, batch: Batch, shape: StepShape, mode: StepMode) -> Tensor:
         """What a step of this shape and mode is told about the batch."""
         sequences = [
-            (row, item.max_nodes, mode.laws.index(item.seq.params.law), mode.drafters.index(item.seq.params.drafter))
+            (row, item.own_nodes, mode.laws.index(item.seq.params.law), mode.drafters.index(item.seq.params.drafter))
             for row, item in zip(self.state.rows(batch.plan.seq_ids), batch.plan.items, strict=True)
         ]
         room = (shape.batch, shape.edited, shape.scored)
@@ -245,7 +250,8 @@ class GraphRunner:
         if self.state.device.type == "cuda":
             arrived = torch.cuda.Event()
             arrived.record()
-        return Launched(batch, host, arrived, rows, nodes, with_prompts)
+        depth = self.parts.drafter.depth(nodes) + (PREDICTED if batch.mode.predicted else 0)
+        return Launched(batch, host, arrived, rows, nodes, depth, with_prompts)
 
     def read(self, spans: Sequence[Span]) -> None:
         """Prefill pieces of prompts in target and drafter: a few short ones by a graph, others eagerly."""
@@ -265,11 +271,19 @@ class GraphRunner:
 
     def capture_next(self) -> bool:
         """Capture what is missed most, or likely to be asked for; False if there is nothing to capture."""
-        if not self.captures:
+        if not self.captures or self._full:
             return False
+        try:
+            return self._capture_next()
+        except torch.OutOfMemoryError:
+            log.warning("There is no memory for more than %d captured steps.", len(self._ready))
+            self._full = True
+            return False
+
+    def _capture_next(self) -> bool:
         self._drop_outdated()
         size = next((size for size in self._usual_readings() if size not in self._readings), None)
-        if size is not None and len(self._ready) >= 2:  # a plain and a drafting step come first
+        if size is not None and len(self._ready) >= FIRST_STEPS:
             self._readings[size] = self._prepare_reading(*size)
             return True
         key = self.shapes.next([*self._ready, *self._refused])
@@ -319,9 +333,7 @@ class GraphRunner:
 
             def whole() -> None:
                 view = self.state.view(inputs, mode, shape.pages)
-                made.output = decode_step(
-                    self.parts, self.state, view, inputs, shape.nodes, shape.alternatives, text
-                )
+                made.output = decode_step(self.parts, self.state, view, inputs, shape.nodes, shape.alternatives, text)
 
             return CapturedStep(inputs, [self._as_graph(whole)], made, None)
         return self._in_parts(shape, mode, inputs, text, made)
@@ -348,9 +360,7 @@ class GraphRunner:
         )
 
         def third() -> None:
-            made.output = settle(
-                self.parts, self.state, view[0], inputs, made.scored, shape.alternatives, masks
-            )
+            made.output = settle(self.parts, self.state, view[0], inputs, made.scored, shape.alternatives, masks)
 
         return CapturedStep(inputs, [*runs, self._as_graph(third)], made, masks)
 

@@ -23,7 +23,6 @@ import torch
 from draftwood.assembly import (
     AUTO,
     build_drafter,
-    build_rounds,
     build_verifier,
     choose_law,
     is_lookup,
@@ -33,11 +32,11 @@ from draftwood.assembly import (
     settle,
     suited_tree,
 )
-from draftwood.calibration import calibrate, default_controller, known_costs, pruned
+from draftwood.calibration import calibrate, default_controller, known_costs
 from draftwood.config import EngineConfig
 from draftwood.costs import StepCosts
 from draftwood.drafters.by_request import OfferedDrafters
-from draftwood.drafters.pruned import PrunedDrafter
+from draftwood.drafting import Drafter
 from draftwood.engine.engine import Engine, check_exact
 from draftwood.engine.intake import Guessers, Intake, Prompt
 from draftwood.engine.scheduler import Scheduler, SchedulerConfig
@@ -48,8 +47,7 @@ from draftwood.faults import DrafterHealth
 from draftwood.machine import reading_ahead
 from draftwood.model.checkpoint import Checkpoint, files_of, open_checkpoint
 from draftwood.model.native import Progress
-from draftwood.model.runner import ModelRunner
-from draftwood.protocols import Controller, Drafter, Verifier
+from draftwood.protocols import Controller, Verifier
 from draftwood.request import (
     Completion,
     Event,
@@ -159,7 +157,6 @@ class LLM:
         self._controller = controller
         self._allow_pickle = allow_pickle  # of a drafter's files that exist in no other form; tensors only, even then
         self._progress = progress
-        self._pruned: list[PrunedDrafter] = []
         if isinstance(law, str) and law != AUTO:
             build_verifier(law)  # refuse a name nobody knows before anything is read
         self.checkpoint = open_checkpoint(model) if isinstance(model, str | Path) else model
@@ -191,18 +188,20 @@ class LLM:
         check_exact(self.laws.default, drafter.law)  # before the weights are read
         offered = {name: self._drafter(name, parts) for name in parts.offered}
         target = load_runner(self.checkpoint, config, self._progress)
-        if config.adaptive:
-            drafter, *others = (self._trim(d, target) for d in (drafter, *offered.values()))
-            offered = dict(zip(offered, others, strict=True))
         if parts.offers is not None:
             own = {parts.drafter: drafter} if isinstance(parts.drafter, str) else {}
             drafter = offer(drafter, own | offered)
-        rounds = build_rounds(target, drafter, self.laws.law_of, config)
-        limits = SchedulerConfig(config.max_rows, config.max_running, config.max_waiting, rounds is not None)
+        on_gpu = target.device.type == "cuda"
+        limits = SchedulerConfig(config.max_rows, config.max_running, config.max_waiting, asynchronous=on_gpu)
         scheduler = Scheduler(target.cache.tables, limits)
         controller = self._controller or default_controller(target, drafter)
         name = parts.drafter if isinstance(parts.drafter, str) else None
-        return Engine(target, drafter, self.laws, controller, scheduler, KeyedRng(), rounds, name)
+        captures = on_gpu and not config.eager
+        engine = Engine(
+            target, drafter, self.laws, controller, scheduler, KeyedRng(), captures=captures, drafter_name=name
+        )
+        engine.prepare(config.capture_seconds)
+        return engine
 
     def _drafter(self, drafter: str | Drafter, parts: Parts) -> Drafter:
         if not isinstance(drafter, str):
@@ -210,10 +209,6 @@ class LLM:
         takes_tree = not is_lookup(drafter) or drafter == parts.drafter
         tree = (parts.tree or suited_tree(drafter, parts.law)) if takes_tree else None
         return build_drafter(drafter, tree, self.checkpoint, self.config, allow_pickle=self._allow_pickle)
-
-    def _trim(self, drafter: Drafter, target: ModelRunner) -> Drafter:
-        self._pruned.append(pruned(drafter, target))
-        return self._pruned[-1]
 
     @property
     def max_length(self) -> int:
@@ -231,9 +226,6 @@ class LLM:
                 raise InvalidRequest("Calibrate while no requests are running: they would be measured as well.")
             costs = calibrate(self.engine.target, say)
             trusted = costs if costs.doubt is None else None
-            if trusted is not None:
-                for drafter in self._pruned:
-                    drafter.costs = trusted
             engine = self.engine
             engine.controller = self._controller or default_controller(engine.target, engine.drafter, trusted)
             return costs

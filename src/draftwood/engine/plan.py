@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
-from draftwood.engine.sequence import PREDICTED, Sequence
-from draftwood.protocols import HostView, Span
+from draftwood.engine.sequence import Sequence
+from draftwood.protocols import PREDICTED, HostView, Span
 
 T = TypeVar("T")
 

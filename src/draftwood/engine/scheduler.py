@@ -50,11 +50,13 @@ class Scheduler:
         tables: PageTables,
         config: SchedulerConfig,
         on_end: Callable[[int], None] = lambda seq_id: None,
+        staged: Callable[[int], int] = lambda nodes: nodes,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.tables = tables
         self.config = config
         self.on_end = on_end
+        self.staged = staged  # places behind the text that a drafter writes to for a tree of so many nodes
         self.clock = clock
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
@@ -100,19 +102,19 @@ class Scheduler:
         """
         self.budget = budget
         self._admit()
-        share = self._node_rows(budget.max_nodes)
+        share = self._node_rows(max((seq.wanted_nodes(budget.max_nodes) for seq in self.running), default=0))
         items: dict[int, PlanItem] = {}
-        rows = self.config.max_rows
         for seq in sorted(self.running, key=lambda s: (self._pending(s) > 1, s.id)):
+            rows = self.config.max_rows - sum(item.end - item.start + item.max_nodes for item in items.values())
             start, length = self.tables.num_cached(seq.id), len(seq.tokens)
-            if seq.id not in self.tables or (seq.id in ahead and length + 1 >= seq.max_length):
-                continue  # preempted, or certain to end with what it has gained already
+            if rows < 1 or seq.id not in self.tables or (seq.id in ahead and length + 1 >= seq.max_length):
+                continue  # no room, preempted, or certain to end with what it has gained already
             ready = start == length - 1
             end = length if ready else min(start + rows, length - 1)
             room = min(end + ahead.get(seq.id, 0) + (seq.id in ahead), seq.max_length)
             if end > start and self._make_room(seq, room, items):
-                items[seq.id] = PlanItem(seq, start, end, seq.wanted_nodes(share) if ready else 0)
-                rows -= 0 if ready else end - start
+                nodes = min(share, rows - 1, seq.wanted_nodes(budget.max_nodes)) if ready else 0
+                items[seq.id] = PlanItem(seq, start, end, nodes)
         prompts = Plan(tuple(item for item in items.values() if not item.samples))
         # Draft nodes get their pages last: no sequence is preempted for a guess.
         return prompts, Plan(tuple(self._with_pages(item, ahead) for item in items.values() if item.samples))
@@ -131,12 +133,11 @@ class Scheduler:
         logprobs: list[list[TokenLogprob]] | None = None,
         traces: list[StepTrace | None] | None = None,
         prompt_logprobs: Mapping[int, list[TokenLogprob]] | None = None,
-        unusable: frozenset[int] = frozenset(),
     ) -> list[Event]:
-        """Give every sequence what the step earned it; the one place where sequences change.
+        """Give every sequence what it gained; the one place where sequences change. One whose next token the model gave
+        no distribution for ends with an error.
 
-        `prompt_logprobs`: of the tokens behind `plan.scored`, by the item's index. `unusable`: those of `plan.sampling`
-        whose next token the model gave no distribution for; they end with an error.
+        `prompt_logprobs`: of the tokens behind `plan.scored`, by the item's index.
         """
         gains = {i: b for b, i in enumerate(plan.sampling)}
         events = []
@@ -146,7 +147,7 @@ class Scheduler:
             b = gains.get(i)
             if b is None:
                 self.tables.advance(item.seq.id, item.end, item.seq.tokens)
-            elif b in unusable:
+            elif not outcome.usable[b]:
                 events.append(self._end_with_error(item.seq, NO_DISTRIBUTION))
             else:
                 event = self._give(item, outcome, b, logprobs[b] if logprobs else [])
@@ -186,9 +187,11 @@ class Scheduler:
             return replace(item, max_nodes=0)
         # Where the host is behind, the tree hangs behind an unknown number of tokens, at most so many.
         base = item.end + ahead.get(item.seq.id, 0) + (item.seq.id in ahead)
-        if item.max_nodes and not self.tables.reserve(item.seq.id, base + item.max_nodes):
-            return replace(item, max_nodes=max(0, min(item.max_nodes, self.tables.room(item.seq.id) - base)))
-        return item
+        places = max(item.max_nodes, self.staged(item.max_nodes)) if item.max_nodes else 0
+        if self.tables.reserve(item.seq.id, base + places):
+            return item
+        # A drafter that finds no page for its own copy of a node writes to the scratch page.
+        return replace(item, max_nodes=max(0, min(item.max_nodes, self.tables.room(item.seq.id) - base)))
 
     def _admit(self) -> None:
         held: list[Sequence] = []

@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
+from draftwood.cache.batch_state import RowSettings
 from draftwood.engine.text import TextStream
 from draftwood.errors import GrammarError
-from draftwood.protocols import Constraint
+from draftwood.protocols import PREDICTED, Constraint
 from draftwood.request import Event, FinishReason, SamplingParams, SpeculationStats, TokenLogprob
 
-PREDICTED = 32  # draft nodes for what the caller expects, beside the drafter's own
 DEEP = 1 << 20  # deeper than any tree
 
 
@@ -59,11 +59,6 @@ class Sequence:
         return len(self.tokens) - self.prompt_length
 
     @property
-    def early_stop_ids(self) -> frozenset[int]:
-        """Stop tokens that the minimum length forbids for now."""
-        return self.stop_ids if self.num_generated < self.params.min_tokens else frozenset()
-
-    @property
     def _unscored(self) -> bool:
         return 0 < len(self.prompt_logprobs) < self.prompt_length
 
@@ -87,6 +82,14 @@ class Sequence:
     def deepest(self) -> int:
         """Draft tokens one behind the other that its request allows."""
         return DEEP if self.params.max_depth is None else self.params.max_depth
+
+    def row_settings(self, vocab_size: int) -> RowSettings:
+        """What the batch state holds of it besides its tokens. Stop tokens are those of the vocabulary that a minimum
+        length defers.
+        """
+        stops = frozenset(token for token in self.stop_ids if token < vocab_size)
+        deferred = stops if self.params.min_tokens else frozenset()
+        return RowSettings(self.params, self.seed, self.prompt_length, self.max_length, self.deepest, deferred)
 
     def wanted_nodes(self, nodes: int) -> int:
         """Draft nodes it wants where others get `nodes`: also for what is predicted, within what its request allows."""

@@ -10,17 +10,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from draftwood.drafting import BATCHES, padded_batch
+from draftwood.drafting import BATCHES, padded_batch, tree_sizes
 from draftwood.protocols import StepMode
 
 FREE_ROWS = 256  # rows that take as long as reading all weights; each as many more take as long again
 LONG_TABLES = 0.1  # plain steps lost by a block table that is longer than needed
 UNUSED_WORK = 0.05  # plain steps lost by a step that edits logits or scores tokens that no request asks for
-SEPARATE_PREFILL = 1.0  # plain steps lost by a separate prefill: weights are read once more
+LAUNCHED_ONE_BY_ONE = 8.0  # plain steps lost by a step that is not captured
 MIXED_ROWS = (64, 128, 256, 512)  # prefill rows of a mixed step
 LENGTHS = (1024, 4096, 16384)  # tokens: kernels are split for the longest possible sequence, not for the present one
 MOST_CAPTURED = 256  # each keeps its memory
 ALTERNATIVES = (20, 100)  # per token, beside its own log-probability
+COARSE_BATCHES = (1, 8, 32, 128)
+MOST_TREE_SIZES = 12  # of which all are captured
+USUAL_MODES = (StepMode(greedy=True), StepMode(truncates=True))
+EVERYTHING = StepMode(truncates=True, limited=True)
 
 
 def padded_count(count: int, batch: int) -> int:
@@ -57,6 +61,7 @@ class StepShape:
         """
         nodes = self.nodes <= other.nodes and (self.nodes > 0) == (other.nodes > 0)
         extras = all(mine >= asked for mine, asked in zip(self.extras, other.extras, strict=True))
+        extras = extras and (self.masked > 0) == (other.masked > 0)  # masks make the host wait for the trees
         return nodes and extras and self.batch >= other.batch and self.pages >= other.pages and self.text >= other.text
 
     def lost_with(self, other: StepShape) -> float:
@@ -76,10 +81,18 @@ class ShapePlan:
 
     sizes: Sequence[int]  # of trees
     max_batch: int
+    max_rows: int
     whole_table: int  # pages of the longest possible sequence
     page_size: int
-    modes: Sequence[StepMode]  # most usual first
     missed: dict[Key, float] = field(default_factory=dict)  # plain steps lost by shapes that are not ready
+
+    @classmethod
+    def for_trees(
+        cls, sizes: Sequence[int], max_batch: int, max_rows: int, whole_table: int, page_size: int
+    ) -> ShapePlan:
+        """A plan for trees of `sizes`, of which few enough are captured where there are many."""
+        worth = set(sizes) if len(sizes) <= MOST_TREE_SIZES else set(tree_sizes(sizes[-1]))
+        return cls([size for size in sizes if size in worth], max_batch, max_rows, whole_table, page_size)
 
     def pages_for(self, pages: int) -> int:
         """Pages of the smallest block table for sequences of so many. Its last entry is scratch: a finished sequence
@@ -100,13 +113,15 @@ class ShapePlan:
         )  # fmt: skip
 
     def nearest(self, wanted: StepShape, mode: StepMode, ready: Sequence[Key]) -> Key | None:
-        """The shape that is ready and loses least; None if none fits. Remembers what is lost."""
+        """The shape that is ready and loses least; None if none is better than a step that is not captured. Remembers
+        what is lost.
+        """
         fitting = [key for key in ready if key[0].holds(wanted) and key[1].covers(mode)]
         best = min(fitting, key=lambda key: (wanted.lost_with(key[0]), key[1] != mode), default=None)
-        lost = SEPARATE_PREFILL if best is None else wanted.lost_with(best[0])
+        lost = LAUNCHED_ONE_BY_ONE if best is None else wanted.lost_with(best[0])
         if best != (wanted, mode):
-            self.missed[wanted, mode] = self.missed.get((wanted, mode), 0.0) + lost
-        return best
+            self.missed[wanted, mode] = self.missed.get((wanted, mode), 0.0) + min(lost, LAUNCHED_ONE_BY_ONE)
+        return best if lost < LAUNCHED_ONE_BY_ONE else None
 
     def next(self, ready: Sequence[Key]) -> Key | None:
         """What to capture next: what was missed most, then what is likely to be asked for; None: nothing."""
@@ -117,20 +132,28 @@ class ShapePlan:
         return next((key for key in (*by_loss, *self.usual()) if key not in known), None)
 
     def usual(self) -> Iterator[Key]:
-        """Shapes by how likely they are: one sequence and a full batch first, then what lies between."""
+        """Shapes by how likely they are: few batch sizes first, then steps that do everything any request may ask for,
+        at any length, then steps that prefill too, then everything in between.
+        """
         batches = [batch for batch in BATCHES if batch < self.max_batch] + [self.max_batch]
-        order = [batches[0], batches[-1], *batches[1:-1][::-1]]
-        trees = sorted({self.sizes[-1], 0, *self.sizes[1:-1:2]}, reverse=True)
-        short = self.pages_for(1)
-        for mode in self.modes:
-            for batch in dict.fromkeys(order):
-                for nodes in dict.fromkeys((trees[0], 0, *trees)):
-                    shape = StepShape(batch, nodes, short)
-                    yield shape, mode
-                    if nodes in (trees[0], 0) and batch > 1:
-                        yield replace(shape, text=MIXED_ROWS[1]), mode
-        for shape in [StepShape(batch, nodes, short) for batch in dict.fromkeys(order) for nodes in (trees[0], 0)]:
-            everything = replace(self.modes[-1], limited=True)
-            room = replace(shape, edited=shape.batch, scored=shape.batch, alternatives=ALTERNATIVES[0])
-            yield room, everything
-            yield replace(shape, pages=self.whole_table), self.modes[-1]
+        coarse = [batch for batch in batches if batch in COARSE_BATCHES or batch == self.max_batch]
+        for mode in USUAL_MODES:
+            yield from ((shape, mode) for batch in coarse for shape in self._extremes(batch))
+        for shape in (shape for batch in coarse for shape in self._extremes(batch)):
+            room = {"edited": shape.batch, "scored": shape.batch, "alternatives": ALTERNATIVES[0]}
+            yield replace(shape, pages=self.whole_table, **room), EVERYTHING
+        for mode in USUAL_MODES:
+            mixed = (shape for batch in coarse if batch > 1 for shape in self._extremes(batch))
+            yield from ((replace(shape, text=MIXED_ROWS[1]), mode) for shape in mixed)
+        for mode in USUAL_MODES:
+            yield from ((shape, mode) for batch in batches for shape in self._trees(batch))
+
+    def _trees(self, batch: int) -> list[StepShape]:
+        """Every size of tree that so many sequences have rows for, the largest first."""
+        most = self.max_rows // batch - 1
+        return [StepShape(batch, size, self.pages_for(1)) for size in reversed(self.sizes) if size <= max(most, 0)]
+
+    def _extremes(self, batch: int) -> list[StepShape]:
+        """The largest tree that so many sequences have rows for, and none."""
+        trees = self._trees(batch)
+        return [trees[0], trees[-1]] if len(trees) > 1 else trees

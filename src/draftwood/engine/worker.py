@@ -181,8 +181,11 @@ class Worker:
         self._give_way(busy=True)
 
     def rest(self) -> float:
-        """Nobody has anything to do: let the companion work if it wants to. Seconds after which it will."""
-        return self._give_way(busy=False)
+        """There are no requests: let the companion work if it wants to, or prepare the engine for later ones. Seconds
+        after which there is more to do.
+        """
+        wait = self._give_way(busy=False)
+        return 0.0 if wait > 0 and self._engine.prepare_next() else wait
 
     def _let_in(self, companion: Companion | None) -> None:
         self._companion = companion

@@ -4,7 +4,7 @@ Whatever looks at drawn tokens to throw nodes away would bias a law that trusts 
 only ever adds: where it grows next may depend on what it drew, what it keeps may not.
 """
 
-from draftwood.growers.levels import Levels, StaticShape, chain
+from draftwood.growers.fixed import Levels, StaticShape, chain
 from draftwood.growers.paths import Paths
 from draftwood.growers.pickers import (
     Best,

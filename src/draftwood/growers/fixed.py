@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from draftwood.cache.kv import Places
-from draftwood.drafting import FrontierModel, Front, Proposal
+from draftwood.drafting import Front, FrontierModel, Proposal
 from draftwood.growers.pickers import Best, ChildPicker, Children, Frontier
 from draftwood.protocols import BatchView, Randomness
 from draftwood.tree import POINT_CHAIN, POINT_TREE, DraftLaw, TokenTree, TreeShape
@@ -65,14 +65,19 @@ class _FixedTree:
             children = [rank * len(inner) + inner.index(parent) for parent, rank in level]
             above = [before.index(int(one.parents[column])) for column in inner] if number else [0]
             sources = [column - first for column in inner]
-            whole = number == 0 or sources == list(range(len(levels[number - 1])))
+            every_source = number == 0 or sources == list(range(len(levels[number - 1])))
+            every_child = children == list(range(width * len(inner)))
             plans.append(
                 _LevelPlan(
-                    everywhere(inner), everywhere(one.depth[inner].tolist()), everywhere(above),
-                    None if whole else everywhere(sources), self._places(one, inner, size, device) if number else None,
-                    width, None if children == list(range(width * len(inner))) else torch.tensor(children, device=device),
+                    columns=everywhere(inner),
+                    depth=everywhere(one.depth[inner].tolist()),
+                    parents=everywhere(above),
+                    sources=None if every_source else everywhere(sources),
+                    places=self._places(one, inner, size, device) if number else None,
+                    width=width,
+                    taken=None if every_child else torch.tensor(children, device=device),
                 )
-            )  # fmt: skip
+            )
             before, first = inner, first + (len(levels[number - 1]) if number else 1)
         return plans
 
@@ -167,7 +172,7 @@ def _missing(children: list[Children], level: _LevelPlan) -> Tensor | None:
 
 @dataclass(frozen=True)
 class _Fixed:
-    """What trees of a fixed shape have in common; subclasses say which nodes the levels have, and how they are chosen."""
+    """What trees of a fixed shape have in common; subclasses say which nodes there are, and how they are chosen."""
 
     _trees: dict[tuple[int, int, torch.device], _FixedTree] = field(
         default_factory=dict, init=False, repr=False, compare=False, kw_only=True
@@ -210,6 +215,8 @@ class _Fixed:
 
     def grow(self, model: FrontierModel, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
         """Level by level."""
+        if not nodes:
+            return Proposal.bare(view)
         key = view.size, nodes, view.roots.device
         if key not in self._trees:
             self._trees[key] = _FixedTree(self.plan()[: self.sizes.index(nodes)], key[0], key[2])

@@ -66,6 +66,8 @@ class Paths:
 
     def grow(self, model: FrontierModel, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
         """One token of every path at a time."""
+        if not nodes:
+            return Proposal.bare(view)
         growing = _Growing(self, view, nodes)
         logits, state = model.begin(view)
         for level in range(self.depth_of(nodes)):

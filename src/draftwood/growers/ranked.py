@@ -17,13 +17,14 @@ from torch import Tensor
 from draftwood.cache.kv import Places
 from draftwood.drafting import Front, FrontierModel, Proposal, Vocabulary
 from draftwood.growers.fixed import MAX_NODES
-from draftwood.ops.beam import Links, Offers, likeliest_tree, linked, offer, scored_children
+from draftwood.ops.beam import Chosen, Links, Offers, likeliest_tree, linked, offer, ranked_offers, scored_children
 from draftwood.protocols import BatchView, Randomness
 from draftwood.tree import POINT_TREE, TokenTree, TreeShape, num_words, own_bits
 
-MOST_RANKED = 2048  # offers of a tree that the device's kernels rank together
+LEAST = torch.finfo(torch.float32).min  # of log-probabilities: only what is impossible has less
 
 
+# What follows from sizes alone is made once: a captured step would launch every small kernel again and again.
 @lru_cache(maxsize=1024)
 def _packed(size: int, rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Offsets [B + 1], owner and local index [B * rows] of trees of one size."""
@@ -38,7 +39,7 @@ def _asked_in(size: int, width: int, forward: int, words: int, device: torch.dev
     return columns, own_bits(columns, words)
 
 
-def _usable(logits: Tensor, vocabulary: Vocabulary | None, count: int) -> tuple[Tensor, Tensor | None]:
+def _enough(logits: Tensor, vocabulary: Vocabulary | None, count: int) -> tuple[Tensor, Tensor | None]:
     """Logits of at least `count` tokens where there are so many, and which tokens these are (None: all)."""
     if vocabulary is None:
         return logits, None
@@ -47,23 +48,28 @@ def _usable(logits: Tensor, vocabulary: Vocabulary | None, count: int) -> tuple[
     return logits, vocabulary.tokens
 
 
+def _floor(view: BatchView) -> float:
+    """The log-probability below which a node is not wanted."""
+    return math.log(view.min_accept_prob) if view.min_accept_prob > 0 else -math.inf
+
+
 def _proposal(
-    links: Links, scores: Tensor, columns: Tensor | None, view: BatchView, max_depth: int, *, certain: bool
+    links: Links, scores: Tensor, columns: Tensor, view: BatchView, max_depth: int, *, certain: bool
 ) -> Proposal:
-    """Trees of linked offers. `scores` [B, N] of their nodes; not `certain`: some offers may not exist."""
+    """Trees of linked offers. `scores` and `columns` [B, N] of their nodes; not `certain`: some may not exist."""
     size, nodes = scores.shape
+    if view.may_look:
+        certain, max_depth = bool((scores > -torch.inf).all()), int(links.depth.max())
     offsets, owner, local = _packed(size, 1 + nodes, scores.device)
     shape = TreeShape(
         links.parents, offsets, owner, local, links.depth, links.ancestors, links.tries, max_depth, 1 + nodes
     )
-    root = torch.nn.functional.pad
-    tree, survival = TokenTree.chosen(links.tokens, shape), root(scores.exp(), (1, 0), value=1.0).view(-1)
+    behind_root = torch.nn.functional.pad
+    tree, survival = TokenTree.chosen(links.tokens, shape), behind_root(scores.exp(), (1, 0), value=1.0).view(-1)
     least = view.min_accept_prob
     if least > 0 or not certain:
-        likely = survival >= least if least > 0 else survival > 0
-        tree = tree.without(~likely)
-    own = None if columns is None else root(columns, (1, 0)).view(-1)
-    return Proposal(tree, own, survival).limited(view)
+        tree = tree.without(survival < least if least > 0 else survival <= 0)
+    return Proposal(tree, behind_root(columns, (1, 0)).view(-1), survival).limited(view)
 
 
 @dataclass(frozen=True)
@@ -75,10 +81,10 @@ class _Ranked:
 
     law = POINT_TREE
 
-    def _check(self, rounds: int) -> None:
+    def _check(self, forwards: int) -> None:
         if not 1 <= self.nodes <= MAX_NODES:
             raise ValueError(f"a tree has between 1 and {MAX_NODES} draft nodes, not {self.nodes}")
-        if self.width < 1 or rounds < 1:
+        if self.width < 1 or forwards < 1:
             raise ValueError("width and depth of a tree must be at least 1")
 
     @property
@@ -89,7 +95,7 @@ class _Ranked:
     @property
     def sizes(self) -> range:
         """Any."""
-        return range(self.nodes + 1)
+        return range(self.max_nodes + 1)
 
 
 @dataclass(frozen=True)
@@ -103,6 +109,11 @@ class Beam(_Ranked):
         self._check(self.depth)
 
     @property
+    def max_nodes(self) -> int:
+        """What is left after the last choice, or offered at all."""
+        return min(self.nodes, self.width + (self.depth - 1) * self.width**2)
+
+    @property
     def levels(self) -> int:
         """As many as are offered."""
         return self.depth
@@ -113,7 +124,7 @@ class Beam(_Ranked):
 
     def staged(self, nodes: int) -> int:
         """The likeliest of every level but the last, whatever is kept of them."""
-        return self.width * (self.depth_of(nodes) - 1)
+        return self.width * max(0, self.depth_of(nodes) - 1)
 
     def within_depth(self, deepest: int) -> Beam:
         """Fewer levels."""
@@ -121,33 +132,51 @@ class Beam(_Ranked):
 
     def grow(self, model: FrontierModel, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
         """Offer level by level, then choose."""
+        if not nodes:
+            return Proposal.bare(view)
         depth, device = self.depth_of(nodes), view.roots.device
         logits, state = model.begin(view)
-        logits, known = _usable(logits, model.vocabulary(0), self.width)
+        logits, known = _enough(logits, model.vocabulary(0), self.width)
         width = min(self.width, logits.shape[-1])
-        if not nodes <= width + (depth - 1) * width**2 <= MOST_RANKED:
-            return BestFirst(self.nodes, width, depth, depth, by_level=True).grow_from(model, view, nodes, logits, known, state)
-        words = num_words(1 + width * max(depth - 1, 1))
-        offers, fronts = Offers.room(view.size, width, depth, device), ()
-        columns = torch.zeros(view.size, offers.scores.shape[1], dtype=torch.int64, device=device)
-        bits, chosen = None, None
+        offers = Offers.room(view.size, width, depth, device, nodes)
+        columns = torch.zeros(offers.tokens.shape, dtype=torch.int64, device=device)
+        fronts: tuple[Front, ...] = ()
+        chosen, bits = None, None
         for level in range(depth):
             if level:
-                logits, known = _usable(logits, model.vocabulary(level), width)
+                logits, known = _enough(logits, model.vocabulary(level), width)
             chosen = offer(offers, level, logits, view.temperature, known, chosen)
             if level + 1 == depth:
                 break
-            own, own_bit = _asked_in(view.size, width, level + 1, words, device)
-            above = chosen.parents[..., None].expand_as(own_bit)
-            bits = own_bit if bits is None else own_bit | bits.gather(1, above)
+            if view.may_look and not _goes_on(chosen, level + 1, view):
+                offers.end(level)
+                break
+            own, own_bit = _asked_in(view.size, width, level + 1, num_words(1 + width * (depth - 1)), device)
+            bits = own_bit if bits is None else own_bit | bits.gather(1, chosen.parents[..., None].expand_as(own_bit))
             columns = columns.scatter(1, chosen.offers, own)
-            places = Places(own - 1, torch.full_like(own, level), bits.flatten(0, 1), level + 2, (level + 1) * width)
-            front = Front(chosen.tokens, torch.full_like(own, level + 1), level + 1, chosen.parents, None, fronts, places)
+            front = _front_of_level(chosen, own, bits, fronts)
             logits, state = model.extend(view, front, state)
             fronts += (front,)
+        if view.max_depth is not None:
+            offers = offers.within(view.max_depth)
         links = likeliest_tree(offers, view.roots, nodes)
-        scores = offers.scores.gather(1, links.offers)
-        return _proposal(links, scores, columns.gather(1, links.offers), view, depth, certain=True)
+        certain = view.max_depth is None and offers.count >= nodes
+        scores, columns = offers.scores.gather(1, links.offers), columns.gather(1, links.offers)
+        return _proposal(links, scores, columns, view, depth, certain=certain)
+
+
+def _goes_on(chosen: Chosen, level: int, view: BatchView) -> bool:
+    """Whether any child of the nodes chosen at `level` could be in a tree; looks at values."""
+    wanted = chosen.scores > max(_floor(view), LEAST)
+    return bool((wanted if view.max_depth is None else wanted & (view.max_depth > level)[:, None]).any())
+
+
+def _front_of_level(chosen: Chosen, columns: Tensor, bits: Tensor, earlier: tuple[Front, ...]) -> Front:
+    """The likeliest nodes of the next level. `columns` [B, k], `bits` [B, k, W] of the columns on the way to each."""
+    level = len(earlier) + 1
+    position = torch.full_like(columns, level - 1)
+    places = Places(columns - 1, position, bits.flatten(0, 1), level + 1, level * columns.shape[1])
+    return Front(chosen.tokens, position + 1, level, chosen.parents, None, earlier, places)
 
 
 @dataclass(frozen=True)
@@ -156,7 +185,160 @@ class BestFirst(_Ranked):
     yet; in the end the `nodes` likeliest of all stay (SpecExec, OPT-Tree)."""
 
     forwards: int
-    deepest: int | None = None  # no node is deeper; None: any depth
+    deepest: int | None = None  # so many tokens ahead the network can guess; None: any number
 
     def __post_init__(self) -> None:
-        self._check(self.forwards)
+        self._check(self.levels)
+
+    @property
+    def levels(self) -> int:
+        """Every forward may go one deeper."""
+        return self.forwards if self.deepest is None else min(self.forwards, self.deepest)
+
+    def depth_of(self, nodes: int) -> int:
+        """The likeliest may all lie on one path."""
+        return min(nodes, self.levels)
+
+    def staged(self, nodes: int) -> int:
+        """All nodes that are expanded, whatever is kept of them."""
+        return min(self.width, nodes) * max(0, self._forwards(nodes) - 1)
+
+    def _forwards(self, nodes: int) -> int:
+        """As many as can matter: each makes sure of one more of the likeliest nodes."""
+        return 1 if self.deepest == 1 else min(nodes, self.forwards)
+
+    def within_depth(self, deepest: int) -> BestFirst:
+        """As many forwards, but none about nodes so deep."""
+        return replace(self, deepest=deepest if self.deepest is None else min(self.deepest, deepest))
+
+    def grow(self, model: FrontierModel, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
+        """Expand the likeliest, again and again."""
+        if not nodes:
+            return Proposal.bare(view)
+        room = self._room(view, nodes)
+        logits, state = model.begin(view)
+        above, pool = _Above.roots(view, room), _Pool.empty(view.size, nodes, view.roots.device)
+        asked = _Asked.nothing(view, min(self.width, nodes), num_words(1 + self.staged(nodes)))
+        pool = pool.with_children(above, logits, view, model.vocabulary(0))
+        for _ in range(1, self._forwards(nodes)):
+            wanted = pool.unexpanded(room, _floor(view))
+            if view.may_look and not bool(wanted.any()):
+                break
+            above, pool, asked = asked.about(pool, wanted, self.deepest)
+            front = asked.fronts[-1]
+            logits, state = model.extend(view, front, state)
+            pool = pool.with_children(above, logits, view, model.vocabulary(front.level))
+        links = pool.linked(view, self.depth_of(nodes))
+        return _proposal(links, pool.scores, pool.columns, view, self.depth_of(nodes), certain=False)
+
+    def _room(self, view: BatchView, nodes: int) -> Tensor:
+        """Levels that have room. [B, 1]."""
+        most = nodes if self.deepest is None else min(nodes, self.deepest)
+        if view.max_depth is None:
+            return torch.full_like(view.lengths, most)[:, None]
+        return view.max_depth.clamp(max=most)[:, None]
+
+
+@dataclass(frozen=True)
+class _Above:
+    """Nodes whose children are offered."""
+
+    local: Tensor  # [B, k] their local index in the tree
+    scores: Tensor  # [B, k] log-probability of the way to each, -inf: it may have no children
+    levels: Tensor  # [B, k]
+
+    @classmethod
+    def roots(cls, view: BatchView, room: Tensor) -> _Above:
+        """The roots, where there is any room."""
+        zero = torch.zeros_like(room)
+        return cls(zero, torch.zeros_like(room, dtype=torch.float32).masked_fill(room < 1, -torch.inf), zero)
+
+
+@dataclass(frozen=True)
+class _Pool:
+    """The N likeliest nodes offered so far, likeliest first, so that parents come before children; impossible ones fill
+    it up. What has fallen out can never be in the tree, and neither can its children: they are no likelier.
+    """
+
+    tokens: Tensor  # [B, N] int64
+    scores: Tensor  # [B, N] float32 log-probability of the way to each, -inf: impossible
+    parents: Tensor  # [B, N] int64 local index in the tree: 0 the root, 1 the first of the pool, …
+    levels: Tensor  # [B, N] int64
+    columns: Tensor  # [B, N] int64 where a network keeps each, 0: it has not been expanded
+
+    @classmethod
+    def empty(cls, size: int, nodes: int, device: torch.device) -> _Pool:
+        """Nothing has been offered."""
+        none = torch.zeros(size, nodes, dtype=torch.int64, device=device)
+        return cls(none, torch.full_like(none, -torch.inf, dtype=torch.float32), none, none + 1, none)
+
+    def with_children(self, above: _Above, logits: Tensor, view: BatchView, vocabulary: Vocabulary | None) -> _Pool:
+        """Offer children of nodes [B, k], whose logits these are [B, k, R]; no more of each than the pool has room for.
+
+        At a tie the node offered first comes first.
+        """
+        nodes = self.tokens.shape[1]
+        known = None if vocabulary is None else vocabulary.tokens
+        scores, tokens = scored_children(logits, min(nodes, logits.shape[-1]), view.temperature, known)
+        scores = scores + above.scores[..., None]
+        ranks, place = ranked_offers(torch.cat([self.scores, scores.flatten(1)], 1))
+        kept, place = ranks[:, :nodes], torch.nn.functional.pad(place + 1, (1, 0))  # by local index; the root stays
+
+        def both(own: Tensor, new: Tensor) -> Tensor:
+            return torch.cat([own, new.expand(tokens.shape).flatten(1)], 1).gather(1, kept)
+
+        return _Pool(
+            both(self.tokens, tokens),
+            both(self.scores, scores),
+            place.gather(1, both(self.parents, above.local[..., None])),
+            both(self.levels, above.levels[..., None] + 1),
+            both(self.columns, torch.zeros_like(tokens)),
+        )
+
+    def unexpanded(self, room: Tensor, floor: float) -> Tensor:
+        """Nodes whose children could be in the tree. [B, N] bool."""
+        return (self.columns == 0) & (self.levels < room) & (self.scores > max(floor, LEAST))
+
+    def linked(self, view: BatchView, deepest: int) -> Links:
+        """The pool as trees; their tables are as small as values tell, if these may be looked at."""
+        children = self.tokens.shape[1]
+        if view.may_look:
+            counts = torch.zeros(view.size, 1 + children, dtype=torch.int64)
+            counts.scatter_add_(1, self.parents, (self.scores > -torch.inf).long())
+            children, deepest = max(1, int(counts.max())), int(self.levels.max())
+        every = torch.arange(self.tokens.shape[1], device=view.roots.device).expand_as(self.tokens)
+        return linked(view.roots, self.tokens, self.parents, self.levels, every, children, deepest)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """What a network was asked about so far, k nodes at a time; a node's column is 1 plus its number among them."""
+
+    fronts: tuple[Front, ...]
+    bits: Tensor  # [B, 1 + k * forwards, W] the columns on the way to each, the root first
+    width: int  # k
+
+    @classmethod
+    def nothing(cls, view: BatchView, width: int, words: int) -> _Asked:
+        """Only the roots."""
+        return cls((), view.lengths.new_zeros(view.size, 1, words), width)
+
+    def about(self, pool: _Pool, wanted: Tensor, deepest: int | None) -> tuple[_Above, _Pool, _Asked]:
+        """The likeliest k of the nodes `wanted` [B, N]; where there are fewer, others that get no children."""
+        number, (size, _, words) = len(self.fronts) + 1, self.bits.shape
+        place = torch.argsort(~wanted, dim=1, stable=True)[:, : self.width]
+        own, own_bit = _asked_in(size, self.width, number, words, place.device)
+        there, tokens, levels = wanted.gather(1, place), pool.tokens.gather(1, place), pool.levels.gather(1, place)
+        parent = torch.nn.functional.pad(pool.columns, (1, 0)).gather(1, pool.parents.gather(1, place))
+        bits = own_bit | self.bits.gather(1, parent[..., None].expand_as(own_bit))
+        depth = levels if deepest is None else levels.clamp(max=deepest - 1)
+        places = Places(own - 1, depth - 1, bits.flatten(0, 1), number + 1, number * self.width)
+        if number == 1:
+            front = Front(tokens, depth, 1, parent, None, (), places)
+        else:
+            forward, row = (parent + self.width - 1) // self.width, (parent - 1).clamp(min=0) % self.width
+            front = Front(tokens, depth, None, row, forward, self.fronts, places)
+        columns = pool.columns.scatter(1, place, torch.where(there, own, pool.columns.gather(1, place)))
+        scores = pool.scores.gather(1, place).masked_fill(~there, -torch.inf)
+        asked = _Asked((*self.fronts, front), torch.cat([self.bits, bits], 1), self.width)
+        return _Above(place + 1, scores, levels), replace(pool, columns=columns), asked

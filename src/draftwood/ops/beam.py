@@ -1,4 +1,4 @@
-"""Trees that grow where the draft is likeliest, as a device makes them: always of one size, without the host.
+"""Trees that grow where the draft is likeliest: always of one size, without looking at values.
 
 Every level offers the likeliest children of its nodes, and the likeliest of those are the next level. In the end the
 likeliest of all that was offered are the tree. Shapes: B sequences · k nodes of a level · C offers in all · N nodes.
@@ -6,13 +6,16 @@ likeliest of all that was offered are the tree. Shapes: B sequences · k nodes o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from draftwood.ops.choice import ranked
 from draftwood.tree import num_words, own_bits
+
+MOST_RANKED = 2048  # offers of a tree that one program of the kernel ranks
+WIDEST_RANKED = 16  # nodes of a level, likewise
 
 
 @dataclass(frozen=True)
@@ -26,22 +29,44 @@ class Offers:
     depth: int
 
     @classmethod
-    def room(cls, size: int, width: int, depth: int, device: torch.device) -> Offers:
-        """For all levels; nothing is written yet."""
-        count = width + (depth - 1) * width * width
-        scores = torch.empty(size, count, dtype=torch.float32, device=device)
-        tokens, above = torch.empty(2, size, count, dtype=torch.int64, device=device).unbind(0)
-        return cls(scores, tokens, above, width, depth)
+    def room(cls, size: int, width: int, depth: int, device: torch.device, least: int = 0) -> Offers:
+        """For all levels, and impossible ones behind them where that would be fewer than `least`."""
+        count = width + (depth - 1) * width**2
+        scores = torch.empty(size, max(count, least), dtype=torch.float32, device=device)
+        tokens, above = torch.empty(2, *scores.shape, dtype=torch.int64, device=device).unbind(0)
+        offers = cls(scores, tokens, above, width, depth)
+        if count < least:
+            offers.end(depth - 1)
+        return offers
+
+    @property
+    def count(self) -> int:
+        """Offers of all levels."""
+        return self.start(self.depth)
 
     @property
     def levels(self) -> Tensor:
         """How deep each offer stands, 1 behind the roots. [C]."""
         place = torch.arange(self.scores.shape[1], device=self.scores.device)
-        return torch.where(place < self.width, 1, (place - self.width) // self.width**2 + 2)
+        return torch.where(place < self.width, 1, (place - self.width) // self.width**2 + 2).clamp(max=self.depth)
 
     def start(self, level: int) -> int:
         """Where the offers of a level begin; level 0 stands behind the roots."""
         return 0 if level == 0 else self.width + (level - 1) * self.width**2
+
+    def end(self, level: int) -> None:
+        """Nothing is offered beyond this level."""
+        end = self.start(level + 1)
+        self.scores[:, end:], self.tokens[:, end:], self.above[:, end:] = -torch.inf, 0, -1
+
+    def within(self, deepest: Tensor) -> Offers:
+        """The same with offers beyond the level `deepest` [B] of their sequence impossible."""
+        return replace(self, scores=self.scores.masked_fill(self.levels > deepest[:, None], -torch.inf))
+
+    @property
+    def fit_kernels(self) -> bool:
+        """Whether one program can rank all of them."""
+        return self.scores.is_cuda and self.width <= WIDEST_RANKED and self.scores.shape[1] <= MOST_RANKED
 
 
 @dataclass(frozen=True)
@@ -72,7 +97,7 @@ def offer(
     """Offer the likeliest children of the nodes `above` (None: of the roots), by `logits` [B, k, R] of the tokens
     `known` [R] (None: all) at `temperature` [B] (0: as 1), and choose the likeliest of them.
     """
-    if logits.is_cuda:
+    if into.fit_kernels:
         from draftwood.ops.cuda.beam import offer as launch
 
         return launch(into, level, logits, temperature, known, above)
@@ -95,9 +120,7 @@ def offer_reference(
     return Chosen(tokens.gather(1, best), score.gather(1, best), best + start, best // into.width)
 
 
-def scored_children(
-    logits: Tensor, count: int, temperature: Tensor, known: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def scored_children(logits: Tensor, count: int, temperature: Tensor, known: Tensor | None) -> tuple[Tensor, Tensor]:
     """The `count` likeliest tokens after each node and their log-probabilities; see `offer`. 2 x [B, k, count]."""
     scaled = logits.float() / torch.where(temperature > 0, temperature, 1)[:, None, None]
     place = ranked(logits, count)
@@ -107,7 +130,7 @@ def scored_children(
 
 def likeliest_tree(offers: Offers, roots: Tensor, nodes: int) -> Links:
     """The `nodes` likeliest of everything offered, behind `roots` [B]."""
-    if roots.is_cuda:
+    if offers.fit_kernels:
         from draftwood.ops.cuda.beam import likeliest_tree as launch
 
         return launch(offers, roots, nodes)
@@ -115,56 +138,58 @@ def likeliest_tree(offers: Offers, roots: Tensor, nodes: int) -> Links:
 
 
 def likeliest_tree_reference(offers: Offers, roots: Tensor, nodes: int) -> Links:
-    """What it computes."""
-    levels = offers.levels.expand_as(offers.scores)
-    return linked(offers.scores, offers.tokens, offers.above, levels, roots, nodes, (offers.width, offers.depth))
+    """What it computes. At a tie the offer made first comes first, so no node comes before its parent."""
+    kept, place = ranked_offers(offers.scores)
+    kept = kept[:, :nodes]
+    above = offers.above.gather(1, kept)
+    parents = torch.where(above >= 0, place.gather(1, above.clamp(min=0)) + 1, 0)
+    levels = offers.levels.expand_as(offers.scores).gather(1, kept)
+    return linked(roots, offers.tokens.gather(1, kept), parents, levels, kept, offers.width, offers.depth)
+
+
+def ranked_offers(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Offers in falling order of `scores` [B, C], the first of equal ones first, and where each stands then."""
+    order = scores.argsort(dim=-1, descending=True, stable=True)
+    places = torch.arange(order.shape[1], device=order.device).expand_as(order)
+    return order, torch.empty_like(order).scatter_(1, order, places)
 
 
 def linked(
-    scores: Tensor, tokens: Tensor, above: Tensor, levels: Tensor, roots: Tensor, nodes: int, most: tuple[int, int]
+    roots: Tensor, tokens: Tensor, parents: Tensor, levels: Tensor, offers: Tensor, children: int, deepest: int
 ) -> Links:
-    """The `nodes` likeliest of some offers [B, C] as trees with at most so many children a node, and levels.
-
-    At a tie the offer made first comes first, so no node comes before its parent.
+    """Trees of nodes `tokens` [B, N] behind `roots` [B], each behind the node with the local index `parents` [B, N], at
+    the depth `levels` [B, N]; at most so many `children` a node, and levels.
     """
-    size, count = scores.shape
-    order = scores.argsort(dim=-1, descending=True, stable=True)
-    places = torch.arange(count, device=scores.device).expand_as(order)
-    rank = torch.empty_like(order).scatter_(1, order, places)
-    kept = order[:, :nodes]
-    behind = above.gather(1, kept)
-    local = torch.where(behind >= 0, rank.gather(1, behind.clamp(min=0)) + 1, 0)  # [B, N]
-    first = torch.arange(size, device=scores.device)[:, None] * (1 + nodes)
-    parents = torch.cat([torch.full_like(first, -1), first + local], 1)
-    depth = torch.cat([torch.zeros_like(first), levels.gather(1, kept)], 1)
-    links = torch.cat([torch.zeros_like(first), local], 1)
+    size, nodes = tokens.shape
+    first = torch.arange(size, device=roots.device)[:, None] * (1 + nodes)
+    zero = torch.zeros_like(first)
+    up = torch.cat([zero, parents], 1)
     return Links(
-        torch.cat([roots[:, None], tokens.gather(1, kept)], 1).view(-1),
-        parents.view(-1),
-        depth.view(-1),
-        _ancestors(links, most[1]).flatten(0, 1),
-        _tries(links, first, most[0]).flatten(0, 1),
-        kept,
+        torch.cat([roots[:, None], tokens], 1).view(-1),
+        torch.cat([zero - 1, first + parents], 1).view(-1),
+        torch.cat([zero, levels], 1).view(-1),
+        _ancestors(up, deepest).flatten(0, 1),
+        _tries(parents, first, children).flatten(0, 1),
+        offers,
     )
 
 
 def _ancestors(parents: Tensor, depth: int) -> Tensor:
-    """The draft nodes on the way to each node as bits. [B, 1 + N] -> [B, 1 + N, W]."""
-    at = torch.arange(parents.shape[1], device=parents.device).expand_as(parents)
-    words = num_words(parents.shape[1])
-    bits = own_bits(at, words)
-    for _ in range(depth - 1):
-        at = parents.gather(1, at)
-        bits = bits | own_bits(at, words)
+    """The draft nodes on the way to each node as bits, the root its own parent. [B, 1 + N] -> [B, 1 + N, W]."""
+    own = torch.arange(parents.shape[1], device=parents.device).expand_as(parents)
+    bits = own_bits(own, num_words(parents.shape[1]))
+    for _ in range((depth - 1).bit_length()):  # twice as many nodes of the way each time
+        bits = bits | bits.gather(1, parents[..., None].expand_as(bits))
+        parents = parents.gather(1, parents)
     return bits
 
 
 def _tries(parents: Tensor, first: Tensor, width: int) -> Tensor:
-    """The children of each node, in their order, -1 behind the last. [B, 1 + N] -> [B, 1 + N, width]."""
+    """The children of each node, in their order, -1 behind the last. [B, N] -> [B, 1 + N, width]."""
     size, count = parents.shape
+    ordered, order = parents.sort(dim=-1, stable=True)
     node = torch.arange(count, device=parents.device)
-    twins = (parents[:, :, None] == parents[:, None, :]) & (node[None, :] < node[:, None]) & (node > 0)
-    earlier = twins.sum(-1)  # siblings before each
-    place = (parents * width + earlier)[:, 1:]
-    table = torch.full((size, count * width), -1, device=parents.device)
-    return table.scatter(1, place, first + node[1:]).view(size, count, width)
+    earlier = node - torch.searchsorted(ordered, ordered)  # siblings before each
+    place = torch.where(earlier < width, ordered * width + earlier, (1 + count) * width)
+    table = torch.full((size, (1 + count) * width + 1), -1, device=parents.device)
+    return table.scatter(1, place, first + 1 + order)[:, :-1].reshape(size, 1 + count, width)

@@ -47,7 +47,7 @@ class SegmentedAttention:
         offsets = batch.row_offsets.tolist()
         num_keys = batch.num_keys.tolist()
         tables = batch.block_table.tolist()
-        plain = shape.window is None and offsets == list(range(len(num_keys) + 1))
+        plain = batch.linear and shape.window is None and offsets == list(range(len(num_keys) + 1))
         mask = None if plain else visible_keys(batch, max(num_keys), shape.window)
         segments = []
         for i, count in enumerate(num_keys):

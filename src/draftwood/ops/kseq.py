@@ -2,7 +2,7 @@
 
 With t = 1 / rho and beta(t) the sum of min(t weight p, q), a bar is lossless where t (1 - (1 - beta)^k) <= beta. beta
 is concave in t: its chord between two places lies below it, so what is lossless on the chord is lossless. Halving the
-bracket and solving along its chord, a few times, comes as close to the best bar as anybody can tell.
+bracket and solving along its chord, a few times, comes as close to the best bar as can be told.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ def visible_keys(batch: ForwardBatch, num_keys: int, window: int | None) -> Tens
     whose position lies less than `window` before its own; the e-th ancestor from the root has depth e.
     """
     counts = batch.row_offsets.diff()
-    owner = torch.repeat_interleave(torch.arange(counts.shape[0], device=counts.device), counts)
+    trees, rows = torch.arange(counts.shape[0], device=counts.device), len(batch.tokens)
+    owner = torch.repeat_interleave(trees, counts, output_size=rows)
     base = batch.tree_base[owner, None]
     key = torch.arange(num_keys, device=counts.device)
     linear = key < batch.visible[:, None]
@@ -55,7 +56,8 @@ class DenseAttention:
     def plan(cls, batch: ForwardBatch, cache: Pages, shape: AttentionShape) -> DenseAttention:
         """Write the mask out over all pages."""
         counts = batch.row_offsets.diff()
-        owner = torch.repeat_interleave(torch.arange(counts.shape[0], device=counts.device), counts)
+        trees, rows = torch.arange(counts.shape[0], device=counts.device), len(batch.tokens)
+        owner = torch.repeat_interleave(trees, counts, output_size=rows)
         num_keys = batch.block_table.shape[1] * cache.page_size
         return cls(batch, cache, shape.scale, visible_keys(batch, num_keys, shape.window), owner)
 

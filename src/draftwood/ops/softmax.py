@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from draftwood.links import may_look
+
 
 def tempered(logits: Tensor, temperature: Tensor) -> Tensor:
     """softmax(logits / temperature), and all on the likeliest token where the temperature is 0.
@@ -19,7 +21,7 @@ def tempered(logits: Tensor, temperature: Tensor) -> Tensor:
     temperature = temperature.to(logits.dtype)[:, None]
     greedy = temperature == 0
     p = torch.softmax(logits / torch.where(greedy, 1, temperature), -1)
-    if logits.is_cuda or bool(greedy.any()):  # looking would make the host wait for the device
+    if not may_look(greedy) or bool(greedy.any()):
         p = torch.where(greedy, one_hot(logits.argmax(-1), p), p)
     return p
 

@@ -50,8 +50,9 @@ def search(tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor) -> Verdic
 
         return launch(tree, p, seeds, lengths)
     library = _for_c(tree, p)
-    repeats = tree.drawn is not None
-    return None if library is None else _call(library.dw_verdict_search, tree, p, seeds, lengths, distinct=repeats)
+    if library is None:
+        return None
+    return _call(library.dw_verdict_search, tree, p, seeds, lengths, distinct=tree.shape.repeats)
 
 
 def layers(tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor) -> Verdict | None:
@@ -86,7 +87,7 @@ def kseq_walk(tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor) -> Ver
         from draftwood.ops.cuda.verdict import kseq_walk as launch
 
         return launch(tree, p, seeds, lengths)
-    library = _for_c(tree, p)
+    library = None if tree.q is None else _for_c(tree, p)
     return None if library is None else _call(library.dw_verdict_walk, tree, p, seeds, lengths, rule=Rule.KSEQ)
 
 
@@ -98,7 +99,7 @@ def kseq_layers(tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor) -> V
         from draftwood.ops.cuda.verdict import layers as launch
 
         return launch(tree, p, seeds, lengths, kseq=True)
-    library = _for_c(tree, p)
+    library = None if tree.q is None else _for_c(tree, p)
     return None if library is None else _call(library.dw_verdict_layers, tree, p, seeds, lengths, rule=Rule.KSEQ)
 
 

@@ -149,7 +149,7 @@ class Live:
             "controller": {
                 "nodes": budget.max_nodes,
                 "depth": None,
-                "least_chance": round(budget.worth, 4),
+                "least_chance": round(budget.min_accept_prob, 4),
                 "name": type(self._llm.engine.controller).__name__,
                 "why": str(budget.why),
             },

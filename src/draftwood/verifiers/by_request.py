@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from draftwood.links import may_look
 from draftwood.protocols import BatchView, Randomness, Verifier
 from draftwood.tree import DraftLaw, TokenTree, Verdict
 
@@ -31,19 +33,51 @@ class ByRequest:
         return self.default if name is None else self._find(name)
 
     def verify(self, tree: TokenTree, p: Tensor, view: BatchView, rng: Randomness) -> Verdict:
-        """Each law verifies the trees of its own requests."""
-        names = [params.law for params in view.params]
-        if len(set(names)) == 1:
-            return self.law_of(names[0]).verify(tree, p, view, rng)
-        path = torch.full((tree.num_trees, tree.max_depth + 1), -1, device=tree.tokens.device)
-        length, bonus = torch.zeros_like(tree.sizes), torch.zeros_like(tree.sizes)
-        drift = torch.zeros(tree.num_trees, dtype=torch.float64, device=tree.tokens.device)
-        for name in dict.fromkeys(names):
-            rows = torch.tensor([b for b, other in enumerate(names) if other == name], device=tree.tokens.device)
-            part, nodes = tree.take(rows)
-            verdict = self.law_of(name).verify(part, p[nodes], view.take(rows.tolist()), rng)
-            way = torch.where(verdict.path >= 0, nodes[verdict.path.clamp(min=0)], -1)
-            path[rows, : way.shape[1]] = way
-            length[rows], bonus[rows] = verdict.length, verdict.bonus
-            drift[rows] = 0.0 if verdict.drift is None else verdict.drift.double()
-        return Verdict(path, length, bonus, drift)
+        """Each law verifies the trees of its own requests; where values may not be looked at, those of all others too,
+        and what it says of them does not count.
+        """
+        laws = [self.law_of(name) for name in view.mode.laws]
+        if view.law is None or len(laws) == 1:
+            return laws[0].verify(tree, p, view, rng)
+        if view.may_look and may_look(p):
+            return _each_on_its_own(laws, view.law, tree, p, view, rng)
+        return _all_on_all(laws, view.law, tree, p, view, rng)
+
+
+def _each_on_its_own(
+    laws: Sequence[Verifier], law: Tensor, tree: TokenTree, p: Tensor, view: BatchView, rng: Randomness
+) -> Verdict:
+    asked = sorted(set(law.tolist()))
+    if len(asked) == 1:
+        return laws[asked[0]].verify(tree, p, view, rng)
+    joined = _columns(Verdict.of_roots(tree, torch.zeros_like(tree.sizes)), tree)
+    for number in asked:
+        rows = (law == number).nonzero()[:, 0]
+        part, nodes = tree.take(rows)
+        own = laws[number].verify(part, p[nodes.whole], view.take(rows), rng)
+        for column, values in zip(joined, _columns(nodes.in_whole(own), tree), strict=True):
+            column[rows] = values
+    return Verdict(*joined)
+
+
+def _all_on_all(
+    laws: Sequence[Verifier], law: Tensor, tree: TokenTree, p: Tensor, view: BatchView, rng: Randomness
+) -> Verdict:
+    joined = _columns(laws[0].verify(tree, p, view, rng), tree)
+    for number, verifier in enumerate(laws[1:], 1):
+        every = _columns(verifier.verify(tree, p, view, rng), tree)
+        chosen = (law == number)[:, None]
+        joined = tuple(
+            torch.where(chosen if new.ndim == 2 else chosen[:, 0], new, old)
+            for new, old in zip(every, joined, strict=True)
+        )
+    return Verdict(*joined)
+
+
+def _columns(verdict: Verdict, tree: TokenTree) -> tuple[Tensor, ...]:
+    """Paths as long as those of the whole batch, lengths, tokens after them, and drift: 0 where a law is lossless."""
+    path = pad(verdict.path, (0, tree.max_depth + 1 - verdict.path.shape[1]), value=-1)
+    drift = torch.zeros(len(path), dtype=torch.float64, device=path.device)
+    if verdict.drift is not None:
+        drift = verdict.drift.double()
+    return path, verdict.length, verdict.bonus, drift

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from draftwood.links import may_look
 from draftwood.ops.verdict import greatest_path
 from draftwood.protocols import BatchView
 from draftwood.tree import Draw, TokenTree, Verdict
@@ -36,13 +37,15 @@ LOWEST_BIN = (127 - 24) << 3
 
 @dataclass
 class _Standing:
-    """Where the kept path stands at every node, seen from the node its part of the tree begins at."""
+    """Where the kept path stands at every node, seen from the node its part of the tree begins at. The last entry is
+    of no node.
+    """
 
-    below: Tensor  # [M] float64
-    joint: Tensor  # [M] float64
-    paths: Tensor  # [M] K, 1 where the first path is kept
-    weight: Tensor  # [M] float64, as in block verification
-    kept: Tensor  # [M] the child on the kept path, -1 at a leaf
+    below: Tensor  # [M + 1] float64
+    joint: Tensor  # [M + 1] float64
+    paths: Tensor  # [M + 1] K, 1 where the first path is kept
+    weight: Tensor  # [M + 1] float64, as in block verification
+    kept: Tensor  # [M + 1] the child on the kept path, -1 at a leaf
 
 
 class GreedyPaths(NodeLaw):
@@ -53,12 +56,13 @@ class GreedyPaths(NodeLaw):
 
     def odds(self, tree: TokenTree, p: Tensor) -> Odds:
         """All kept paths of all parts of the tree at once: from every node the path that would be kept from there."""
-        ones = torch.ones(tree.num_nodes, dtype=torch.float64, device=p.device)
-        counts = (tree.tries >= 0).sum(1)
+        ones = torch.ones(tree.num_nodes + 1, dtype=torch.float64, device=p.device)
+        counts = torch.nn.functional.pad((tree.tries >= 0).sum(1), (0, 1))
         at = _Standing(0 * ones, ones.clone(), counts.clone(), ones.clone(), torch.full_like(counts, -1))
         taken, hits = ones.clone(), torch.zeros_like(ones)  # hits: share of a node's residual on another path's node
         for nodes in tree.levels:
-            inner = nodes[counts[nodes] > 0]
+            has_draws = counts[nodes] > 0
+            inner = nodes[has_draws] if may_look(p) else torch.where(has_draws, nodes, -1)
             taken[nodes] = at.weight[nodes]  # a leaf; inner nodes follow
             if inner.numel():
                 law = self._settle(tree, p, at, inner)
@@ -74,12 +78,12 @@ class GreedyPaths(NodeLaw):
 
     def _settle(self, tree: TokenTree, p: Tensor, at: _Standing, nodes: Tensor) -> Tensor:
         """Choose the kept child of `nodes`, and set where it and its siblings stand; returns its law. [n, V]."""
-        q = tree.law_rows(tree.tries[nodes, 0], p[nodes])
+        q = tree.law_rows(tree.tries[nodes, 0].clamp(min=0), p[nodes])
         rank, lower = _order(p[nodes], q)
         fresh = (at.joint[nodes] == 1) & (at.paths[nodes] > 1)
-        law = _law_of_greatest(q, lower, at, nodes)
+        law = _law_of_greatest(q, lower, at, nodes, tree.tries.shape[1])
         loses = torch.minimum(p[nodes], law).sum(-1) < torch.minimum(p[nodes], q).sum(-1)
-        at.paths[nodes[fresh & loses]] = 1
+        at.paths[nodes] = torch.where(fresh & loses, 1, at.paths[nodes])
         law = torch.where((fresh & loses)[:, None], q, law)
         tries = tree.tries[nodes]
         tokens = tree.tokens[tries.clamp(min=0)]
@@ -100,12 +104,15 @@ class GreedyPaths(NodeLaw):
     def _residual(self, tree: TokenTree, p: Tensor, at: _Standing, nodes: Tensor) -> Tensor:
         """(w p - law of the kept child)+ at inner `nodes`. [n, V]."""
         q = tree.law_rows(tree.tries[nodes, 0].clamp(min=0), p[nodes])
-        law = _law_of_greatest(q, _order(p[nodes], q)[1], at, nodes)
+        law = _law_of_greatest(q, _order(p[nodes], q)[1], at, nodes, tree.tries.shape[1])
         return _left_of(p, at, nodes, law)
 
     def _left(self, tree: TokenTree, p: Tensor, at: _Standing, nodes: Tensor) -> Tensor:
         inner = at.kept[nodes] >= 0
         rows = p[nodes]
+        if not may_look(p):
+            left = without_children(tree, nodes, self._residual(tree, p, at, nodes))
+            return torch.where(inner[:, None], left, rows)
         if bool(inner.any()):
             left = self._residual(tree, p, at, nodes[inner])
             rows[inner] = without_children(tree, nodes[inner], left)
@@ -142,14 +149,16 @@ def _likely(q: Tensor) -> Tensor:
     return (q > 0) & (bins >= (at_least > RANKED).sum(1, keepdim=True))
 
 
-def _law_of_greatest(q: Tensor, lower: Tensor, at: _Standing, nodes: Tensor) -> Tensor:
-    """The law of the kept path's next token at `nodes`. [n, V], typed as `q`."""
+def _law_of_greatest(q: Tensor, lower: Tensor, at: _Standing, nodes: Tensor, most: int) -> Tensor:
+    """The law of the kept path's next token at `nodes`, of at most `most` paths. [n, V], typed as `q`."""
     below, joint, paths = (x[nodes][:, None] for x in (at.below, at.joint, at.paths))
     low = below + joint * lower
     high = low + joint * q.double()
-    most = int(paths.max())
+    if may_look(q):
+        most = int(paths.max())
     if most == 1:
         return q
+    paths = paths.clamp(min=1)
     # a^K - b^K = (a - b) sum_i a^i b^(K-1-i): no difference of nearly equal powers.
     above = torch.zeros_like(low)
     whole = torch.zeros_like(below)
@@ -170,23 +179,22 @@ def _share_residual(
         other = known & (child != at.kept[nodes])
         value = value_at(residual, tree.tokens[child.clamp(min=0)])
         share = torch.where(mass > 0, value / torch.where(mass > 0, mass, 1), 0)
-        hits[child[other]] = share[other]
+        hits[torch.where(other, child, -1)] = torch.where(other, share, 0)
 
 
 def _stops(tree: TokenTree, at: _Standing, taken: Tensor, hits: Tensor) -> Tensor:
     """Block verification's chances along every kept path, handed on to the paths that begin where others end. [M]."""
-    heads = torch.ones(tree.num_nodes, dtype=torch.bool, device=taken.device)
-    heads[at.kept[at.kept >= 0]] = False
+    heads = torch.ones_like(taken, dtype=torch.bool).scatter(0, at.kept % len(taken), value=False)
     taken = torch.where(heads, 1, taken)
     missed = torch.ones_like(taken)  # that nothing deeper on the path is taken
     for nodes in reversed(tree.levels):
         kept = at.kept[nodes]
-        deeper = (1 - taken[kept.clamp(min=0)]) * missed[kept.clamp(min=0)]
+        deeper = (1 - taken[kept]) * missed[kept]
         missed[nodes] = torch.where(kept >= 0, deeper, 1)
     enters = torch.ones_like(taken)
     ends = taken * missed
     for nodes in tree.levels[1:]:
-        above = tree.parents[nodes]
+        above = torch.where(nodes >= 0, tree.parents[nodes], -1) % len(taken)
         enters[nodes] = enters[above] * torch.where(heads[nodes], (taken * missed)[above] * hits[nodes], 1)
         ends.index_add_(0, above, -(taken * missed)[above] * torch.where(heads[nodes], hits[nodes], 0))
-    return enters * ends.clamp(min=0)
+    return (enters * ends.clamp(min=0))[:-1]

@@ -62,7 +62,7 @@ class Proportional(LayerLaw):
     def scores(self, tree: TokenTree, p: Tensor) -> tuple[Tensor, Left]:
         """Each node's children share what the rule gives them of the layer's mass, scaled to the node's part of it.
 
-        Who comes back up to a layer was rejected behind one of its nodes, in proportion to share and rest.
+        What comes back up to a layer was rejected behind one of its nodes, in proportion to share and rest.
         """
         weight, layer_mass = root_weights(tree, p), torch.ones_like(root_weights(tree, p))
         comes, taken = torch.zeros_like(weight), torch.zeros_like(weight)

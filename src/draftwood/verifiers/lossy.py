@@ -20,14 +20,14 @@ from draftwood.verifiers.walk import TopDown, first_of_its_token, without_childr
 
 
 class LossyLaw(NodeLaw):
-    """A law that moves the model's distribution by nobody knows how much."""
+    """A law that moves the model's distribution by an unknown amount."""
 
     lossless = False
 
     def odds(self, tree: TokenTree, p: Tensor) -> Odds:
         """Unknown drift wherever there was something to judge."""
         odds = self.lossy_odds(tree, p)
-        guessed = (tree.sizes > 1)[tree.owner]
+        guessed = (tree.tries[tree.offsets[:-1], 0] >= 0)[tree.owner]
         return Odds(odds.stop, odds.left, torch.where(guessed, torch.nan, 0.0).double())
 
     def lossy_odds(self, tree: TokenTree, p: Tensor) -> Odds:
@@ -44,7 +44,7 @@ class DeepestGoodEnough(LossyLaw):
 
     def lossy_odds(self, tree: TokenTree, p: Tensor) -> Odds:
         """All on one node."""
-        good = self.good_enough(tree, p) | (tree.parents < 0)
+        good = (tree.tokens >= 0) & (self.good_enough(tree, p) | (tree.parents < 0))
         for nodes in tree.levels[1:]:
             good[nodes] &= good[tree.parents[nodes]]
         rank = torch.where(good, tree.depth * tree.num_nodes - tree.local, -1)
@@ -183,9 +183,7 @@ class Mixture(NodeLaw):
         q = tree.law_rows(first.clamp(min=0), p)
         step = torch.where(first >= 0, (1 - self.weight) * (p - q).abs().sum(-1, dtype=torch.float64) / 2, 0)
         mixed = torch.where(first[:, None] >= 0, torch.lerp(q, p, self.weight), p)
-        drift = step.clone()
-        for nodes in tree.levels[1:]:
-            drift[nodes] += drift[tree.parents[nodes]]
+        drift = torch.where(tree.paths >= 0, step[tree.paths.clamp(min=0)], 0).sum(1)
         odds = self._walk.odds(tree, mixed)
         return Odds(odds.stop, odds.left, drift)
 

@@ -39,18 +39,8 @@ class Match:
             return Verdict.of_roots(tree, rng.race(p, target_keys(view.seeds, view.lengths))[:, 0])
         if view.mode.greedy:
             return keep_chosen(tree, p.argmax(-1))  # nothing is drawn: no need to ask node by node
-        if isinstance(rng, KeyedRng):
-            verdict = _at_once(tree, p, view, rng)
-            if verdict is not None:
-                return verdict
-        walk = PathWalk(tree)
-        bonus = torch.empty_like(walk.node)
-        while bool(walk.active.any()):
-            active = walk.active.nonzero().view(-1)
-            keys = target_keys(view.seeds[active], (view.lengths + walk.length)[active])
-            bonus[active] = rng.race(p[walk.node[active]], keys)[:, 0]
-            walk.descend(walk.child_with(bonus))
-        return walk.verdict(bonus)
+        verdict = _at_once(tree, p, view, rng) if isinstance(rng, KeyedRng) else None
+        return _step_by_step(tree, p, view, rng) if verdict is None else verdict
 
 
 def _at_once(tree: TokenTree, p: Tensor, view: BatchView, rng: KeyedRng) -> Verdict | None:
@@ -60,3 +50,17 @@ def _at_once(tree: TokenTree, p: Tensor, view: BatchView, rng: KeyedRng) -> Verd
     owner = tree.owner
     keys = target_keys(view.seeds[owner], view.lengths[owner] + tree.depth)
     return keep_chosen(tree, rng.race(p, keys)[:, 0])
+
+
+def _step_by_step(tree: TokenTree, p: Tensor, view: BatchView, rng: Randomness) -> Verdict:
+    """Where values may not be looked at, those that have left their tree draw the same token again."""
+    walk, look = PathWalk(tree), may_look(p)
+    bonus = torch.zeros_like(walk.node)
+    for _ in range(tree.max_depth + 1):
+        active = walk.active.nonzero()[:, 0] if look else torch.arange(tree.num_trees, device=p.device)
+        if not len(active):
+            break
+        keys = target_keys(view.seeds[active], (view.lengths + walk.length)[active])
+        bonus[active] = rng.race(p[walk.node[active]], keys)[:, 0]
+        walk.descend(walk.child_with(bonus))
+    return walk.verdict(bonus)

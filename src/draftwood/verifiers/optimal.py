@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from draftwood.errors import DraftwoodError
+from draftwood.links import may_look
 from draftwood.tree import DraftLaw, Draw, TokenTree
 from draftwood.verifiers.law import Scope
 from draftwood.verifiers.rules import Rejection, Weighed, draws_behind
@@ -32,6 +33,8 @@ class OptimalTransport:
 
     def weigh(self, tree: TokenTree, p: Tensor, nodes: Tensor, weight: Tensor) -> Weighed:
         """Node by node: one linear program each."""
+        if not may_look(p):
+            raise DraftwoodError("The law 'optimal' asks a solver on the host at every node: it runs on a CPU only")
         draws = draws_behind(tree, nodes)
         fallback = Rejection().weigh(tree, p, nodes, weight)
         taken, left = fallback.taken.clone(), fallback.left().double()

@@ -140,6 +140,7 @@ def _link(
     place = tl.load(ranks + own + behind, mask=kept & (behind >= 0), other=-1) + 1
     node = first + 1 + rank
     level = tl.where(c < BRANCHES, 0, (c - BRANCHES) // (BRANCHES * BRANCHES) + 1)
+    level = tl.minimum(level, DEPTH - 1)  # what only fills up stands behind the roots, at any depth
     tl.store(tokens + node, tl.load(offered + own + c, mask=kept, other=0), mask=kept)
     tl.store(parents + node, first + tl.minimum(place, NODES), mask=kept)
     tl.store(depth + node, (level + 1).to(tl.int64), mask=kept)

@@ -30,8 +30,10 @@ def _keep_path(
         node = tl.load(index + sequence * num_steps + step, mask=step <= last, other=0)
         moves = (step <= last) & (node > step)
         source, target = start + node - 1, start + step - 1
-        from_slot = tl.load(pages + source // PAGE, mask=moves, other=0) * PAGE + source % PAGE
-        to_slot = tl.load(pages + target // PAGE, mask=moves, other=0) * PAGE + target % PAGE
+        # A node that found no page lies on the last one of the table; see `ops/staging.py`.
+        from_page = tl.load(pages + tl.minimum(source // PAGE, table_width - 1), mask=moves, other=0)
+        to_page = tl.load(pages + tl.minimum(target // PAGE, table_width - 1), mask=moves, other=0)
+        from_slot, to_slot = from_page * PAGE + source % PAGE, to_page * PAGE + target % PAGE
         mask = moves[:, None] & (d < DIM)
         moved = tl.load(matrix + from_slot[:, None] * DIM + d, mask=mask, other=0.0)
         tl.debug_barrier()

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftwood.ops.cuda.rejection import known_of
 from draftwood.ops.cuda.residual import BLOCK
 from draftwood.tree import Draw, TokenTree
 
@@ -51,7 +50,7 @@ def _distinct_rows(
 def distinct(tree: TokenTree, q: Tensor) -> TokenTree:
     """Every node tried once; what is known of the structure stays known."""
     again = (tree.tries[:, :, None] == tree.tries[:, None, :]).tril(-1).any(-1)
-    tries = tree.tries.masked_fill(again, -1)
+    tries = tree.tries.masked_fill(again, -1)  # not packed: what lies between is no draw
     merged = _merged(tree, tries)
     rows = torch.empty(tree.num_nodes, q.shape[1], device=q.device)
     grid = (tree.num_nodes, triton.cdiv(q.shape[1], BLOCK))
@@ -61,9 +60,8 @@ def distinct(tree: TokenTree, q: Tensor) -> TokenTree:
     )  # fmt: skip
     draw = torch.where(merged, int(Draw.WITHOUT_REPLACEMENT), tree.draw)
     own = torch.arange(tree.num_nodes, device=q.device)
-    once = replace(tree, draw=draw, q_row=torch.where(tree.q_row >= 0, own, -1), q=rows, drawn=None)
-    once.__dict__.update(tries=tries, levels=tree.levels, max_depth=tree.max_depth, depth=tree.depth, **known_of(tree))
-    return once
+    shape = replace(tree.shape.linked(tries, tree.parents), repeats=False)
+    return TokenTree(tree.tokens, shape, draw, torch.where(tree.q_row >= 0, own, -1), rows)
 
 
 def _merged(tree: TokenTree, tries: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ class Order:
 @triton.jit
 def _bins(q, row, x, VOCABULARY: tl.constexpr):
     """q of some tokens, and the bin each is in."""
-    law = tl.load(q + row * VOCABULARY + x, mask=x < VOCABULARY, other=0.0)
+    law = tl.load(q + tl.maximum(row, 0) * VOCABULARY + x, mask=x < VOCABULARY, other=0.0)  # any where none was drawn
     bins = (law.to(tl.int32, bitcast=True) >> _BIN_SHIFT) - _LOWEST_BIN
     return law, tl.minimum(tl.maximum(bins, 0), _NUM_BINS - 1)
 
@@ -108,7 +108,7 @@ def _rank(
     if tl.load(extent + node) > 0:
         x = piece * SIZE + tl.arange(0, SIZE)
         law, ranked, place = _likely(q, tl.load(rows + node * W), tl.load(bar + node), x, VOCABULARY)
-        # Slices come in any order, so places are anybody's; ranks are not: keys have tokens in front of places.
+        # Slices come in any order, so places are any; ranks are not: keys have tokens in front of places.
         start = tl.atomic_add(met + node, tl.sum(ranked.to(tl.int32), 0))
         tl.store(first + node * slices + piece, start)
         place = start + place

@@ -2,7 +2,7 @@
 
 beta is concave: between two bars it lies above its chord and below the tangents at both. What is lossless on the chord
 is lossless, what is not on the tangents is not; so the second time all bars lie between the two, and the chord between
-neighbours there is beta as far as anybody can tell.
+neighbours there is beta as far as can be told.
 """
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportUnreachable=false, reportCallIssue=false
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
@@ -161,14 +161,15 @@ def _narrow_bars(
     wait_and_make_way()
     node, piece, slices = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     if LISTED:
-        node = tl.load(listed + node)
-    draws, whole = tl.load(extent + node), tl.load(weight + node)
-    low, high = tl.load(bars_of + 2 * node), tl.load(bars_of + 2 * node + 1)
+        node = tl.load(listed + node)  # -1: none
+    draws, whole = tl.load(extent + node, mask=node >= 0, other=0), tl.load(weight + node, mask=node >= 0, other=0.0)
+    low = tl.load(bars_of + 2 * node, mask=node >= 0, other=0.0)
+    high = tl.load(bars_of + 2 * node + 1, mask=node >= 0, other=0.0)
     if (draws > 1) & (high > low):
         point = tl.arange(0, POINTS)
         bars = low + (high - low) * (point.to(tl.float64) / (POINTS - 1))
         bars = tl.where(point == POINTS - 1, high, bars)
-        row_q = q + tl.load(rows + node * W) * VOCABULARY
+        row_q = q + tl.maximum(tl.load(rows + node * W), 0) * VOCABULARY  # any where nothing was drawn
         betas, slopes = _sums_of_bars(
             p + node * VOCABULARY, row_q, bars * whole, piece * SIZE, POINTS, VOCABULARY, SIZE, AT_ONCE
         )  # fmt: skip
@@ -232,7 +233,7 @@ def _settle_bars(
     draws, whole = tl.load(extent + node), tl.load(weight + node)
     if draws > 0:
         x = piece * SIZE + tl.arange(0, SIZE)
-        bar, row = tl.load(bars + 2 * node), tl.load(rows + node * W)
+        bar, row = tl.load(bars + 2 * node), tl.maximum(tl.load(rows + node * W), 0)  # any where nothing was drawn
         target = tl.load(p + node * VOCABULARY + x, mask=x < VOCABULARY, other=0.0)
         law = tl.load(q + row * VOCABULARY + x, mask=x < VOCABULARY, other=0.0)
         common = tl.minimum(target * (bar * whole).to(tl.float32), law)

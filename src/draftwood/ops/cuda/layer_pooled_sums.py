@@ -103,7 +103,7 @@ def _sum_piece(
     PLACES: tl.constexpr, ONE: tl.constexpr, W: tl.constexpr, SLICES: tl.constexpr, VOCABULARY: tl.constexpr,
     SIZE: tl.constexpr, TOLERANCE: tl.constexpr,
 ):  # fmt: skip
-    """One piece of a node; whoever is last adds all up, and says so if the sums so far were wrong."""
+    """One piece of a node; the program that is last adds all up, and says so if the sums so far were wrong."""
     partial, sums, arrived, moved, restless = found
     _, _, _, _, scales, weight, _ = given
     _sum_slice(given, node, draws, piece, slices, partial, turn, PLACES, ONE, W, VOCABULARY, SIZE)
@@ -176,7 +176,7 @@ def sum_all(
     task = tl.program_id(0)
     if task == 0:
         tl.store(restless + turn + 1, 0)
-    if turn > 1:  # noqa: SIM102 (before that, nobody has counted)
+    if turn > 1:  # noqa: SIM102 (before that, nothing was counted)
         if tl.load(restless + turn - 1) == 0:
             return
     while task < nodes * slices:  # most of them need not be done, and to see that must not take long

@@ -29,7 +29,7 @@ def _number(value: float, like: Tensor) -> Tensor:
 def _unknown(tree: TokenTree) -> Tensor:
     """Unknown drift wherever there was something to judge. [B]."""
     drift = torch.zeros(tree.num_trees, dtype=torch.float64, device=tree.offsets.device)
-    return drift.masked_fill_(tree.sizes > 1, torch.nan)
+    return drift.masked_fill_(tree.tries[tree.offsets[:-1], 0] >= 0, torch.nan)
 
 
 def lenient_walk(tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor, lenience: float) -> Verdict:
@@ -59,7 +59,7 @@ def _lower_bars(p, tries, tokens, single, total, chance, mass, W: tl.constexpr, 
         likely = likely | (wanted >= bar)
         missed = tl.where(likely, 0.0, tl.maximum(1.0 - seen / whole, 0.0))
         fair = tl.where(before > 0, 1.0 - missed / tl.where(before > 0, before, 1.0), 1.0)
-        tl.store(chance + node * W + j, tl.where(tl.load(tries + node * W) >= 0, fair, 0.0))  # leaves ask nobody
+        tl.store(chance + node * W + j, tl.where(tl.load(tries + node * W) >= 0, fair, 0.0))  # at a leaf nothing is asked
         before = missed
     tl.store(mass + node, tl.maximum(1.0 - seen, 0.0))
 
@@ -188,7 +188,8 @@ def _end_of_longest(parents, depth, offsets, good, end, path, length, steps, LAN
     while at < size:
         x = at + tl.arange(0, LANES)
         inside, node = x < size, begin + x
-        reached = inside & (along_path(parents, good, node, inside, steps) > 0)
+        there = inside & (tl.load(parents + node, mask=inside, other=-1) != node)  # absent nodes are their own parents
+        reached = there & (along_path(parents, good, node, inside, steps) > 0)
         rank = tl.where(reached, tl.load(depth + node, mask=inside, other=0) * size - x, -1)
         highest = tl.max(rank, 0)
         chosen = tl.where(highest > best, tl.sum(tl.where(rank == highest, node, 0), 0), chosen)

@@ -58,7 +58,7 @@ def _as_lines(stays, lost, draws, whole, PLACES: tl.constexpr):
 
 @triton.jit
 def _shifted(values, before, lane):
-    """Everybody the value of the one before."""
+    """Each the value of the one before."""
     return tl.where(lane > 0, tl.gather(values, tl.maximum(lane - 1, 0), 0), before)
 
 
@@ -244,7 +244,7 @@ def _end(
             _solve_tree(known, extent, left + layers, spare + layers, begin, steps, nodes, W, NODES, True)
             tl.debug_barrier()
     stop_by_layers(
-        extent, weight, mass, depth, left + layers, spare + layers, passed + layers, stop, begin, size, steps,
+        extent, weight, mass, depth, parents, left + layers, spare + layers, passed + layers, stop, begin, size, steps,
         LEVELS, TOGETHER,
     )  # fmt: skip
     pick_end(parents, stop, begin, size, seeds, lengths, end, path, length, steps, b, TOGETHER)

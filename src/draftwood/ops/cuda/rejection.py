@@ -22,7 +22,6 @@ from draftwood.ops.cuda.residual import PADDED
 from draftwood.tree import TokenTree
 
 SLICE = 2048  # tokens a program
-_WIDTHS = "_draws_behind_levels"
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Weights:
     extent: Tensor  # [M] places up to the last draw
     wanted: Tensor  # [M, W] float64: p of the tokens
     said: Tensor  # [M, W, W] float64: what the law of the first says of the token of the second
-    weight: Tensor  # [M] float64: what the node is offered of p
+    weight: Tensor  # [M] float64: what the node is offered of p; nothing of it where the node is absent
     score: Tensor  # [M] float64: what becomes of a weight of one on the way down
     chance: Tensor  # [M, W] float64
     scales: Tensor  # [M, W] float64
@@ -124,7 +123,7 @@ def _look_up(
     tl.store(scales + at, tl.where((j == 0) & there, 1.0, nothing), mask=inside)  # nothing was taken before the first
     draws = tl.max(tl.where(there, j + 1, 0), 0)
     tl.store(extent + node, draws)
-    tl.store(weight + node, 1.0)
+    tl.store(weight + node, tl.where(tl.load(tokens + node) >= 0, 1.0, 0.0).to(tl.float64))
     tl.store(score + node, 1.0)
     tl.store(bars + 2 * node, 1.0 / tl.maximum(draws, 1).to(tl.float64))
     tl.store(bars + 2 * node + 1, 1.0)
@@ -188,9 +187,9 @@ def _take_draws(
     wait_and_make_way()
     node, piece, slices = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     if LISTED:
-        node = tl.load(listed + node)
-    draws = tl.minimum(tl.load(extent + node), tried)
-    whole = tl.load(weight + node)
+        node = tl.load(listed + node)  # -1: none
+    draws = tl.minimum(tl.load(extent + node, mask=node >= 0, other=0), tried)
+    whole = tl.load(weight + node, mask=node >= 0, other=0.0)
     if (draws > place) | ((place == tried) & (draws > 0)):
         x = piece * SIZE + tl.arange(0, SIZE)
         left, _ = left_of_draws(p, q, rows, tokens, weight, scales, node, x, place, W, VOCABULARY)
@@ -209,7 +208,7 @@ def _take_draws(
                 tl.store(values + node * W + j, kept, mask=j < W)
                 tl.store(mass + node, survives)
     elif (draws == 0) & (piece == 0):
-        tl.store(mass + node, whole)
+        tl.store(mass + node, whole, mask=node >= 0)
 
 
 def take_draws(draw: Drawn, w: Weights, nodes: Tensor | None, place: int, tried: int) -> None:
@@ -233,21 +232,3 @@ def reject_all(draw: Drawn, w: Weights, tried: int) -> None:
 def padded(count: int) -> int:
     """Lanes for so many numbers: a power of two, at least two."""
     return 1 << max(1, (count - 1).bit_length())
-
-
-def draws_behind_levels(tree: TokenTree) -> list[int]:
-    """The most draws behind a node of each level, found once for a tree; as many as anywhere where nobody may look."""
-    known = tree.__dict__.get(_WIDTHS)
-    if known is not None:
-        return known
-    if tree.tokens.is_cuda and torch.cuda.is_current_stream_capturing():
-        return [tree.tries.shape[1]] * len(tree.levels)
-    counts = (tree.tries >= 0).sum(1)
-    most = torch.zeros(len(tree.levels), dtype=counts.dtype, device=counts.device)
-    tree.__dict__[_WIDTHS] = most.scatter_reduce(0, tree.depth, counts, "amax").tolist()
-    return tree.__dict__[_WIDTHS]
-
-
-def known_of(tree: TokenTree) -> dict[str, list[int]]:
-    """The same, to be said of another tree with no more draws."""
-    return {_WIDTHS: draws_behind_levels(tree)}

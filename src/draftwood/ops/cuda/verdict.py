@@ -26,7 +26,6 @@ from draftwood.ops.cuda.rejection import (
     SLICE,
     Drawn,
     Weights,
-    draws_behind_levels,
     left_of_draws,
     padded,
     reject_all,
@@ -74,11 +73,12 @@ def _chain_weights(p, q, tokens, parents, q_row, offsets, weight, VOCABULARY: tl
         x = at + tl.arange(0, LANES)
         inside, node = x < size, begin + x
         above = tl.load(parents + node, mask=inside, other=-1)
-        token, row = tl.load(tokens + node, mask=inside, other=0), tl.load(q_row + node, mask=inside, other=-1)
-        wanted = tl.load(p + above * VOCABULARY + token, mask=above >= 0, other=1.0).to(tl.float64)
-        offered = tl.load(q + row * VOCABULARY + token, mask=(above >= 0) & (row >= 0), other=1.0).to(tl.float64)
+        token, row = tl.load(tokens + node, mask=inside, other=-1), tl.load(q_row + node, mask=inside, other=-1)
+        drafted = (above >= 0) & (token >= 0)
+        wanted = tl.load(p + above * VOCABULARY + token, mask=drafted, other=1.0).to(tl.float64)
+        offered = tl.load(q + row * VOCABULARY + token, mask=drafted & (row >= 0), other=1.0).to(tl.float64)
         gain = tl.where(offered > 0, wanted / tl.where(offered > 0, offered, 1.0), 1.0)
-        tl.store(weight + node, gain, mask=inside)
+        tl.store(weight + node, tl.where(token >= 0, gain, 0.0), mask=inside)  # absent nodes are at the end
         at += LANES
     tl.debug_barrier()
     affords = tl.load(weight + begin) * 0.0 + 1.0
@@ -207,7 +207,7 @@ def walked(draw: Drawn, w: Weights) -> Ends:
 
 def search(tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor) -> Verdict:
     """Traversal verification; of chains it is block verification."""
-    if tree.drawn is not None and tree.q is not None:
+    if tree.shape.repeats and tree.q is not None:
         tree = distinct(tree, tree.q)
     draw, ends = Drawn.of(tree, p, seeds, lengths), Ends.of(tree)
     w = Weights.looked_up(draw)
@@ -229,7 +229,7 @@ def search(tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor) -> Verdic
 
 def _go_down(draw: Drawn, w: Weights, score: Tensor, *, shared: bool, kseq: bool) -> None:
     """What nodes are offered, level by level. Only where several draws follow a node are rows needed on the way."""
-    tree, widths = draw.tree, draws_behind_levels(draw.tree)
+    tree, widths = draw.tree, draw.tree.shape.widths
     starts = [level for level in range(tree.max_depth) if level == 0 or widths[level] > 1]
     for first, after in pairwise([*starts, tree.max_depth]):
         nodes, width = tree.levels[first], widths[first]

@@ -331,17 +331,17 @@ def hand_down(
 
 @triton.jit
 def _layer_mass(depth, chance, weight, score, begin, size, layer, W: tl.constexpr, LANES: tl.constexpr):
-    """How likely anybody comes back up to a layer from its draws."""
-    everybody = begin.to(tl.float64) * 0.0
+    """The chance to come back up to a layer from its draws."""
+    whole = begin.to(tl.float64) * 0.0
     at = 0
     while at < size:
         x = at + tl.arange(0, LANES)
         node = begin + x
         here = (x < size) & (tl.load(depth + node, mask=x < size, other=-1) == layer)
         comes = _shares(score, weight, node, here) * _all_missed(chance, node, here, W)
-        everybody += tl.sum(tl.where(here, comes, 0.0), 0)
+        whole += tl.sum(tl.where(here, comes, 0.0), 0)
         at += LANES
-    return everybody
+    return whole
 
 
 @triton.jit(do_not_specialize=["steps"])
@@ -358,22 +358,23 @@ def end_of_layers(
     layer = steps
     while layer >= 0:
         whole = _layer_mass(depth, chance, weight, score, begin, size, layer, W, LANES)
-        everybody = passed * 0.0
+        every = passed * 0.0
         at = 0
         while at < size:
             x = at + tl.arange(0, LANES)
             node = begin + x
-            here = (x < size) & (tl.load(depth + node, mask=x < size, other=-1) == layer)
+            level = (x < size) & (tl.load(depth + node, mask=x < size, other=-1) == layer)
+            here = level & (tl.load(parents + node, mask=level, other=-1) != node)  # absent nodes are their own parents
             comes = _shares(score, weight, node, here) * _all_missed(chance, node, here, W)
             comes = tl.where(whole > 0, comes / tl.where(whole > 0, whole, 1.0), 1.0)
             left = tl.load(mass + node, mask=here, other=0.0)
             survives = left + (1.0 - tl.load(weight + node, mask=here, other=0.0))
             taken = tl.where(survives > 0, left / tl.where(survives > 0, survives, 1.0), 1.0)
             ending = tl.where(here, comes * taken, 0.0)
-            tl.store(stop + node, ending * passed, mask=here)
-            everybody += tl.sum(ending, 0)
+            tl.store(stop + node, ending * passed, mask=level)
+            every += tl.sum(ending, 0)
             at += LANES
-        passed = passed * tl.maximum(1.0 - everybody, 0.0)
+        passed = passed * tl.maximum(1.0 - every, 0.0)
         layer -= 1
     tl.debug_barrier()
     pick_end(parents, stop, begin, size, seeds, lengths, end, path, length, steps, b, LANES)
@@ -381,7 +382,7 @@ def end_of_layers(
 
 @triton.jit
 def stop_by_layers(
-    extent, weight, mass, depth, left, spare, passed, stop, begin, size, steps,
+    extent, weight, mass, depth, parents, left, spare, passed, stop, begin, size, steps,
     LEVELS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """The chances that one tree's path ends at its nodes, from the deepest layer up, in proportion to what is left at
@@ -404,6 +405,7 @@ def stop_by_layers(
         here = tl.where(tl.load(extent + node, mask=inside, other=0) > 0, kept, given)
         every = tl.load(spare + layer, mask=inside, other=0.0) + tl.load(left + layer, mask=inside, other=0.0)
         ending = tl.where(every > 0, here / tl.where(every > 0, every, 1.0), 1.0)
+        ending = tl.where(tl.load(parents + node, mask=inside, other=-1) == node, 0.0, ending)  # absent
         tl.store(stop + node, ending * tl.load(passed + layer, mask=inside, other=0.0), mask=inside)
         at += LANES
     tl.debug_barrier()

@@ -122,7 +122,8 @@ static int64_t count_tries(const Call *c, int64_t n) {
 }
 
 static const float *draft_row(const Call *c, int64_t n) {
-    return c->q + c->q_row[child_of(c, n, 0)] * c->vocabulary;
+    const int64_t row = c->q_row[child_of(c, n, 0)];
+    return c->q + (row < 0 ? 0 : row) * c->vocabulary; /* any where nothing was drawn: such a verdict does not count */
 }
 
 /* Set where the kept child stands. */
@@ -180,7 +181,7 @@ static void weigh_paths(const Call *c, const Work *k, const Standing *at, int64_
 static void stops(const Call *c, const Work *k, const Standing *at, int64_t b) {
     EACH_NODE(c, b, n) {
         const int64_t above = c->parents[n];
-        if (above < 0 || at->kept[above] != n) at->taken[n] = 1; /* the head of a path */
+        if (above < 0 || at->kept[above] != n) at->taken[n] = !is_absent(c, n); /* the head of a path */
     }
     for (int64_t n = c->offsets[b + 1] - 1; n >= c->offsets[b]; n--) {
         const int64_t kept = at->kept[n];

@@ -87,7 +87,7 @@ void dw_write_drift(const Call *c, const Work *k, int64_t b) {
     const int64_t *path = c->path + b * (c->steps + 1);
     double drift = 0;
     for (int64_t i = 0; i <= c->length[b]; i++) drift += k->away[path[i]];
-    const int unknown = c->rule != MIXTURE && c->offsets[b + 1] - c->offsets[b] > 1;
+    const int unknown = c->rule != MIXTURE && child_of(c, c->offsets[b], 0) >= 0;
     c->drift[b] = unknown ? NAN : drift;
 }
 

@@ -43,12 +43,17 @@ static Offer offer_at(const Call *c, const Work *k, int64_t n) {
     return (Offer){p, c->q, c->vocabulary, k->weight[n]};
 }
 
+/* The law of independent draws; any where nothing was drawn: such a verdict does not count. */
+static const float *law_behind(const Call *c, const Behind *d) {
+    return c->q + (d->rows[0] < 0 ? 0 : d->rows[0]) * c->vocabulary;
+}
+
 static void weigh_kseq(const Call *c, const Work *k, int64_t n, const Behind *d) {
     const Offer offer = offer_at(c, k, n);
     int64_t count = 0;
     for (int64_t j = 0; j < c->width; j++) count += d->exists[j];
     double bar = 1, beta = 0, missed = 1;
-    if (count) dw_kseq_bar_one(offer.p, c->q + d->rows[0] * c->vocabulary, c->vocabulary, offer.weight, count, &bar, &beta);
+    if (count) dw_kseq_bar_one(offer.p, law_behind(c, d), c->vocabulary, offer.weight, count, &bar, &beta);
     for (int64_t i = 0; i < count; i++) missed *= 1 - beta;
     const double accepted = 1 - missed, scale = beta > 0 ? accepted / beta : 0;
     k->bar[n] = bar, k->scale[n] = scale;
@@ -108,7 +113,7 @@ static void write_left(const Call *c, const Work *k, int64_t n, int children, fl
     const Offer offer = offer_at(c, k, n);
     if (c->rule == KSEQ && d.exists[0]) {
         const float w = (float)offer.weight, bar = (float)k->bar[n], scale = (float)k->scale[n];
-        const float *law = c->q + d.rows[0] * c->vocabulary;
+        const float *law = law_behind(c, &d);
         for (int64_t x = 0; x < c->vocabulary; x++) {
             float mine = w * offer.p[x], lowered = mine * bar;
             float rest = mine - scale * (lowered < law[x] ? lowered : law[x]);
@@ -172,6 +177,7 @@ EXPORT void dw_verdict_walk(const Call *c) {
 static void weigh_chains(const Call *c, const Work *k) {
     for (int64_t n = 0; n < c->nodes; n++) {
         int64_t above = c->parents[n], row = c->q_row[n];
+        if (is_absent(c, n)) continue;
         double wanted = above < 0 ? 1 : c->p[above * c->vocabulary + c->tokens[n]];
         double offered = above < 0 || row < 0 ? 1 : c->q[row * c->vocabulary + c->tokens[n]];
         k->weight[n] = above < 0 ? 1 : fmin(1, k->weight[above] * ratio(wanted, offered));
@@ -201,13 +207,13 @@ EXPORT void dw_verdict_search(const Call *c) {
     if (c->width == 1) weigh_chains(c, &k);
     else weigh_by_level(c, &k);
     for (int64_t n = 0; n < c->nodes; n++) {
-        taken[n] = c->parents[n] < 0 ? 1 : ratio(k.mass[n], k.mass[n] + (1 - k.weight[n]));
+        taken[n] = c->parents[n] < 0 ? 1 : is_absent(c, n) ? 0 : ratio(k.mass[n], k.mass[n] + (1 - k.weight[n]));
         fails[n] = 1 - taken[n];
         enters[n] = 1; /* here first: that no child is taken */
     }
     for (int64_t n = c->nodes - 1; n >= 0; n--) {
         fails[n] *= enters[n];
-        if (c->parents[n] >= 0) enters[c->parents[n]] *= fails[n];
+        if (k.depth[n] > 0) enters[c->parents[n]] *= fails[n];
     }
     for (int64_t n = 0; n < c->nodes; n++) taken[n] *= enters[n];
     for (int64_t n = 0; n < c->nodes; n++) {

@@ -35,16 +35,20 @@ typedef struct {
     double *chance, *scales, *values;    /* [M, W] */
     double *stop, *spare;                /* [M] the odds, and room for what a lift wants to remember */
     double *away;                        /* [M] how far from p the row is that a node was weighed with */
-    int64_t *depth;                      /* [M] */
+    int64_t *depth;                      /* [M], -1: absent */
     void *memory;
 } Work;
+
+/* It has no token, is its own parent and no node's child. */
+static inline int is_absent(const Call *c, int64_t n) { return c->tokens[n] < 0; }
 
 static inline Work begin(const Call *c) {
     int64_t m = c->nodes, w = c->nodes * c->width;
     double *at = calloc(8 * m + 3 * w, sizeof(double));
     Work k = {at, at + m, at + 2 * m, at + 3 * m, at + 4 * m, at + 4 * m + w, at + 4 * m + 2 * w,
               at + 4 * m + 3 * w, at + 5 * m + 3 * w, at + 6 * m + 3 * w, (int64_t *)(at + 7 * m + 3 * w), at};
-    for (int64_t n = 0; n < m; n++) k.depth[n] = c->parents[n] < 0 ? 0 : k.depth[c->parents[n]] + 1;
+    for (int64_t n = 0; n < m; n++)
+        k.depth[n] = is_absent(c, n) ? -1 : c->parents[n] < 0 ? 0 : k.depth[c->parents[n]] + 1;
     return k;
 }
 

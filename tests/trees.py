@@ -1,0 +1,107 @@
+"""Trees written down by hand, and trees with absent nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from draftwood.tree import Draw, TokenTree, TreeShape
+
+
+def tree_of(
+    tokens: Sequence[int],
+    parents: Sequence[int],
+    offsets: Sequence[int],
+    draw: Sequence[int] | None = None,
+    q_row: Sequence[int] | None = None,
+    q: Tensor | None = None,
+    drawn: Sequence[int] | None = None,
+) -> TokenTree:
+    """A batch by its columns, nodes counted from its first; `drawn`: the node of every draw where some came twice."""
+    shape = TreeShape.of(
+        torch.tensor(parents), torch.tensor(offsets), None if drawn is None else torch.tensor(drawn)
+    )
+    rows = torch.full((len(tokens),), -1) if q_row is None else torch.tensor(q_row)
+    kinds = torch.where(rows >= 0, int(Draw.IID), int(Draw.POINT)) if draw is None else torch.tensor(draw)
+    return TokenTree(torch.tensor(tokens), shape, kinds, rows, q)
+
+
+def padded(tree: TokenTree, size: int, seed: int = 0) -> tuple[TokenTree, Tensor]:
+    """The same trees, each with `size` nodes: absent ones lie between the others wherever `seed` puts them. And which
+    node of the new batch each of the old one is. [M].
+    """
+    luck = torch.Generator().manual_seed(seed)
+    places = [torch.randperm(size - 1, generator=luck)[: count - 1].sort().values + 1 for count in tree.sizes.tolist()]
+    starts = size * torch.arange(tree.num_trees)
+    moved = torch.cat([start + torch.cat([start.new_zeros(1), own]) for start, own in zip(starts, places, strict=True)])
+    count = size * tree.num_trees
+    index = torch.arange(count)
+
+    def spread(values: Tensor, filling: Tensor | int) -> Tensor:
+        table = torch.zeros(count, *values.shape[1:], dtype=values.dtype) + filling
+        return table.index_copy_(0, moved, values)
+
+    def renumbered(links: Tensor) -> Tensor:
+        return torch.where(links >= 0, moved[links.clamp(min=0)], -1)
+
+    # Depths of absent nodes are any; so are their draws.
+    some = torch.randint(0, tree.max_depth + 1, (count,), generator=luck).clamp(min=min(1, tree.max_depth))
+    local = index % size
+    depth = spread(tree.depth, some)
+    parents = spread(renumbered(tree.parents), index)
+    shape = TreeShape(
+        parents=parents,
+        offsets=size * torch.arange(tree.num_trees + 1),
+        owner=index // size,
+        local=local,
+        depth=depth,
+        ancestors=torch.zeros(count, max(1, -(-(size - 1) // 64)), dtype=torch.int64),  # only attention reads these
+        tries=spread(renumbered(tree.tries), -1),
+        max_depth=tree.max_depth,
+        widest=size,
+        repeats=tree.shape.repeats,
+    )
+    drawn = spread(tree.draw, int(Draw.IID) if tree.q is not None else 0)
+    rows = spread(tree.q_row, 0 if tree.q is not None else -1)
+    return TokenTree(spread(tree.tokens, -1), shape, drawn, rows, tree.q), moved
+
+
+def pack(trees: Sequence[TokenTree]) -> TokenTree:
+    """Several batches as one, in this order."""
+    nodes, laws, count = 0, 0, 0
+    links: dict[str, list[Tensor]] = {name: [] for name in ("parents", "tries", "owner", "rows")}
+    width = max(tree.tries.shape[1] for tree in trees)
+    words = max(tree.shape.ancestors.shape[1] for tree in trees)
+    for tree in trees:
+        tries = torch.nn.functional.pad(tree.tries, (0, width - tree.tries.shape[1]), value=-1)
+        links["parents"].append(torch.where(tree.parents >= 0, tree.parents + nodes, -1))
+        links["tries"].append(torch.where(tries >= 0, tries + nodes, -1))
+        links["rows"].append(torch.where(tree.q_row >= 0, tree.q_row + laws, -1))
+        links["owner"].append(tree.owner + count)
+        nodes, count = nodes + tree.num_nodes, count + tree.num_trees
+        laws += 0 if tree.q is None else len(tree.q)
+    joined = {name: torch.cat(parts) for name, parts in links.items()}
+    sizes = torch.cat([tree.sizes for tree in trees])
+    shape = TreeShape(
+        parents=joined["parents"],
+        offsets=torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]),
+        owner=joined["owner"],
+        local=torch.cat([tree.local for tree in trees]),
+        depth=torch.cat([tree.depth for tree in trees]),
+        ancestors=torch.cat(
+            [torch.nn.functional.pad(t.shape.ancestors, (0, words - t.shape.ancestors.shape[1])) for t in trees]
+        ),
+        tries=joined["tries"],
+        max_depth=max(tree.max_depth for tree in trees),
+        widest=max(tree.widest for tree in trees),
+        repeats=any(tree.shape.repeats for tree in trees),
+    )
+    return TokenTree(
+        torch.cat([tree.tokens for tree in trees]),
+        shape,
+        torch.cat([tree.draw for tree in trees]),
+        joined["rows"],
+        torch.cat([tree.q for tree in trees if tree.q is not None]) if laws else None,
+    )
