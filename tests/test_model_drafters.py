@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+import captured
+from captured import GPU, CapturedHarness
 from draftwood.cache.batch_state import BatchState, RowSettings, StepInputs, input_numbers
 from draftwood.drafters.kangaroo import ShallowDrafter
 from draftwood.drafters.model import ModelDrafter
@@ -37,7 +39,7 @@ from draftwood.growers import (
     chain,
 )
 from draftwood.model.runner import ModelRunner
-from draftwood.protocols import BatchView, Span, StepMode
+from draftwood.protocols import BatchView, Budget, Load, Span, StepMode, StepReport
 from draftwood.request import SamplingParams
 from draftwood.rng import KeyedRng
 from draftwood.tree import TokenTree, Verdict
@@ -408,12 +410,80 @@ def test_with_shared_noise_the_target_itself_is_always_right() -> None:
 @pytest.mark.parametrize("prompts", [[(1, 2, 3), (4, 5), (6,), (7, 8, 9)], [(1, 2, 3, 4, 5, 6, 7, 8, 9)] * 4])
 def test_preemption_and_shared_prefixes_cost_no_accepted_token(prompts: list[tuple[int, ...]]) -> None:
     regime = Regime(num_pages=24)
-    target = tiny_runner(num_pages=24)
-    harness = Harness(target, ModelDrafter(tiny_runner(), chain(3)), Match(), regime)
+    harness = Harness(tiny_runner(num_pages=24), ModelDrafter(tiny_runner(), chain(3)), Match(), regime)
     answers = harness.run([Ask(p, SamplingParams(max_tokens=30), arrives=i) for i, p in enumerate(prompts)])
     assert harness.engine.scheduler.num_preemptions > 0
     for answer in answers:
-        assert answer.accepted == answer.num_generated - answer.steps
+        assert answer.accepted == answer.drafted > 0
+
+
+class OnAndOff:
+    """Drafts in some steps only."""
+
+    def __init__(self, pattern: Sequence[int]) -> None:
+        self.pattern, self.steps = pattern, 0
+
+    def budget(self, load: Load) -> Budget:
+        self.steps += 1
+        return Budget(self.pattern[self.steps % len(self.pattern)])
+
+    def observe(self, report: StepReport) -> None:
+        pass
+
+
+@pytest.mark.parametrize("pattern", [(3, 0), (0, 2, 2, 0, 0), (1, 3, 0)])
+def test_steps_without_drafts_cost_no_accepted_token(pattern: Sequence[int]) -> None:
+    """Also where the last token accepted before them was one that the draft model had not run."""
+    harness = Harness(tiny_runner(), ModelDrafter(tiny_runner(), chain(3)), Match())
+    harness.engine.controller = OnAndOff(pattern)
+    asks = [Ask((1, 2, 3), SamplingParams(max_tokens=40)), Ask((5,), SamplingParams(max_tokens=30), arrives=3)]
+    for answer in harness.run(asks):
+        assert answer.accepted == answer.drafted > 0
+
+
+@pytest.mark.parametrize(("page_size", "tokens"), [(1, 8), (1, 12), (2, 8), (2, 12)])
+def test_the_next_turn_of_a_conversation_finds_nothing_unread(page_size: int, tokens: int) -> None:
+    """An answer's last token that the draft model has not run is not shared."""
+    regime = Regime(page_size=page_size)
+    harness = Harness(tiny_runner(page_size=page_size), ModelDrafter(tiny_runner(), chain(3)), Match(), regime)
+    (first,) = harness.run([Ask((1, 2, 3), SamplingParams(max_tokens=tokens))])
+    second = harness.answer(1, Ask((*first.tokens, 4), SamplingParams(max_tokens=30)))
+    harness.engine.scheduler.add([second])
+    while harness.engine.scheduler.has_work:
+        harness.engine.step()
+    assert second.cached_prompt_tokens > 3
+    assert second.accepted == second.drafted > 0
+
+
+def test_a_draft_model_with_a_smaller_cache_serves_all_sequences() -> None:
+    asks = [Ask((i, 2, 3), SamplingParams(max_tokens=20)) for i in range(5)]
+    want = generated(Harness(tiny_runner(), NoDrafter(), Match()).run(asks))
+    answers = Harness(tiny_runner(), ModelDrafter(tiny_runner(num_pages=12), Levels((2, 1), Best())), Match()).run(asks)
+    assert generated(answers) == want
+    assert all(answer.accepted > 0 for answer in answers)
+
+
+@pytest.mark.parametrize("name", ["model", "masks", "kangaroo", "student"])
+def test_captured_steps_say_the_same(name: str) -> None:
+    """A step ahead of the host, with drafts in some steps only."""
+    makers = {
+        "masks": with_masks(chain(3)),
+        "kangaroo": with_net("kangaroo", chain(3)),
+        "student": with_student(chain(3)),
+    }
+    drafter = makers[name](torch.float64) if name in makers else ModelDrafter(captured.runner(), chain(3))
+    if GPU and name in makers:
+        pytest.skip("these are made on a CPU")
+    # Where everything is accepted, so many tokens are the end of a step: nothing is cut off.
+    asks = [Ask((1, 2, 3), SamplingParams(max_tokens=31)), Ask((5,), SamplingParams(max_tokens=26), arrives=3)]
+    harness = CapturedHarness(drafter, "match", moody=True)
+    answers = harness.run(asks)
+    assert generated(answers) == generated(Harness(captured.runner(), NoDrafter(), Match()).run(asks))
+    assert harness.runner.ready
+    for answer in answers:
+        assert answer.drafted > 0
+        if name == "model":
+            assert answer.accepted == answer.drafted, "the target itself is always right"
 
 
 def test_a_draft_model_with_a_shorter_context_stops_guessing_there() -> None:

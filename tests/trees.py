@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from draftwood.tree import Draw, TokenTree, TreeShape
+from draftwood.tree import Draw, TokenTree, TreeShape, join
 
 
 def tree_of(
@@ -20,9 +20,7 @@ def tree_of(
     drawn: Sequence[int] | None = None,
 ) -> TokenTree:
     """A batch by its columns, nodes counted from its first; `drawn`: the node of every draw where some came twice."""
-    shape = TreeShape.of(
-        torch.tensor(parents), torch.tensor(offsets), None if drawn is None else torch.tensor(drawn)
-    )
+    shape = TreeShape.of(torch.tensor(parents), torch.tensor(offsets), None if drawn is None else torch.tensor(drawn))
     rows = torch.full((len(tokens),), -1) if q_row is None else torch.tensor(q_row)
     kinds = torch.where(rows >= 0, int(Draw.IID), int(Draw.POINT)) if draw is None else torch.tensor(draw)
     return TokenTree(torch.tensor(tokens), shape, kinds, rows, q)
@@ -62,6 +60,7 @@ def padded(tree: TokenTree, size: int, seed: int = 0) -> tuple[TokenTree, Tensor
         max_depth=tree.max_depth,
         widest=size,
         repeats=tree.shape.repeats,
+        merged=tree.shape.merged,
     )
     drawn = spread(tree.draw, int(Draw.IID) if tree.q is not None else 0)
     rows = spread(tree.q_row, 0 if tree.q is not None else -1)
@@ -70,38 +69,5 @@ def padded(tree: TokenTree, size: int, seed: int = 0) -> tuple[TokenTree, Tensor
 
 def pack(trees: Sequence[TokenTree]) -> TokenTree:
     """Several batches as one, in this order."""
-    nodes, laws, count = 0, 0, 0
-    links: dict[str, list[Tensor]] = {name: [] for name in ("parents", "tries", "owner", "rows")}
-    width = max(tree.tries.shape[1] for tree in trees)
-    words = max(tree.shape.ancestors.shape[1] for tree in trees)
-    for tree in trees:
-        tries = torch.nn.functional.pad(tree.tries, (0, width - tree.tries.shape[1]), value=-1)
-        links["parents"].append(torch.where(tree.parents >= 0, tree.parents + nodes, -1))
-        links["tries"].append(torch.where(tries >= 0, tries + nodes, -1))
-        links["rows"].append(torch.where(tree.q_row >= 0, tree.q_row + laws, -1))
-        links["owner"].append(tree.owner + count)
-        nodes, count = nodes + tree.num_nodes, count + tree.num_trees
-        laws += 0 if tree.q is None else len(tree.q)
-    joined = {name: torch.cat(parts) for name, parts in links.items()}
-    sizes = torch.cat([tree.sizes for tree in trees])
-    shape = TreeShape(
-        parents=joined["parents"],
-        offsets=torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]),
-        owner=joined["owner"],
-        local=torch.cat([tree.local for tree in trees]),
-        depth=torch.cat([tree.depth for tree in trees]),
-        ancestors=torch.cat(
-            [torch.nn.functional.pad(t.shape.ancestors, (0, words - t.shape.ancestors.shape[1])) for t in trees]
-        ),
-        tries=joined["tries"],
-        max_depth=max(tree.max_depth for tree in trees),
-        widest=max(tree.widest for tree in trees),
-        repeats=any(tree.shape.repeats for tree in trees),
-    )
-    return TokenTree(
-        torch.cat([tree.tokens for tree in trees]),
-        shape,
-        torch.cat([tree.draw for tree in trees]),
-        joined["rows"],
-        torch.cat([tree.q for tree in trees if tree.q is not None]) if laws else None,
-    )
+    every = torch.arange(sum(tree.num_trees for tree in trees))
+    return join(trees, every.split([tree.num_trees for tree in trees]))[0]

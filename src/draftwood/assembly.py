@@ -16,7 +16,6 @@ import torch
 from draftwood.config import EngineConfig
 from draftwood.drafters.by_request import OfferedDrafters
 from draftwood.drafters.lookup import LookupDrafter
-from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
 from draftwood.drafters.pard import GUESSES, ParallelDrafter
@@ -91,7 +90,7 @@ class Entry:
     defaults: Mapping[str, Any]
     description: str
     on_gpu: Mapping[str, Any] = field(default_factory=dict)  # defaults that are others there
-    make_on_gpu: Callable[..., Any] | None = None  # None: as elsewhere
+    make_on_gpu: Callable[..., Any] | None = None  # another part there
 
     def on(self, device: torch.device) -> Entry:
         """With the defaults of a kind of device."""
@@ -318,7 +317,7 @@ def load_parallel(
         raise IncompatibleParts(f"'{checkpoint.name}' names no mask of its vocabulary: its pard_token is {mask!r}.")
     guesses = (given.get("draftwood") or {}).get("guesses", GUESSES)
     grower = build_grower(tree or f"chain:depth={guesses}")
-    return ParallelDrafter(load_runner(checkpoint, config), grower, mask, guesses, config.max_rows)
+    return ParallelDrafter(load_runner(checkpoint, config), grower, mask, guesses)
 
 
 def load_model_drafter(
@@ -327,13 +326,13 @@ def load_model_drafter(
     """A second model as drafter, once it is known to speak the target's vocabulary."""
     grower = build_grower(tree or DEFAULT_TREE)
     check_same_vocabulary(checkpoint, target)
-    return ModelDrafter(load_runner(checkpoint, config), grower, config.max_rows)
+    return ModelDrafter(load_runner(checkpoint, config), grower)
 
 
 def student_drafter(student: SharedWords, tree: str | None, config: EngineConfig) -> StudentDrafter:
     """A model that speaks with the target's own words, as drafter."""
     grower = build_grower(tree or DEFAULT_TREE)
-    return StudentDrafter(student, load_runner(student, config), grower, config.max_rows)
+    return StudentDrafter(student, load_runner(student, config), grower)
 
 
 def load_runner(checkpoint: Checkpoint, config: EngineConfig, progress: Progress = lambda *_: None) -> ModelRunner:

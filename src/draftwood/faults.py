@@ -142,11 +142,11 @@ class GuardedDrafter:
 
     def propose(self, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
         """The drafter's trees; bare roots if it fails or is switched off."""
-        if self._health.disabled:
+        prepared, self._prepared = self._prepared, False
+        if self._health.disabled or (prepared and self._failed and view.may_look):
             return Proposal.bare(view)
-        if not self._prepared:
+        if not (prepared or self.drafter.waits):
             self._begin_step()
-        self._prepared = False
         proposal = self._attempt("propose", lambda: self._trees(view, nodes, rng), for_good=not view.may_look)
         return Proposal.bare(view) if proposal is None else proposal
 

@@ -168,7 +168,7 @@ class BatchView:
     block_table: Tensor  # [B, P] int64 pages of each sequence, never -1
     mode: StepMode = field(default_factory=StepMode)
     truncation: Truncation | None = None  # None: nothing is cut off
-    max_nodes: Tensor | None = None  # [B] int64 draft nodes that have room; None: as many as the step has
+    max_nodes: Tensor | None = None  # [B] int64 own nodes of the drafter that have room; None: as many as the step has
     max_depth: Tensor | None = None  # [B] int64 draft tokens that could still be emitted; None: any number
     law: Tensor | None = None  # [B] int64 which of the mode's laws each has; None: there is one
     drafter: Tensor | None = None  # [B] int64 likewise

@@ -62,6 +62,7 @@ class TreeShape:
     max_depth: int  # D: no node is deeper
     widest: int  # no tree has more nodes, root included
     repeats: bool = False  # independent draws gave some node twice: `tries` names it as often
+    merged: Tensor | None = None  # [B] bool the trees that is so of, where a batch has both kinds; None: all
 
     @classmethod
     def of(cls, parents: Tensor, offsets: Tensor, drawn: Tensor | None = None) -> TreeShape:
@@ -248,13 +249,14 @@ class TreeShape:
         )
         local = torch.arange(nodes.shape[0], device=nodes.device) - offsets[owner]
         tries = packed_left(follow(number, self.tries[nodes]))
-        tries = tries[:, : max(1, int((tries >= 0).any(0).sum()))]
+        tries = tries[:, : max(1, int((tries >= 0).any(0).sum()))].contiguous()
         paths = follow(number, self.paths[nodes])
         ancestors = ancestor_words(paths, local, self.ancestors.shape[1])
         parents = follow(number, self.parents[nodes])
+        merged = self.merged if trees is None or self.merged is None else self.merged[trees]
         shape = replace(
             self, parents=parents, offsets=offsets, owner=owner, local=local, depth=self.depth[nodes],
-            ancestors=ancestors, tries=tries,
+            ancestors=ancestors, tries=tries, merged=merged,
         )  # fmt: skip
         return shape, NodeMap(nodes, number)
 
@@ -382,7 +384,8 @@ class TokenTree:
         tokens = torch.where(self.tries >= 0, self.tokens[self.tries.clamp(min=0)], -1)
         twins = (tokens[:, :, None] == tokens[:, None, :]) & (self.tries[:, :, None] != self.tries[:, None, :])
         apart = (twins & (self.tries >= 0)[:, :, None]).any(-1).any(-1)  # [M] has children with the same token
-        return (self.draw == Draw.IID) & ~apart[self.parents.clamp(min=0)]
+        siblings = (self.draw == Draw.IID) & ~apart[self.parents.clamp(min=0)]
+        return siblings if self.shape.merged is None else siblings & self.shape.merged[self.owner]
 
     def distinct(self) -> TokenTree:
         """Every node tried once: what is left of repeated independent draws are draws without replacement.
@@ -615,6 +618,7 @@ def join(trees: Sequence[TokenTree], places: Sequence[Tensor]) -> tuple[TokenTre
     every = torch.arange(count, device=sizes.device)
     order = torch.empty_like(every).scatter_(0, torch.cat(wholes), every)
     width, words = max(tree.tries.shape[1] for tree in trees), num_words(widest)
+    merged = _merged_trees(trees)
 
     def ordered(parts: Iterable[Tensor]) -> Tensor:
         return torch.cat(list(parts))[order]
@@ -630,6 +634,7 @@ def join(trees: Sequence[TokenTree], places: Sequence[Tensor]) -> tuple[TokenTre
         max_depth=max(tree.max_depth for tree in trees),
         widest=widest,
         repeats=any(tree.shape.repeats for tree in trees),
+        merged=None if merged is None else torch.empty_like(merged).scatter_(0, torch.cat(list(places)), merged),
     )
     q, q_rows = _laws_of(trees)
     whole = TokenTree(ordered(t.tokens for t in trees), shape, ordered(t.draw for t in trees), ordered(q_rows), q)
@@ -663,6 +668,7 @@ def choose(trees: Sequence[TokenTree], which: Tensor) -> tuple[TokenTree, Tensor
     def moved(tree: TokenTree, links: Tensor) -> Tensor:
         return torch.where(links < 0, -1, links // tree.widest * rows + links % tree.widest)
 
+    merged = _merged_trees(trees)
     links = [padded(tree, moved(tree, tree.parents), -1) for tree in trees]
     there = [local < tree.widest for tree in trees]
     shape = TreeShape(
@@ -676,6 +682,7 @@ def choose(trees: Sequence[TokenTree], which: Tensor) -> tuple[TokenTree, Tensor
         max_depth=max(tree.max_depth for tree in trees),
         widest=rows,
         repeats=any(tree.shape.repeats for tree in trees),
+        merged=None if merged is None else merged.view(len(trees), -1).gather(0, which[None])[0],
     )
     q, q_rows = _laws_of(trees)
     tokens, draw, q_row = (
@@ -684,6 +691,17 @@ def choose(trees: Sequence[TokenTree], which: Tensor) -> tuple[TokenTree, Tensor
     )
     numbers = [padded(tree, torch.arange(tree.num_nodes, device=device), -1) for tree in trees]
     return TokenTree(tokens, shape, draw, q_row, q), chosen(numbers)
+
+
+def _merged_trees(trees: Sequence[TokenTree]) -> Tensor | None:
+    """Which trees of several batches, one behind the other, have merged draws; None where all or none are such."""
+    if all(tree.shape.repeats and tree.shape.merged is None for tree in trees):
+        return None
+    if not any(tree.shape.repeats for tree in trees):
+        return None
+    own = [tree.shape.merged for tree in trees]
+    every = [torch.full_like(tree.sizes, tree.shape.repeats, dtype=torch.bool) for tree in trees]
+    return torch.cat([all_of if some is None else some for some, all_of in zip(own, every, strict=True)])
 
 
 def _as_wide(table: Tensor, width: int, fill: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Prompts where a captured graph finds them: what a frame holds is what the host would stage, and nothing else."""
+"""Prompts where a captured graph finds them: a buffer holds what the host would stage, and nothing else."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_a_frame_holds_what_the_host_would_stage(pieces: list[tuple[int, int]]) 
     frame = PrefillBuffer(ROWS, PAGES, cache.page_size, cache.scratch_page, CPU)
     frame.fill(cache.stage_text([Span(0, text, 0, ROWS)]))  # nothing of this may be left
     frame.fill(cache.stage_text(spans))
-    wanted, found = cache.stage(spans, None, torch.empty(0, dtype=torch.int64)), frame.batch
+    wanted, found = cache.stage_text(spans), frame.batch
     count, number = len(wanted.tokens), len(spans)
     for name in ("tokens", "positions", "slots", "visible"):
         assert torch.equal(getattr(found, name)[:count], getattr(wanted, name)), name
@@ -35,7 +35,7 @@ def test_a_frame_holds_what_the_host_would_stage(pieces: list[tuple[int, int]]) 
     assert torch.equal(found.num_keys[:number], wanted.num_keys)
     for own, table in zip(wanted.block_table, found.block_table, strict=False):
         assert torch.equal(table[: len(own[own >= 0])], own[own >= 0])
-    # Rows of no piece belong to a sequence of their own, on a page nobody owns.
+    # Rows of no piece belong to a sequence of their own, on the scratch page.
     assert found.row_offsets[-2] == count
     assert found.row_offsets[-1] == ROWS
     assert (found.slots[count:] // cache.page_size == cache.scratch_page).all()

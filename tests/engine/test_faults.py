@@ -10,23 +10,25 @@ from pathlib import Path
 import pytest
 import torch
 
+from captured import GPU, CapturedHarness, runner
 from draftwood import LLM
 from draftwood.drafters.by_request import OfferedDrafters
+from draftwood.drafters.lookup import LookupDrafter
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
 from draftwood.drafters.scripted import ScriptedDrafter
+from draftwood.drafting import Drafter, Proposal
 from draftwood.faults import MOST_IN_A_ROW, QUIET_SECONDS, DrafterHealth
 from draftwood.growers import Best, Independent, Levels, chain
-from draftwood.protocols import BatchView, Drafter
+from draftwood.protocols import BatchView
 from draftwood.request import FinishReason, SamplingParams
 from draftwood.tree import TokenTree
 from draftwood.verifiers import LAWS
-from in_rounds import GPU, RoundHarness, runner
 from serving import SMALL, serving
 from tiny import Ask, Harness, Regime, generated, ngram, tiny_folder, tiny_runner, with_arrivals, with_model, with_net
 
 pytestmark = pytest.mark.usefixtures("drafters_may_fail")
-CALLS = ("propose", "read", "observe", "release")
+CALLS = ("prepare", "propose", "ingest", "commit", "release")
 
 
 @dataclass
@@ -36,6 +38,7 @@ class Faulty:
     drafter: Drafter
     fails: Callable[[str, int, object], bool]  # by the call's name, how often it was made, its first argument
     late: bool = False
+    error: type[Exception] = LookupError
     calls: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CALLS, 0))
 
     @property
@@ -47,31 +50,51 @@ class Faulty:
         return self.drafter.max_nodes
 
     @property
+    def sizes(self):
+        return self.drafter.sizes
+
+    @property
     def needs(self) -> frozenset[int]:
         return self.drafter.needs
 
+    @property
+    def reads(self) -> bool:
+        return self.drafter.reads
+
+    @property
+    def waits(self) -> bool:
+        return self.drafter.waits
+
     def attach(self, target) -> None:
-        if hasattr(self.drafter, "attach"):
-            self.drafter.attach(target)
+        self.drafter.attach(target)
+
+    def depth(self, nodes: int) -> int:
+        return self.drafter.depth(nodes)
+
+    def staged(self, nodes: int) -> int:
+        return self.drafter.staged(nodes)
 
     def _call(self, name: str, *arguments):
         self.calls[name] += 1
         failing = self.fails(name, self.calls[name], arguments[0])
         if failing and not self.late:
-            raise LookupError(f"{name} went wrong")
+            raise self.error(f"{name} went wrong")
         done = getattr(self.drafter, name)(*arguments)
         if failing:
-            raise LookupError(f"{name} went wrong")
+            raise self.error(f"{name} went wrong")
         return done
 
-    def propose(self, *arguments) -> TokenTree:
+    def prepare(self, *arguments) -> None:
+        self._call("prepare", *arguments)
+
+    def propose(self, *arguments) -> Proposal:
         return self._call("propose", *arguments)
 
-    def read(self, *arguments) -> None:
-        self._call("read", *arguments)
+    def ingest(self, *arguments) -> None:
+        self._call("ingest", *arguments)
 
-    def observe(self, *arguments) -> None:
-        self._call("observe", *arguments)
+    def commit(self, *arguments) -> None:
+        self._call("commit", *arguments)
 
     def release(self, *arguments) -> None:
         self._call("release", *arguments)
@@ -103,42 +126,40 @@ DRAFTERS = {
 WAYS: dict[str, Callable[[str, int, object], bool]] = {
     "propose once": lambda name, count, _: name == "propose" and count == 3,
     "propose now and then": lambda name, count, _: name == "propose" and count % 3 == 0,
-    "observe once": lambda name, count, _: name == "observe" and count == 2,
-    "observe now and then": lambda name, count, _: name == "observe" and count % 2 == 0,
-    "read now and then": lambda name, count, _: name == "read" and count % 3 == 2,
+    "commit once": lambda name, count, _: name == "commit" and count == 2,
+    "commit now and then": lambda name, count, _: name == "commit" and count % 2 == 0,
+    "ingest now and then": lambda name, count, _: name == "ingest" and count % 3 == 2,
+    "prepare now and then": lambda name, count, _: name == "prepare" and count % 3 == 2,
     "release": lambda name, count, _: name == "release" and count % 2 == 0,
     "one request": lambda name, _, view: (
-        name == "propose" and isinstance(view, BatchView) and 3 in view.seq_ids and len(view.tokens[-1]) % 4 == 0
+        name == "propose" and isinstance(view, BatchView) and 3 in view.rows and int(view.lengths[-1]) % 4 == 0
     ),
     "always": lambda name, *_: name == "propose",
-    "always observe": lambda name, *_: name == "observe",
+    "always commit": lambda name, *_: name == "commit",
     "everything": lambda *_: True,
 }
 
 
 EARLY = [(way, False) for way in WAYS]
-LATE = [(way, True) for way in ("propose now and then", "observe now and then", "read now and then", "everything")]
+LATE = [(way, True) for way in ("propose now and then", "commit now and then", "ingest now and then", "everything")]
 
 
 @pytest.mark.parametrize(("way", "late"), EARLY + LATE)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_answers_are_those_of_plain_decoding(name: str, way: str, late: bool) -> None:
-    """In batches, in chunks and under preemption; the caches of drafters are checked after every step."""
+    """In batches, in chunks and under preemption."""
     faulty = Faulty(DRAFTERS[name](torch.float64), WAYS[way], late)
     harness = Harness(tiny_runner(num_pages=24), faulty, LAWS["match"](), Regime(max_rows=16, num_pages=24))
     answers = harness.run(asks())
     assert generated(answers) == plain()
     assert all(event.error is None for event in harness.events)
     health = health_of(harness)
-    if way != "read now and then" or faulty.needs:
+    if way != "prepare now and then" or faulty.waits:
         assert health.failures > 0
         assert "LookupError" in (health.last_error or "")
-    assert health.disabled == (way in ("always", "always observe", "everything"))
+    assert health.disabled == (way in ("always", "always commit", "everything"))
     if way.endswith("once") and name in ("model", "sampled"):
         assert sum(answer.accepted for answer in answers) > 0, "the drafter was not asked again"
-    if isinstance(faulty.drafter, type(DRAFTERS["model"](torch.float64))) and way not in ("release", "everything"):
-        pool = faulty.drafter.runner.cache.tables.pool
-        assert pool.num_available == pool.num_pages, "the draft cache leaks"
 
 
 def test_a_drafter_is_switched_off_after_some_failures_in_a_row() -> None:
@@ -163,15 +184,15 @@ def test_failures_with_success_in_between_never_switch_it_off() -> None:
 
 def test_trees_for_other_sequences_than_asked_are_a_failure() -> None:
     class TooFew(NgramDrafter):
-        def propose(self, view: BatchView, budget, rng) -> TokenTree:
-            return TokenTree.roots(view.roots[:-1])
+        def propose(self, view: BatchView, nodes: int, rng) -> Proposal:
+            return Proposal(TokenTree.roots(view.roots[:-1]))
 
     harness = Harness(tiny_runner(), TooFew(nodes=4), LAWS["match"]())
     assert generated(harness.run(asks())) == plain()
     assert "5 trees were proposed for 6 sequences" in (health_of(harness).last_error or "")
 
 
-@pytest.mark.parametrize("call", ["propose", "observe"])
+@pytest.mark.parametrize("call", ["propose", "commit"])
 def test_only_the_requests_of_the_failing_drafter_lose_their_drafts(call: str) -> None:
     faulty = Faulty(with_model(chain(3))(torch.float64), lambda name, *_: name == call)
     offered = OfferedDrafters(with_model(chain(3))(torch.float64), {"good": NgramDrafter(nodes=4), "bad": faulty})
@@ -192,52 +213,35 @@ def test_only_the_requests_of_the_failing_drafter_lose_their_drafts(call: str) -
     assert drafted[0] > 10 * (drafted[1] if call == "propose" else 1)
 
 
-class FaultyResident:
-    """What a drafter is to rounds, with one call that raises from some time on."""
-
-    def __init__(self, resident, call: str, after: int) -> None:
-        self._resident, self._call, self._left = resident, call, after
-
-    def __getattr__(self, name: str):
-        found = getattr(self._resident, name)
-        if name != self._call:
-            return found
-
-        def failing(*arguments):
-            self._left -= 1
-            if self._left < 0:
-                raise RuntimeError(f"{name} went wrong")
-            return found(*arguments)
-
-        return failing
-
-
-RESIDENTS: dict[str, tuple[Callable[[int], Drafter], str]] = {
-    "ngram propose": (lambda _: NgramDrafter(nodes=6, longest=3, shortest=1), "propose"),
+CAPTURED: dict[str, tuple[Callable[[int], Drafter], str]] = {
+    "ngram propose": (lambda _: LookupDrafter(nodes=6, longest=3, shortest=1), "propose"),
     "hosted prepare": (lambda _: ScriptedDrafter(lambda tokens: [[1, 2], [5, 5]], 7), "prepare"),
+    "hosted propose": (lambda _: ScriptedDrafter(lambda tokens: [[1, 2], [5, 5]], 7), "propose"),
     "model propose": (lambda pages: with_model(chain(3), num_pages=pages)(torch.float64), "propose"),
-    "model read": (lambda pages: with_model(chain(3), num_pages=pages)(torch.float64), "read"),
-    "model keep": (lambda pages: with_model(chain(3), num_pages=pages)(torch.float64), "keep"),
-    "eagle3 learn": (lambda _: with_net("eagle3", chain(3))(torch.float64), "learn"),
-    "eagle3 take_in": (lambda _: with_net("eagle3", chain(3))(torch.float64), "take_in"),
+    "model ingest": (lambda pages: with_model(chain(3), num_pages=pages)(torch.float64), "ingest"),
+    "model commit": (lambda pages: with_model(chain(3), num_pages=pages)(torch.float64), "commit"),
+    "eagle3 ingest": (lambda _: with_net("eagle3", chain(3))(torch.float64), "ingest"),
+    "eagle3 commit": (lambda _: with_net("eagle3", chain(3))(torch.float64), "commit"),
 }
 
 
 @pytest.mark.skipif(GPU, reason="the drafters are the CPU's")
 @pytest.mark.parametrize("after", [0, 3])
 @pytest.mark.parametrize("regime", [Regime(), Regime(max_rows=7, num_pages=24, max_running=3)], ids=["easy", "hard"])
-@pytest.mark.parametrize("name", RESIDENTS)
-def test_rounds_go_on_plainly(name: str, regime: Regime, after: int) -> None:
-    """When it fails as a round is prepared, and when it fails in the middle of answers."""
-    make, call = RESIDENTS[name]
-    harness = RoundHarness(make(regime.num_pages), "match", regime)
-    rounds = harness.engine.pipeline.runner
-    rounds.drafter = FaultyResident(rounds.drafter, call, after)
+@pytest.mark.parametrize("name", CAPTURED)
+def test_captured_steps_go_on_plainly(name: str, regime: Regime, after: int) -> None:
+    """When it fails as a step is captured, and when it fails in the middle of answers."""
+    make, call = CAPTURED[name]
+    faulty = Faulty(make(regime.num_pages), lambda c, count, _: c == call and count > after, error=RuntimeError)
+    harness = CapturedHarness(faulty, "match", regime)
     answers = harness.run(with_arrivals(asks(), every=2))
     assert generated(answers) == generated(Harness(runner(), NoDrafter(), LAWS["match"]()).run(asks()))
-    assert (health_of(harness).failures, health_of(harness).disabled) == (1, True)
-    assert "went wrong" in (health_of(harness).last_error or "")
-    assert {size.nodes for size, _ in rounds._known} == {0}
+    health = health_of(harness)
+    # The host makes trees for every step anew, and text may be read by a step that is not captured.
+    assert health.failures in {"prepare": [MOST_IN_A_ROW], "ingest": range(1, 1 + MOST_IN_A_ROW)}.get(call, [1])
+    assert health.disabled
+    assert "went wrong" in (health.last_error or "")
+    assert {shape.nodes for shape, _ in harness.runner.ready} == {0}
     pool = harness.engine.scheduler.tables.pool
     assert pool.num_available == pool.num_pages
 

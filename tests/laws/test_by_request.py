@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,11 +17,12 @@ from draftwood.assembly import build_verifier
 from draftwood.engine.controller import FixedBudget
 from draftwood.errors import IncompatibleParts, InvalidRequest
 from draftwood.growers import Best, Independent, Levels
-from draftwood.protocols import Budget, Load, StepReport, Verifier
+from draftwood.protocols import BatchView, Budget, Load, StepMode, StepReport, Verifier
 from draftwood.tree import POINT_CHAIN, DraftLaw, Draw, TokenTree, Verdict
 from draftwood.verifiers import LAWS, ByRequest
 from enumeration import law_of, random_rows, target_rows, view_of
 from tiny import EASY, Ask, Harness, Regime, generated, tiny_folder, tiny_runner, with_model
+from trees import tree_of
 
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=20)
 CHAIN = with_model(Levels((1, 1, 1), Independent()))
@@ -83,14 +85,7 @@ LAWS_HERE = ("match", "block", "walk", "mixture", "typical")
 def batch_of_three() -> tuple[TokenTree, torch.Tensor]:
     """Trees of one, two and no levels."""
     q = torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.2, 0.6]], dtype=torch.float64)
-    tree = TokenTree(
-        tokens=torch.tensor([0, 1, 2, 0, 2, 1]),
-        parents=torch.tensor([-1, 0, -1, 2, 3, -1]),
-        offsets=torch.tensor([0, 2, 5, 6]),
-        draw=torch.tensor([Draw.POINT, Draw.IID, Draw.POINT, Draw.IID, Draw.IID, Draw.POINT]),
-        q_row=torch.tensor([-1, 0, -1, 1, 0, -1]),
-        q=q,
-    )
+    tree = tree_of([0, 1, 2, 0, 2, 1], [-1, 0, -1, 2, 3, -1], [0, 2, 5, 6], q_row=[-1, 0, -1, 1, 0, -1], q=q)
     tree.validate()
     return tree, target_rows(tree, random_rows(5, 3))
 
@@ -99,9 +94,14 @@ def verdicts(laws: list[str | None], default: str = "walk") -> tuple[TokenTree, 
     from draftwood.rng import KeyedRng
 
     tree, p = batch_of_three()
-    view = view_of(sequences=3)
-    view = replace(view, params=tuple(replace(SAMPLED, law=law) for law in laws))
-    return tree, ByRequest(LAWS[default](), build_verifier).verify(tree, p, view, KeyedRng())
+    return tree, ByRequest(LAWS[default](), build_verifier).verify(tree, p, asking_for(laws), KeyedRng())
+
+
+def asking_for(laws: Sequence[str | None]) -> BatchView:
+    names = tuple(dict.fromkeys(laws))
+    return replace(
+        view_of(sequences=3), law=torch.tensor([names.index(law) for law in laws]), mode=StepMode(laws=names)
+    )
 
 
 def test_one_verdict_for_the_whole_batch() -> None:
@@ -137,10 +137,9 @@ def test_one_law_for_all_is_that_law() -> None:
 def test_laws_side_by_side_draw_independently() -> None:
     """The joint law of two requests under different laws is the product of the two alone."""
     tree, p = batch_of_three()
-    view = view_of(sequences=3)
 
     def run(laws: tuple[str, ...]):
-        asked = replace(view, params=tuple(replace(SAMPLED, law=law) for law in laws))
+        asked = asking_for(laws)
         law = ByRequest(LAWS["match"](), build_verifier)
         return law_of(lambda rng: tuple(map(tuple, law.verify(tree, p, asked, rng).to_host(tree).tokens)))
 

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 
+from draftwood.drafting import Front, State
 from draftwood.growers import Hybrid, Independent, Levels, Paths, WithoutReplacement
 from draftwood.ops.kseq import kseq_bar, kseq_bar_reference
 from draftwood.ops.native import kernels
 from draftwood.ops.residual import Residual
-from draftwood.protocols import BatchView, Budget
-from draftwood.request import SamplingParams
+from draftwood.protocols import BatchView
 from draftwood.rng import KeyedRng
-from draftwood.tree import Draw, TokenTree, Verdict
-from draftwood.treebuilder import TreeBuilder
+from draftwood.tree import Draw, TokenTree, TreeShape, Verdict
 from draftwood.verifiers import LAWS, NodeLaw
+from trees import pack
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 GROWERS = {
@@ -47,31 +48,34 @@ class RandomNet:
     """Logits that are a fixed function of how often it was asked."""
 
     def __init__(self, vocabulary: int, seed: int) -> None:
-        self.vocabulary, self.generator = vocabulary, torch.Generator().manual_seed(seed)
+        self.size, self.generator = vocabulary, torch.Generator().manual_seed(seed)
 
-    def begin(self, view: BatchView) -> torch.Tensor:
-        return self._logits(len(view.seq_ids))
+    def begin(self, view: BatchView) -> tuple[torch.Tensor, State]:
+        return self._logits(view.size, 1), ()
 
-    def extend(self, builder: TreeBuilder, columns: torch.Tensor) -> torch.Tensor:
-        return self._logits(*columns.shape)
+    def extend(self, view: BatchView, front: Front, state: State) -> tuple[torch.Tensor, State]:
+        return self._logits(*front.tokens.shape), ()
+
+    def vocabulary(self, level: int | None) -> None:
+        return None
 
     def _logits(self, *shape: int) -> torch.Tensor:
-        return 3 * torch.randn(*shape, self.vocabulary, generator=self.generator, dtype=torch.float64)
+        return 3 * torch.randn(*shape, self.size, generator=self.generator, dtype=torch.float64)
 
 
 def batch_of(count: int, device: torch.device = torch.device("cpu")) -> BatchView:  # noqa: B008
-    ones = torch.ones(count, dtype=torch.int64, device=device)
+    ones, number = torch.ones(count, dtype=torch.int64, device=device), torch.arange(count, device=device)
     return BatchView(
-        seq_ids=tuple(range(count)),
-        tokens=[[i] for i in range(count)],
-        prompt_lengths=(1,) * count,
-        params=(SamplingParams(temperature=1.0),) * count,
-        bad_words=((),) * count,
         lengths=ones,
-        seeds=torch.arange(count, device=device) * 7919,
+        seeds=number * 7919,
+        roots=number,
         temperature=ones.float(),
+        rows=number,
+        history=number[:, None],
+        block_table=number[:, None],
         max_nodes=100 * ones,
         max_depth=100 * ones,
+        may_look=device.type == "cpu",
     )
 
 
@@ -79,7 +83,8 @@ def batch_of(count: int, device: torch.device = torch.device("cpu")) -> BatchVie
 def trees(name: str, count: int, vocabulary: int) -> tuple[TokenTree, torch.Tensor]:
     """A batch of drawn trees and a target that mostly agrees with the draft, in float64."""
     net = RandomNet(vocabulary, 3)
-    tree, _ = GROWERS[name].grow(net, batch_of(count), Budget(100), KeyedRng()).build()
+    grower = GROWERS[name]
+    tree = grower.grow(net, batch_of(count), grower.max_nodes, KeyedRng()).tree.packed()[0]
     p = torch.softmax(net._logits(tree.num_nodes), -1)
     first = tree.tries[:, 0]
     drawn = (first >= 0) & (tree.q_row[first.clamp(min=0)] >= 0)
@@ -89,9 +94,11 @@ def trees(name: str, count: int, vocabulary: int) -> tuple[TokenTree, torch.Tens
 
 
 def moved(tree: TokenTree, device: torch.device, dtype: torch.dtype) -> TokenTree:
-    parts = {n: getattr(tree, n) for n in ("tokens", "parents", "offsets", "draw", "q_row", "drawn")}
-    on_device = {n: None if x is None else x.to(device) for n, x in parts.items()}
-    return TokenTree(**on_device, q=None if tree.q is None else tree.q.to(device, dtype))
+    names = ("parents", "offsets", "owner", "local", "depth", "ancestors", "tries")
+    merged = None if tree.shape.merged is None else tree.shape.merged.to(device)
+    shape = replace(tree.shape, merged=merged, **{name: getattr(tree.shape, name).to(device) for name in names})
+    q = None if tree.q is None else tree.q.to(device, dtype)
+    return TokenTree(tree.tokens.to(device), shape, tree.draw.to(device), tree.q_row.to(device), q)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -155,7 +162,7 @@ def test_verdicts_can_be_captured(name: str, law: str) -> None:
     def verdict() -> Verdict:
         return verifier.verify(tree, shown, view, KeyedRng())
 
-    tree.levels, tree.turns, tree.inner, tree.widest, verdict()  # what is known of a shape is known before
+    verdict()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -191,11 +198,34 @@ def test_neighbours_do_not_matter(name: str, law: str, device: str) -> None:
     together = make().verify(tree, p, view, KeyedRng())
     for b in (0, 5, 11):
         part, nodes = tree.take(torch.tensor([b], device=where))
-        alone = make().verify(part, p[nodes], view.take([b]), KeyedRng())
+        alone = make().verify(part, p[nodes.whole], view.take(torch.tensor([b], device=where)), KeyedRng())
         assert int(alone.length[0]) == int(together.length[b])
         assert int(alone.bonus[0]) == int(together.bonus[b])
         length = int(alone.length[0]) + 1
-        assert nodes[alone.path[0, :length]].tolist() == together.path[b, :length].tolist()
+        assert nodes.in_whole(alone).path[0, :length].tolist() == together.path[b, :length].tolist()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("law", sorted({law for _, law in PAIRS}))
+def test_neighbours_of_another_kind_do_not_matter(law: str, device: str) -> None:
+    """Trees of several growers in one batch: each gets the verdict it gets among its own kind."""
+    where, count = needs(device), 12
+    kinds = [name for name, suits in PAIRS if suits == law]
+    parts = [trees(name, count, 500) for name in kinds]
+    batch = moved(pack([tree for tree, _ in parts]), where, torch.float32)
+    view = batch_of(count * len(kinds), where)
+    view = replace(view, seeds=view.seeds[:count].repeat(len(kinds)))
+    rows = torch.cat([p for _, p in parts]).to(where, torch.float32)
+    together = LAWS[law]().verify(batch, rows, view, KeyedRng())
+    for i, (tree, p) in enumerate(parts):
+        own = moved(tree, where, torch.float32)
+        alone = LAWS[law]().verify(own, p.to(where, torch.float32), batch_of(count, where), KeyedRng())
+        here = slice(i * count, (i + 1) * count)
+        assert together.bonus[here].tolist() == alone.bonus.tolist()
+        assert together.length[here].tolist() == alone.length.tolist()
+        start, width = int(batch.offsets[i * count]), alone.path.shape[1]
+        path = torch.where(alone.path >= 0, alone.path + start, -1)
+        assert together.path[here, :width].tolist() == path.tolist()
 
 
 VOCABULARY = 150_000
@@ -227,12 +257,11 @@ def one_level_trees(name: str) -> tuple[TokenTree, list[float], torch.Tensor, to
             parts.append((a, b, 0))
     count = len(parts)
     tokens = torch.tensor([[0, a, b] for a, b, _ in parts]).view(-1)
-    start = 3 * torch.arange(count)[:, None]
     draw = int(Draw.WITHOUT_REPLACEMENT if name == "without-replacement" else Draw.IID)
+    one = TreeShape.of(torch.tensor([-1, 0, 0]), torch.tensor([0, 3]))
     tree = TokenTree(
         tokens=tokens,
-        parents=torch.cat([torch.full((count, 1), -1), start, start], 1).view(-1),
-        offsets=3 * torch.arange(count + 1),
+        shape=one.tiled(count, tokens.device),
         draw=torch.tensor([0, draw, draw]).repeat(count),
         q_row=torch.tensor([[-1, 0, row] for _, _, row in parts]).view(-1),
         q=torch.stack(rows),

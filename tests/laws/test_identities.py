@@ -328,16 +328,13 @@ def test_a_tree_has_the_same_odds_alone_and_in_any_batch(tree: str, law: str) ->
         assert close(stops_and_rests(shipped, *picked(trees, rows, [b]))[0], whole[b])
 
 
-@pytest.mark.parametrize("merged", [False, True])
 @pytest.mark.parametrize("vocabulary", [2, 3])
 @pytest.mark.parametrize("law", [law for law in NODE_LAWS if law != "optimal"])
-def test_trees_of_all_shapes_share_a_batch(law: str, vocabulary: int, merged: bool) -> None:
-    """Chains beside trees, chosen tokens beside drawn ones: whatever a law takes, all in one batch.
-
-    But not trees whose repeated draws are one node beside trees where they are several: no grower makes both.
+def test_trees_of_all_shapes_share_a_batch(law: str, vocabulary: int) -> None:
+    """Chains beside trees, chosen tokens beside drawn ones, trees whose repeated draws are one node beside trees where
+    they are several: whatever a law takes, all in one batch.
     """
     growers = [grower for grower, v in SOME_TREES.values() if v == vocabulary and law in laws_for(grower)]
-    growers = [grower for grower in growers if grower.law.paths == merged]
     p, q = pair(6, vocabulary)
     problems = [(drafts_of(grower, q), p) for grower in growers]
     together = node_laws(LAWS[law](), problems) if problems else []

@@ -82,7 +82,7 @@ def test_first_layers_make_what_they_make_in_the_whole(dtype: torch.dtype, famil
     for runner, model in ((whole, whole.model), (other, other.model.first(2))):
         runner.cache.tables.open(1, [])
         assert runner.cache.tables.reserve(1, len(tokens))
-        batch = runner.cache.stage([Span(1, tokens, 0, len(tokens))], None)
+        batch = runner.cache.stage_text([Span(1, tokens, 0, len(tokens))])
         nowhere = replace(batch, logit_rows=batch.logit_rows[:0])
         features.append(model.forward(nowhere, runner.cache.memory, frozenset({1})).features[1])
     assert torch.equal(*features)

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 pytest.importorskip("triton")
 
-import in_rounds
+import captured
+from captured import DEVICE, GPU, CapturedHarness
 from draftwood.drafters import dflash, eagle
 from draftwood.growers import Best, Levels, chain
 from draftwood.nets.embeddings import TargetEmbeddings
@@ -20,41 +20,19 @@ from draftwood.nets.parts import DraftHead
 from draftwood.ops.cuda.eagle3_input import side_by_side as by_kernel
 from draftwood.ops.eagle3_input import PairNorms, side_by_side
 from draftwood.request import SamplingParams
-from in_rounds import DEVICE, GPU, RoundHarness
+from listening import Said, listen
 from tiny import Ask, TinyCheckpoint, random_net, tiny_config, tiny_runner, with_net
 
 F32 = torch.float32
 CONFIG = tiny_config(head_dim=64) if GPU else tiny_config()  # the GPU's products have a least size
 KINDS = ("eagle3", "eagle31", "dflash", "dspark")
-Guesses = list[tuple[tuple[int, ...], int, Tensor]]  # the text, the level, logits of one node
 
 
-def guesses(kind: str, grower: Levels) -> Guesses:
-    """What a network says of the first nodes of every level while rounds run."""
-    harness = RoundHarness(with_net(kind, grower, TinyCheckpoint(CONFIG), DEVICE)(F32), "match")
-    resident: Any = harness.resident
-    heard: Guesses = []
-    begin, extend = resident.begin, resident.extend
-
-    def hear(view, number: int, logits: Tensor) -> None:  # type: ignore[no-untyped-def]
-        for b, seat in enumerate(view.rows.tolist()):
-            if seat != harness.batch_state.padding_row and view.lengths[b] > 1:
-                text = tuple(view.history[seat, : view.lengths[b]].tolist())
-                heard.extend((text, number, row.clone()) for row in logits[b])
-
-    def listen_first(view):  # type: ignore[no-untyped-def]
-        logits, state = begin(view)
-        hear(view, 0, logits)
-        return logits, state
-
-    def listen_on(view, front, state):  # type: ignore[no-untyped-def]
-        logits, state = extend(view, front, state)
-        hear(view, front.number, logits)
-        return logits, state
-
-    resident.begin, resident.extend = listen_first, listen_on
-    pipeline: Any = harness.engine.pipeline
-    pipeline.runner.captures = False  # who listens looks at values
+def said(kind: str, grower: Levels) -> list[Said]:
+    """What a network says of the first nodes of every level while steps run that may not look at values."""
+    harness = CapturedHarness(with_net(kind, grower, TinyCheckpoint(CONFIG), DEVICE)(F32), "match")
+    heard = listen(harness)
+    harness.runner.captures = not GPU  # what listens looks at values, which graphs cannot
     prompts = [(1, 2), (7, 7, 8, 7, 7)]
     harness.run([Ask(p, SamplingParams(temperature=1.0, seed=i, max_tokens=5)) for i, p in enumerate(prompts)])
     return heard
@@ -65,15 +43,15 @@ def guesses(kind: str, grower: Levels) -> Guesses:
 def test_kernels_guess_what_modules_guess(kind: str, shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     grower = chain(2) if shape == "chain" else Levels((2, 2), Best())
     monkeypatch.setattr(
-        in_rounds, "runner", lambda num_pages, page_size: tiny_runner(CONFIG, dtype=F32, page_size=16, device=DEVICE)
+        captured, "runner", lambda num_pages, page_size: tiny_runner(CONFIG, dtype=F32, page_size=16, device=DEVICE)
     )
     for drafter in (eagle, dflash):
         monkeypatch.setattr(drafter, "native_layers", lambda *_: None)
-    want = guesses(kind, grower)
+    want = said(kind, grower)
     for drafter in (eagle, dflash):
         monkeypatch.setattr(drafter, "native_layers", CudaLayers)
     monkeypatch.setattr(eagle, "side_by_side", by_kernel)
-    got = guesses(kind, grower)
+    got = said(kind, grower)
     assert len(got) == len(want) > 10
     for ours, theirs in zip(got, want, strict=True):
         assert ours[:2] == theirs[:2]

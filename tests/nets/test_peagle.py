@@ -89,7 +89,7 @@ def test_rows_behind_the_text_read_the_mask_and_what_was_learnt_for_a_feature(tm
     embedded = drafter.words.embed(torch.cat([TEXT, torch.full((GUESSES - 1,), MASK)]))
     output = net.run(embedded, hidden, torch.arange(4 + GUESSES - 1), causal_attend)
     same(net.logits(output), by_hand(raw, own, features.double()))
-    assert drafter.deepest == GUESSES
+    assert drafter.grower.levels == GUESSES
     assert torch.equal(drafter.words.head(), WORDS.head())
 
 

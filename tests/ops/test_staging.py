@@ -1,11 +1,11 @@
-"""The kernels that rounds begin with, against plain torch."""
+"""The small kernels that steps begin and end with, against plain torch."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from draftwood.cache.batch_state import BatchState, SamplingMode
+from draftwood.cache.batch_state import BatchState, RowSettings, StepInputs
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.points import PointTree
 from draftwood.ops.cuda.batch_state import closed, opened
@@ -14,10 +14,13 @@ from draftwood.ops.cuda.lookup import suffix_lookup
 from draftwood.ops.cuda.softmax import tempered as by_kernel
 from draftwood.ops.cuda.staging import staged as staged_by_kernel
 from draftwood.ops.lookup import reference_lookup
+from draftwood.ops.lookup import suffix_lookup as on_any_device
 from draftwood.ops.softmax import tempered
 from draftwood.ops.staging import staged
+from draftwood.protocols import BatchView, StepMode
 from draftwood.request import SamplingParams
 from draftwood.tree import TokenTree, Verdict
+from no_sync import no_looking
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -50,7 +53,7 @@ def test_the_last_place_of_the_longest_end_is_found(nodes: int) -> None:
     assert (want[3] == -1).all()
 
 
-def seats_with(history: torch.Tensor, device: str) -> BatchState:
+def state_with(history: torch.Tensor, device: str) -> BatchState:
     batch_state = BatchState(4, history.shape[1], 16, 99, torch.device(device))
     batch_state.history[:4] = history.to(device)
     batch_state.length[:4] = torch.tensor([5, 17, 1, 30], device=device)
@@ -63,10 +66,29 @@ def seats_with(history: torch.Tensor, device: str) -> BatchState:
 SAMPLING = [[0.0, 1 << 31, 1.0, 0.0], [0.7, 40, 0.9, 0.05], [1.0, 5, 1.0, 0.0], [1.3, 1 << 31, 0.5, 0.1]]
 
 
-def test_a_round_opens_and_closes_as_torch_says() -> None:
+def view_of(state: BatchState, rows: torch.Tensor) -> BatchView:
+    flat = torch.cat([rows, torch.zeros(3 * len(rows), dtype=torch.int64)])
+    return state.view(StepInputs.over(flat, len(rows), 0), StepMode(), state.num_pages)
+
+
+# Trees of one size, absent nodes included, and trees of different sizes.
+EVEN = TokenTree.of_points([([0] * 4, [-1, 0, 1, 2])] * 5)
+RAGGED = TokenTree.of_points([([0] * n, list(range(-1, n - 1))) for n in (4, 1, 4, 3, 2)])
+GIVEN = torch.tensor([2, 0, 3, 1, 0])
+
+
+@pytest.mark.parametrize(
+    ("tree", "absent", "path"),
+    [
+        (EVEN, [3, 7], [[0, 1, 2, -1], [4, -1, -1, -1], [8, 9, 10, 11], [12, 14, -1, -1], [16, -1, -1, -1]]),
+        (RAGGED, [], [[0, 1, 2, -1], [4, -1, -1, -1], [5, 6, 7, 8], [9, 10, -1, -1], [12, -1, -1, -1]]),
+    ],
+    ids=["even", "ragged"],
+)
+def test_a_step_opens_and_closes_as_torch_says(tree: TokenTree, absent: list[int], path: list[list[int]]) -> None:
     torch.manual_seed(1)
     history = torch.randint(0, 1000, (4, 40))
-    want, got = seats_with(history, "cpu"), seats_with(history, DEVICE)
+    want, got = state_with(history, "cpu"), state_with(history, DEVICE)
     rows = torch.tensor([3, 0, 4, 1, 4])
     for pages in (1, want.num_pages):
         kernel = opened(
@@ -74,35 +96,38 @@ def test_a_round_opens_and_closes_as_torch_says() -> None:
         )  # fmt: skip
         for ours, theirs in zip(kernel, want._gathered(rows, pages), strict=True):
             assert torch.equal(ours.cpu(), theirs)
-    tokens = torch.randint(0, 1000, (5 * 4,))
-    tokens[[3, 7]] = -1
-    path = torch.tensor([[0, 1, 2, -1], [4, -1, -1, -1], [8, 9, 10, 11], [12, 14, -1, -1], [16, -1, -1, -1]])
-    verdict = Verdict(path, torch.tensor([2, 0, 3, 1, 0]), torch.tensor([11, 12, 13, 14, 15]))
-    tree = TokenTree.of_points([([0] * 4, [-1, 0, 1, 2])] * 5).refilled(tokens)
-    view = want.view(rows, SamplingMode(None, True, False), want.num_pages)
-    outcome = torch.zeros(5, 6, dtype=torch.int64)
-    want.advance(view, tree, verdict, outcome)
-    ours = torch.zeros_like(outcome, device=DEVICE)
-    closed(
-        *(part.to(DEVICE) for part in (rows, view.lengths, tokens, path, verdict.length, verdict.bonus)),
-        got.history, got.length, got.padding_row, ours,
-    )  # fmt: skip
+    tokens = torch.randint(0, 1000, (tree.num_nodes,))
+    tokens[absent] = -1
+    verdict = Verdict(torch.tensor(path), GIVEN, torch.tensor([11, 12, 13, 14, 15]))
+    usable = torch.tensor([True, True, False, True, True])
+    tree, view = tree.refilled(tokens), view_of(want, rows)
+    before = view.lengths.tolist()
+    outcome = want.advance(view, tree, verdict, usable)
+    parts = (rows, view.lengths, tokens, tree.offsets, verdict.path, verdict.length, verdict.bonus, usable)
+    ours = closed(*(part.to(DEVICE) for part in parts), got.history, got.length, got.padding_row)
     assert got.length.tolist() == want.length.tolist()
+    assert ours.shape == outcome.shape == (5, 7)
     for b, (row, accepted) in enumerate(zip(rows.tolist(), verdict.length.tolist(), strict=True)):
-        assert ours[b, : 3 + accepted].tolist() == outcome[b, : 3 + accepted].tolist()
+        assert ours[b, : 4 + accepted].tolist() == outcome[b, : 4 + accepted].tolist()
+        there = tokens[tree.offsets[b] + 1 : tree.offsets[b + 1]] >= 0
+        gained = tokens[path[b][1 : 1 + accepted]].tolist()
+        assert outcome[b, : 4 + accepted].tolist() == [accepted, 11 + b, int(there.sum()), int(usable[b]), *gained]
         if row != want.padding_row:
             length = int(want.length[row])
+            assert length == before[b] + accepted + 1
+            assert want.history[row, before[b] : length].tolist() == [*gained, 11 + b]
             assert got.history[row, :length].tolist() == want.history[row, :length].tolist()
 
 
-def test_whoever_sits_down_finds_no_pages_of_others() -> None:
+def test_a_new_sequence_finds_no_pages_of_others() -> None:
     batch_state = BatchState(1, 80, 16, 99, torch.device(DEVICE))
-    batch_state.add(7, [1, 2], SamplingParams(), 0)
+    settings = RowSettings(SamplingParams(), 0, 2, 80, 8)
+    batch_state.add(7, [1, 2], settings)
     batch_state.update_block_tables({7: [3, 4, 5]})
     assert batch_state.block_table[0].tolist() == [3, 4, 5, 99, 99]
     assert batch_state.most_pages([7]) == 3
     batch_state.remove(7)
-    batch_state.add(8, [1, 2], SamplingParams(), 0)
+    batch_state.add(8, [1, 2], settings)
     batch_state.update_block_tables({8: [6]})
     assert batch_state.block_table[0].tolist() == [6, 99, 99, 99, 99]
 
@@ -142,6 +167,18 @@ def test_distributions_at_a_temperature_are_torchs(vocabulary: int) -> None:
     torch.testing.assert_close(got, tempered(logits, temperature), rtol=2e-6, atol=1e-9)
     assert got[2].sum() == 1
     assert got[2].argmax() == logits[2].argmax()
+
+
+def test_looking_up_and_staging_look_at_no_values() -> None:
+    history, rows, lengths = torch.randint(0, 3, (3, 40)), torch.tensor([2, 0]), torch.tensor([30, 7])
+    index = torch.arange(4).expand(2, 4)
+    found = on_any_device(history, rows, lengths, 5, 4, 2)
+    with no_looking():
+        assert on_any_device(history, rows, lengths, 5, 4, 2).shape == (2, 5)
+        blind = on_any_device(history, rows, lengths, 5, 4, 2)
+        staged(lengths, history, index, index, 0, 16, 99, False)
+    assert torch.equal(blind, found)
+    assert torch.equal(found, reference_lookup(history[rows], lengths, 5, 4, 2))
 
 
 def test_the_device_finds_what_the_host_finds() -> None:

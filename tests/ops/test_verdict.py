@@ -9,14 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from draftwood.drafting import Front, State
 from draftwood.growers import Hybrid, Independent, Levels, Paths, WithoutReplacement
 from draftwood.ops import residual as residual_ops
 from draftwood.ops.kseq import kseq_bar_reference
-from draftwood.protocols import BatchView, Budget
-from draftwood.request import SamplingParams
+from draftwood.protocols import BatchView
 from draftwood.rng import KeyedRng
-from draftwood.tree import TokenTree, Verdict
-from draftwood.treebuilder import TreeBuilder
+from draftwood.tree import TokenTree, TreeShape, Verdict
 from draftwood.verifiers import LAWS, NodeLaw, gbv
 from draftwood.verifiers.path import follow
 from draftwood.verifiers.rules import draws_behind
@@ -68,7 +67,8 @@ def _several_slices(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_longest_match_is_that_of_the_host(shapes: list, again: list[int], device: torch.device) -> None:
     tree = TokenTree.of_points(shapes, device)
     if again and tree.num_nodes > 3:
-        tree = replace(tree, drawn=torch.tensor([*range(tree.num_nodes), *again], device=device))
+        draws = torch.tensor([*range(tree.num_nodes), *again], device=device)
+        tree = replace(tree, shape=TreeShape.of(tree.parents, tree.offsets, draws))
     generator = torch.Generator().manual_seed(1)
     for _ in range(20):
         choices = torch.randint(1, 4, (tree.num_nodes,), generator=generator)
@@ -96,36 +96,45 @@ class Net:
     def __init__(self, device: torch.device) -> None:
         self.device, self.generator = device, torch.Generator().manual_seed(3)
 
-    def begin(self, view: BatchView) -> Tensor:
-        return self.logits(len(view.seq_ids))
+    def begin(self, view: BatchView) -> tuple[Tensor, State]:
+        return self.logits(view.size, 1), ()
 
-    def extend(self, builder: TreeBuilder, columns: Tensor) -> Tensor:
-        return self.logits(*columns.shape)
+    def extend(self, view: BatchView, front: Front, state: State) -> tuple[Tensor, State]:
+        return self.logits(*front.tokens.shape), ()
+
+    def vocabulary(self, level: int | None) -> None:
+        return None
 
     def logits(self, *shape: int) -> Tensor:
         return 3 * torch.randn(*shape, VOCABULARY, generator=self.generator).to(self.device)
 
 
 def batch_of(device: torch.device) -> BatchView:
-    ones = torch.ones(COUNT, dtype=torch.int64, device=device)
+    ones, number = torch.ones(COUNT, dtype=torch.int64, device=device), torch.arange(COUNT, device=device)
     return BatchView(
-        seq_ids=tuple(range(COUNT)),
-        tokens=[[i % VOCABULARY] for i in range(COUNT)],
-        prompt_lengths=(1,) * COUNT,
-        params=(SamplingParams(temperature=1.0),) * COUNT,
-        bad_words=((),) * COUNT,
         lengths=ones,
-        seeds=torch.arange(COUNT, device=device) * 7919,
+        seeds=number * 7919,
+        roots=number % VOCABULARY,
         temperature=ones.float(),
+        rows=number,
+        history=number[:, None],
+        block_table=number[:, None],
         max_nodes=100 * ones,
-        max_depth=torch.arange(COUNT, device=device) % 4 + 2,
+        max_depth=number % 4 + 2,
     )
 
 
-def drawn(name: str, device: torch.device) -> tuple[TokenTree, Tensor, BatchView]:
+@pytest.fixture(params=["packed", "padded"])
+def absent(request: pytest.FixtureRequest) -> bool:
+    """Whether trees keep their absent nodes: those of levels without room, and of paths that agree."""
+    return request.param == "padded"
+
+
+def drawn(name: str, device: torch.device, *, absent: bool = False) -> tuple[TokenTree, Tensor, BatchView]:
     """Drawn trees, and a target that mostly agrees with their draft."""
-    net, view = Net(device), batch_of(device)
-    tree, _ = GROWERS[name].grow(net, view, Budget(100), KeyedRng()).build()
+    net, view, grower = Net(device), batch_of(device), GROWERS[name]
+    tree = grower.grow(net, view, grower.max_nodes, KeyedRng()).tree
+    tree = tree if absent else tree.packed()[0]
     p = torch.softmax(net.logits(tree.num_nodes), -1)
     first = tree.tries[:, 0]
     known = (first >= 0) & (tree.q_row[first.clamp(min=0)] >= 0)
@@ -151,16 +160,16 @@ def assert_same(got: Verdict, want: Verdict) -> None:
     ("name", "tried"),
     [(name, None) for name in GROWERS if name not in ("iid", "delayed")] + [("hybrid", 1), ("paths", 1)],
 )
-def test_a_walk_ends_where_its_odds_say(name: str, tried: int | None, device: torch.device) -> None:
-    tree, p, view = drawn(name, device)
+def test_a_walk_ends_where_its_odds_say(name: str, tried: int | None, device: torch.device, absent: bool) -> None:
+    tree, p, view = drawn(name, device, absent=absent)
     got = triton_verdict.walk(tree, p, view.seeds, view.lengths, tried or tree.tries.shape[1])
     assert_same(got, by_odds("naive" if tried else "walk", tree, p, view))
 
 
 @pytest.mark.parametrize("name", ["chain", "iid", "without-replacement", "hybrid", "paths"])
-def test_a_search_ends_where_its_odds_say(name: str, device: torch.device) -> None:
-    tree, p, view = drawn(name, device)
-    assert (tree.drawn is not None) == (name == "paths")
+def test_a_search_ends_where_its_odds_say(name: str, device: torch.device, absent: bool) -> None:
+    tree, p, view = drawn(name, device, absent=absent)
+    assert (tree.shape.repeats) == (name == "paths")
     got = triton_verdict.search(tree, p, view.seeds, view.lengths)
     assert_same(got, by_odds("block" if name == "chain" else "traversal", tree, p, view))
 
@@ -187,15 +196,15 @@ def test_repeated_draws_become_draws_without_replacement(device: torch.device) -
         ("paths", "layer-kseq"),
     ],
 )
-def test_layers_end_where_their_odds_say(name: str, law: str, device: torch.device) -> None:
-    tree, p, view = drawn(name, device)
+def test_layers_end_where_their_odds_say(name: str, law: str, device: torch.device, absent: bool) -> None:
+    tree, p, view = drawn(name, device, absent=absent)
     got = triton_verdict.layers(tree, p, view.seeds, view.lengths, kseq=law == "layer-kseq")
     assert_same(got, by_odds(law, tree, p, view))
 
 
 @pytest.mark.parametrize("name", ["without-replacement", "hybrid", "paths"])
-def test_pooled_layers_end_where_their_odds_say(name: str, device: torch.device) -> None:
-    tree, p, view = drawn(name, device)
+def test_pooled_layers_end_where_their_odds_say(name: str, device: torch.device, absent: bool) -> None:
+    tree, p, view = drawn(name, device, absent=absent)
     got = triton_verdict.pooled_layers(tree, p, view.seeds, view.lengths)
     assert_same(got, by_odds("layer", tree, p, view))
 
@@ -213,19 +222,19 @@ def test_layers_that_have_not_settled_are_finished(
 
 @pytest.mark.parametrize(("name", "ranked"), [("paths", 256), ("paths", 8), ("delayed", 8)])
 def test_the_greatest_path_ends_where_its_odds_say(
-    name: str, ranked: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    name: str, ranked: int, device: torch.device, absent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All tokens ranked, or few of them."""
     for module in (triton_greatest, triton_order, gbv):
         monkeypatch.setattr(module, "RANKED", ranked)
-    tree, p, view = drawn(name, device)
+    tree, p, view = drawn(name, device, absent=absent)
     got = triton_greatest.greatest_path(tree, p, view.seeds, view.lengths)
     assert_same(got, by_odds("gbv", tree, p, view))
 
 
 @pytest.mark.parametrize("name", ["iid", "paths"])
-def test_a_walk_with_lowered_bars_ends_where_its_odds_say(name: str, device: torch.device) -> None:
-    tree, p, view = drawn(name, device)
+def test_a_walk_with_lowered_bars_ends_where_its_odds_say(name: str, device: torch.device, absent: bool) -> None:
+    tree, p, view = drawn(name, device, absent=absent)
     got = triton_verdict.kseq_walk(tree, p, view.seeds, view.lengths)
     assert_same(got, by_odds("kseq", tree, p, view))
 
@@ -241,8 +250,10 @@ LOOSENED = {
 
 @pytest.mark.parametrize("name", ["chain", "paths", "points"])
 @pytest.mark.parametrize("law", LOOSENED)
-def test_laws_that_are_not_lossless_end_where_their_odds_say(name: str, law: str, device: torch.device) -> None:
-    tree, p, view = drawn("hybrid" if name == "points" else name, device)
+def test_laws_that_are_not_lossless_end_where_their_odds_say(
+    name: str, law: str, device: torch.device, absent: bool
+) -> None:
+    tree, p, view = drawn("hybrid" if name == "points" else name, device, absent=absent)
     tree = tree.forget_draws() if name == "points" else tree
     launch, settings = LOOSENED[law]
     got = launch(tree, p, view.seeds, view.lengths, **settings)
@@ -258,7 +269,7 @@ def test_rejections_and_bars_are_the_references(device: torch.device) -> None:
     """The draws behind every node, some of them offered less than all of p."""
     for name in ("without-replacement", "hybrid", "iid"):
         tree, p, _ = drawn(name, device)
-        nodes = tree.inner[:: max(1, len(tree.inner) // 3)]
+        nodes = tree.shape.inner[:: max(1, len(tree.shape.inner) // 3)]
         weight = torch.linspace(0.2, 1, len(nodes), dtype=torch.float64, device=device)
         draws = draws_behind(tree, nodes)
         want = residual_ops.reject_reference(p, tree.q, nodes, weight, draws, 2)

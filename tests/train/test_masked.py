@@ -28,6 +28,7 @@ from draftwood.train.losses import parse_mix
 from draftwood.train.masked import BehindMasks, MaskedMethod, Masks, ParallelEagleMethod
 from draftwood.train.teacher import Teacher
 from draftwood.verifiers import LAWS
+from listening import listen
 from tiny import CPU, Ask, Harness, TinyCheckpoint, random_net, tiny_config, tiny_folder, tiny_runner
 
 F64 = torch.float64
@@ -111,30 +112,16 @@ def test_a_draft_is_what_was_trained(grower: Any) -> None:
     net = random_student()
     own = {name: weight.detach() for name, weight in net.state_dict().items()}
     runner = ModelRunner.load(SharedWords("student", net.config, own, CHECKPOINT), F64, CPU, 200, 4)
-    drafter = ParallelDrafter(runner, grower, MASK, GUESSES, max_rows=16)
-    heard: list[tuple[tuple[int, ...], Tensor]] = []
-    start = drafter.start
-
-    def listen(view, seats):  # type: ignore[no-untyped-def]
-        growth = start(view, seats)
-        begin = growth.begin
-
-        def listening(view):  # type: ignore[no-untyped-def]
-            logits = begin(view)
-            heard.extend((tuple(view.tokens[b]), growth.slots[b].clone()) for b in seats)  # type: ignore[attr-defined]
-            return logits
-
-        growth.begin = listening  # type: ignore[method-assign]
-        return growth
-
-    drafter.start = listen  # type: ignore[method-assign]
+    harness = Harness(tiny_runner(), ParallelDrafter(runner, grower, MASK, GUESSES), LAWS["match"]())
+    heard = listen(harness)
     rng = random.Random(1)
     prompts = [tuple(rng.randrange(12) for _ in range(length)) for length in (2, 5, 23, 40)]
     asks = [Ask(p, SamplingParams(max_tokens=12, temperature=1.0, seed=len(p))) for p in prompts]
-    Harness(tiny_runner(), drafter, LAWS["match"]()).run(asks)
-    assert len(heard) > 15
-    for tokens, slots in heard:
-        torch.testing.assert_close(trained_slots(tokens), slots, rtol=1e-6, atol=1e-6)
+    harness.run(asks)
+    assert sum(depth == 0 for _, depth, _ in heard) > 15
+    for tokens, depth, logits in heard:
+        slot = trained_slots(tokens[: len(tokens) - depth])[depth]
+        torch.testing.assert_close(slot, logits, rtol=1e-6, atol=1e-6)
 
 
 def eagle_method() -> ParallelEagleMethod:

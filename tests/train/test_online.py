@@ -16,11 +16,11 @@ from typer.testing import CliRunner
 
 from draftwood.cli import app
 from draftwood.config import EngineConfig
-from draftwood.costs import StepCosts
 from draftwood.drafters.eagle import RecurrentDrafter
 from draftwood.drafters.features import FeatureDrafter
 from draftwood.drafters.model import ModelDrafter
-from draftwood.drafters.pruned import PrunedDrafter
+from draftwood.drafters.predicted import PredictedDrafter
+from draftwood.drafting import Drafter
 from draftwood.engine.llm import LLM
 from draftwood.engine.worker import ComputeThread
 from draftwood.errors import CheckpointError, IncompatibleParts, InvalidRequest
@@ -30,7 +30,6 @@ from draftwood.nets.eagle import Eagle3, Eagle3Spec
 from draftwood.nets.embeddings import TargetEmbeddings
 from draftwood.nets.export import export
 from draftwood.nets.parts import DraftHead
-from draftwood.protocols import Drafter
 from draftwood.request import FinishReason, SamplingParams
 from draftwood.train.online import LEARNT, RUNNING, START, AdaptConfig, Adapter, Contest, TimeShare, adapt
 from draftwood.train.optim import OptimConfig
@@ -448,8 +447,7 @@ def test_what_has_no_weights_is_refused(target: str, drafter: str) -> None:
 def test_a_second_model_is_refused_and_whoever_passes_guesses_on_is_asked_for_the_learner() -> None:
     with pytest.raises(IncompatibleParts, match="Only trained"):
         Adapter(Harness(tiny_runner(), ModelDrafter(tiny_runner(), chain(2)), LAWS["match"]()).engine)
-    costs = StepCosts((1, 8), (64,), ((1.0, 1.0),), 0.0)
-    harness = Harness(tiny_runner(dtype=F32), PrunedDrafter(MAKERS["eagle3"](F32), costs), LAWS["match"]())
+    harness = Harness(tiny_runner(dtype=F32), PredictedDrafter(MAKERS["eagle3"](F32)), LAWS["match"]())
     assert isinstance(Adapter(harness.engine, EAGER)._drafter, FeatureDrafter)
     offered = offering(no_drafter, MAKERS["eagle3"])(F32)
     harness = Harness(tiny_runner(dtype=F32), offered, LAWS["match"]())

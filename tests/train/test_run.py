@@ -498,7 +498,7 @@ def test_an_exported_student_is_the_network(target: str, tmp_path: Path) -> None
     cache.tables.open(0, [])
     cache.tables.reserve(0, len(tokens))
     rows = torch.arange(len(tokens))
-    found = drafter.runner.forward(cache.stage([Span(0, tokens, 0, len(tokens))], None, rows)).logits
+    found = drafter.runner.forward(cache.stage_text([Span(0, tokens, 0, len(tokens))], rows)).logits
     batch = next(PackedBatches(Corpus.of([(tokens[:1], tokens[1:])]), 1, len(tokens)).epoch(0, 0))
     words = TargetEmbeddings(checkpoint, CPU, torch.float32)
     hidden = net.run(words.embed(batch.tokens), batch.positions, Causal(causal_mask(batch)))

@@ -44,7 +44,7 @@ def edits_on_device(params: SamplingParams) -> bool:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What the host tells a step, in one piece: a captured step reads it from where it was written before the launch."""
+    """What the host tells a step, in one piece: a captured step reads it where it was written before the launch."""
 
     flat: Tensor  # [4 B + E + Q] int64, of which the others are parts
     sequences: Tensor  # [4, B] row, draft nodes that have room, index of the law, index of the drafter
@@ -59,9 +59,12 @@ class StepInputs:
 
 
 def input_numbers(
-    sequences: Sequence[tuple[int, int, int, int]], edited: Sequence[int], scored: Sequence[int], room: tuple[int, int, int],
+    sequences: Sequence[tuple[int, int, int, int]],
+    edited: Sequence[int],
+    scored: Sequence[int],
+    room: tuple[int, int, int],
     padding_row: int,
-) -> list[int]:  # fmt: skip
+) -> list[int]:
     """The numbers of `StepInputs` for a step with `room` for so many sequences, edited and scored ones."""
     batch, most_edited, most_scored = room
     padded = [*sequences, *[(padding_row, 0, 0, 0)] * (batch - len(sequences))]
@@ -108,7 +111,8 @@ class _EditTables:
     def _widen(self, biases: int, stops: int) -> None:
         if biases > self.bias.shape[1]:
             extra = max(biases, 2 * self.bias.shape[1]) - self.bias.shape[1]
-            self.bias_tokens, self.bias = (torch.nn.functional.pad(t, (0, extra)) for t in (self.bias_tokens, self.bias))
+            self.bias_tokens = torch.nn.functional.pad(self.bias_tokens, (0, extra))
+            self.bias = torch.nn.functional.pad(self.bias, (0, extra))
             self.version += 1
         if stops > self.stop_tokens.shape[1]:
             more = self.stop_tokens[:, :1].expand(-1, stops - self.stop_tokens.shape[1])

@@ -1,7 +1,7 @@
 """Pages and who owns them: reference counts, prefix sharing, eviction. Plain integers, no tensors.
 
-A page is free, in use (counted), or resting: in use by nobody, but its content is known and can be found again
-until the room is needed. Only full pages of committed tokens are ever shared, so nobody writes to a shared page.
+A page is free, in use (counted), or resting: in use by no sequence, but its content is known and can be found again
+until the room is needed. Only full pages of committed tokens are ever shared, so no sequence writes to a shared page.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class PagePool:
         return next(iter(self._resting))
 
     def _start_of_widest_gap(self) -> int:
-        """Where a new run has most room to grow; half-way in if somebody may be growing into the gap's start."""
+        """Where a new run has most room to grow; half-way in if a run may be growing into the gap's start."""
         best_start, best_length, start = 0, 0, None
         for page in range(self.num_pages + 1):
             if page in self._free:
@@ -102,7 +102,7 @@ class PagePool:
         self._next_key += 1
 
     def give_back(self, page: int) -> None:
-        """One user less. A page nobody uses rests if its content is known, else it is free."""
+        """One user less. A page without users rests if its content is known, else it is free."""
         if self._uses[page] < 1:
             raise ValueError(f"page {page} is given back more often than taken")
         self._uses[page] -= 1

@@ -36,7 +36,7 @@ class KVCache:
     def __init__(
         self, config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        # One page more than anybody can own: rows that only fill a batch up write there.
+        # One page more than sequences can own: rows that only fill a batch up write there.
         shape = (config.num_layers, 2, config.num_kv_heads, (num_pages + 1) * page_size, config.head_dim)
         self.memory = Pages(_zeros(shape, dtype, device), page_size)
         self.tables = PageTables(num_pages, page_size)
@@ -54,7 +54,7 @@ class KVCache:
 
     @property
     def scratch_page(self) -> int:
-        """A page nobody owns."""
+        """A page that no sequence owns."""
         return self.tables.pool.num_pages
 
     def block_table(self, spans: Sequence[Span], device: torch.device | None = None) -> Tensor:
@@ -191,9 +191,7 @@ def stage_trees(view: BatchView, tree: TokenTree, page_size: int, max_positions:
     return stage_behind(view.lengths, view.block_table, tokens, places, page_size, max_positions)
 
 
-def _stage_ragged(
-    view: BatchView, tree: TokenTree, page_size: int, max_positions: int, chain: bool
-) -> ForwardBatch:
+def _stage_ragged(view: BatchView, tree: TokenTree, page_size: int, max_positions: int, chain: bool) -> ForwardBatch:
     """The same for trees of different sizes."""
     owner, before = tree.owner, view.lengths[tree.owner]
     key = before - 1 + tree.local
@@ -219,7 +217,7 @@ def _stage_ragged(
 
 @lru_cache(maxsize=1024)
 def _constants(size: int, rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Row offsets, every row, and no ancestors: the same in every round of a shape."""
+    """Row offsets, every row, and no ancestors: the same in every step of a shape."""
     count = size * rows
     offsets = torch.arange(size + 1, device=device) * rows
     empty = torch.zeros(count, 1, dtype=torch.int64, device=device)

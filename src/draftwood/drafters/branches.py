@@ -54,7 +54,8 @@ def _shared_beginning(tree: TokenTree, paths: Tensor) -> tuple[Tensor, Tensor]:
 def with_branches(own: Proposal, paths: Tensor) -> Proposal:
     """A proposal with a branch along each of `paths` [B, P], -1 padded, tried first where it leaves the tree.
 
-    Nodes of a branch stand behind those of its tree; as many as the tree shares with it are absent.
+    Nodes of a branch stand behind those of its tree, or, so that they have its room, before them where all of them are
+    absent. As many nodes of a branch as the tree shares with it are absent.
     """
     tree, (size, length) = own.tree, paths.shape
     if length == 0:
@@ -63,8 +64,12 @@ def with_branches(own: Proposal, paths: Tensor) -> Proposal:
     trees, step = every[:size], every[:length]
     shared, at = _shared_beginning(tree, paths)
     there = (paths >= 0) & (step >= shared[:, None])
-    before = every[: tree.num_nodes] + tree.owner * length  # [M] where the tree's own nodes come to stand
-    behind = (tree.offsets[1:] + trees * length)[:, None] + step  # [B, P] where the branches' nodes do
+    bare = (tree.tries[tree.offsets[:-1]] < 0).all(1)
+    offsets = tree.offsets + every[: size + 1] * length
+    local = torch.where(bare, 1, tree.sizes)[:, None] + step
+    own_local = tree.local + length * (bare[tree.owner] & (tree.local > 0))
+    before = offsets[tree.owner] + own_local  # [M] where the tree's own nodes come to stand
+    behind = offsets[:-1, None] + local  # [B, P] where the branches' nodes do
     order = torch.empty_like(every).scatter_(0, torch.cat([before, behind.view(-1)]), every)
 
     def both(nodes: Tensor, branches: Tensor) -> Tensor:
@@ -76,21 +81,22 @@ def with_branches(own: Proposal, paths: Tensor) -> Proposal:
     first = torch.full_like(tree.owner, -1).scatter(0, at, head)[:, None]
     tries = first if not tree.num_drafted else torch.cat([first, follow(before, tree.tries)], 1)
     onward = torch.where(goes_on, behind + 1, -1)[..., None]
-    local, words = tree.sizes[:, None] + step, num_words(tree.widest + length)
+    words = num_words(tree.widest + length)
     ancestors = pad(tree.shape.ancestors, (0, words - tree.shape.ancestors.shape[1]))
     bits = own_bits(local, words).masked_fill(~there[..., None], 0).cumsum(1) + ancestors[at][:, None]
     above = torch.where(step == shared[:, None], before[at][:, None], behind - 1)
     shape = TreeShape(
         parents=both(follow(before, tree.parents), torch.where(there, above, behind)),
-        offsets=tree.offsets + every[: size + 1] * length,
+        offsets=offsets,
         owner=both(tree.owner, trees[:, None]),
-        local=both(tree.local, local),
+        local=both(own_local, local),
         depth=both(tree.depth, step + 1),
         ancestors=both(ancestors, bits),
         tries=packed_left(both(tries, pad(onward, (0, tries.shape[1] - 1), value=-1))),
         max_depth=max(tree.max_depth, length),
         widest=tree.widest + length,
         repeats=tree.shape.repeats,
+        merged=tree.shape.merged,
     )
     zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
     whole = TokenTree(

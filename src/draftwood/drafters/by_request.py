@@ -114,9 +114,8 @@ class OfferedDrafters:
         """Ask those that requests of the batch name; for sequences of others they have no room."""
         whose = [self._guard_of(params.drafter) for params in view.params]
         for guard in dict.fromkeys(whose):
-            if guard.waits or any(view.predictions):
-                own = [other is guard for other in whose]
-                guard.prepare(view if all(own) else _without_others(view, own), size, _fitting(guard, nodes))
+            own = [other is guard for other in whose]
+            guard.prepare(view if all(own) else _without_others(view, own), size, _fitting(guard, nodes))
 
     def propose(self, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
         """Each drafter's trees for its own sequences."""

@@ -35,15 +35,15 @@ class ParallelEagleDrafter(RecurrentDrafter):
         self._keep_mask()
 
     def staged(self, nodes: int) -> int:
-        """Masks are written behind the text, however small the tree will be."""
-        return self.net.ahead.guesses - 1 if nodes else 0
+        """Masks are written behind the row of the root, however small the tree will be."""
+        return max(0, self.grower.levels - 2) if nodes else 0
 
     def begin(self, view: BatchView) -> tuple[Tensor, State]:
-        """Also logits of all slots [B, guesses, R]."""
-        ahead = self.net.ahead
-        batch, rows = self.last_rows(view, ahead.guesses - 1, ahead.mask_token)
+        """Also logits of all slots that a tree can be deep [B, levels, R]."""
+        levels = self.grower.levels
+        batch, rows = self.last_rows(view, levels - 1, self.net.ahead.mask_token)
         _, logits = self.run(batch, self._kept, rows)
-        slots = logits.view(view.size, ahead.guesses, -1)
+        slots = logits.view(view.size, levels, -1)
         return slots[:, :1], (slots,)
 
     def extend(self, view: BatchView, front: Front, state: State) -> tuple[Tensor, State]:

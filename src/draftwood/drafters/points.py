@@ -90,7 +90,7 @@ class HostDrafter(Silent):
     def propose(self, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
         """What was prepared for a step of this size; bare roots where nothing was."""
         key = view.size, nodes
-        trees = self._prepared.get(key, [])
+        trees = self._prepared.pop(key, [])  # roots of any other step would be wrong
         if view.may_look or nodes == 0:
             return Proposal(TokenTree.of_points(trees)) if nodes and trees else Proposal.bare(view)
         frame = self._frames.get(key)

@@ -102,7 +102,7 @@ class PredictedDrafter:
     drafter: Drafter
     _target: ModelRunner = field(init=False)
     _answers: dict[int, _Following] = field(default_factory=dict)
-    _prepared: list[list[int]] = field(default_factory=list)  # of each sequence: 1 if it has a prediction, and the path
+    _prepared: list[list[int]] = field(default_factory=list)  # of each sequence: if it has a prediction, and the path
     _frames: dict[int, Tensor] = field(default_factory=dict)  # by sequences: the same on the device [B, 1 + PREDICTED]
 
     @property
@@ -151,10 +151,8 @@ class PredictedDrafter:
     def prepare(self, view: HostView, size: int, nodes: int) -> None:
         """Find the place of every answer in what was expected of it; the inner drafter's trees, if it waits."""
         self._prepared = []
-        if view.predictions:
-            self._prepared = [
-                [int(bool(expected)), *self._path(view, b)] for b, expected in enumerate(view.predictions)
-            ]
+        expected = view.predictions or [()] * len(view.seq_ids)
+        self._prepared = [[int(bool(tokens)), *self._path(view, b, tokens)] for b, tokens in enumerate(expected)]
         if size in self._frames:
             self._frames[size].copy_(uploaded(_table(self._prepared, size, PREDICTED), self._frames[size].device))
         if self.drafter.waits:
@@ -166,19 +164,18 @@ class PredictedDrafter:
         """The inner drafter's trees, and the branches."""
         if not view.mode.predicted:
             return self.drafter.propose(view, nodes, rng)
+        if view.may_look and len(self._prepared) != view.size:
+            return Proposal.bare(view)
         table = self._paths(view)
-        expecting, paths = table[:, 0] > 0, table[:, 1:]
-        own = Proposal.bare(view)
-        if nodes:
-            room = view.max_nodes
-            if room is not None:
-                room = (room - PREDICTED * expecting.long()).clamp(min=0)
-            own = self.drafter.propose(replace(view, max_nodes=room), nodes, rng)
-        if view.may_look:
-            own = own.packed()
+        known, expecting, paths = table[:, 0] >= 0, table[:, 0] > 0, table[:, 1:]
+        own = self.drafter.propose(view, nodes, rng) if nodes else Proposal.bare(view)
+        own = own.packed() if view.may_look else replace(own, tree=own.tree.without(~known[own.tree.owner]))
         points = as_points(own.tree, expecting, may_repeat=Draw.IID in self.law.draws)
         whole = with_branches(replace(own, tree=points), paths)
-        return whole if view.may_look else whole.limited(view)
+        if view.may_look or view.max_nodes is None:
+            return whole
+        # The view's room is that of own nodes; a path by itself is no longer than all the room there is.
+        return whole.limited(replace(view, max_nodes=view.max_nodes + PREDICTED * expecting))
 
     def ingest(self, batch: ForwardBatch, features: Features | None) -> None:
         """Pass it on."""
@@ -208,9 +205,8 @@ class PredictedDrafter:
         self._answers.pop(seq_id, None)
         self.drafter.release(seq_id)
 
-    def _path(self, view: HostView, b: int) -> tuple[int, ...]:
+    def _path(self, view: HostView, b: int, expected: tuple[int, ...]) -> tuple[int, ...]:
         """What is expected to come next, as far as there is room."""
-        expected = view.predictions[b]
         if not expected:
             return ()
         following = self._answers.setdefault(view.seq_ids[b], _Following(Alignment(expected)))
@@ -218,7 +214,10 @@ class PredictedDrafter:
         return path[: min(view.max_nodes[b], view.max_depth[b])]
 
     def _paths(self, view: BatchView) -> Tensor:
-        """Whether sequences have predictions, and the paths they follow, -1 padded. [B, 1 + P]."""
+        """Whether sequences have predictions, 0 or 1, and the paths they follow, -1 padded. [B, 1 + P].
+
+        Both are -1 where nothing was prepared: some laws are only right for draws, others only for chosen tokens.
+        """
         if view.may_look:
             return _table(self._prepared, view.size, max(0, *(len(row) - 1 for row in [*self._prepared, [0]])))
         if view.size not in self._frames:  # a graph is about to be captured, or nothing is
@@ -226,7 +225,6 @@ class PredictedDrafter:
             self._frames[view.size] = uploaded(_table(prepared, view.size, PREDICTED), view.roots.device)
         frame = self._frames[view.size]
         table = frame.clone()
-        # A step that is prepared for no prediction finds none.
         frame.fill_(-1)
         return table
 

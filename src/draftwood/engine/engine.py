@@ -214,7 +214,8 @@ class Engine:
             scored=len(scored),
             alternatives=max((seq.params.logprobs or 0 for seq in seqs), default=0),
         )
-        gained = max(self._gained.get(seq.id, 1) for seq in seqs) if eager else None
+        known = eager and self._in_flight is None
+        gained = max(self._gained.get(seq.id, 1) for seq in seqs) if known else None
         return Batch(ready, mode, shape, edited, masked, scored, prompts.spans, gained, budget.min_accept_prob)
 
     def _tree_size(self, room: int, *, whole: bool) -> int:
@@ -236,9 +237,9 @@ class Engine:
         if not self._guarded.reads:
             return
         if nodes == 0:
-            for item in ready.items:
-                self._read[item.seq.id] = min(item.end - 1, self._read.get(item.seq.id, item.end - 1))
-                self._gained.pop(item.seq.id, None)
+            for item in ready.items:  # what the last step gained, it would read at the beginning of the next one
+                read = item.end - self._gained.pop(item.seq.id, 1)
+                self._read[item.seq.id] = min(read, self._read.get(item.seq.id, read))
             return
         # A step begins with the last two tokens, so what the step in flight adds need not be known here.
         behind = [(item, self._read.pop(item.seq.id, item.end)) for item in ready.items]

@@ -165,7 +165,7 @@ class GraphRunner:
         if shape.text:
             self._frame(shape.text, shape.pages).fill(self.target.cache.stage_text(batch.prompts, device=HOST))
         view = batch.plan.view()
-        self._prepare_host_trees(view, shape.batch, shape.nodes)
+        self._prepare_host_trees(view, shape.batch, shape.nodes, key[1])
         step.inputs.flat.copy_(self._numbers(batch, shape, key[1]), non_blocking=True)
         step.runs[0]()
         if step.masks is not None:
@@ -205,7 +205,7 @@ class GraphRunner:
         )
         text = _as_wide(cache.stage_text(batch.prompts), shape.pages, cache.scratch_page) if batch.prompts else None
         host = batch.plan.view()
-        self._prepare_host_trees(host, shape.batch, shape.nodes)
+        self._prepare_host_trees(host, shape.batch, shape.nodes, batch.mode)
         scored = score(self.parts, view, propose(self.parts, view, shape.nodes), text)
         masks = None
         if batch.masked:
@@ -216,8 +216,8 @@ class GraphRunner:
         rows = scored.proposal.tree.num_nodes + shape.text
         return self._launched(batch, output, rows, shape.nodes, bool(batch.prompts))
 
-    def _prepare_host_trees(self, view: HostView, size: int, nodes: int) -> None:
-        if self.parts.drafter.waits or any(view.predictions):
+    def _prepare_host_trees(self, view: HostView, size: int, nodes: int, mode: StepMode) -> None:
+        if self.parts.drafter.waits or mode.predicted:
             with self.parts.timers.measure("draft"):
                 self.parts.drafter.prepare(view, size, nodes)
 

@@ -165,7 +165,8 @@ class Scheduler:
                 return self._end_with_error(seq, str(failure), failure.code)
             return self._end_with_error(seq, f"{type(failure).__name__}: {failure}")
         # What ended the answer cut accepted tokens off, and there may be no pages behind it.
-        self.tables.advance(seq.id, min(item.end + accepted, len(seq.tokens)), seq.tokens)
+        # A drafter has run the text that was there before the step; what is new can be shared after the next one.
+        self.tables.advance(seq.id, min(item.end + accepted, len(seq.tokens)), seq.tokens[: item.end])
         if event.finished:
             self._end(seq)
         elif not self.config.asynchronous:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -78,14 +78,20 @@ class Paths:
         return growing.proposal()
 
 
-# What follows from sizes alone is made once: a captured step would launch every small kernel again and again.
-@lru_cache(maxsize=1024)
+# What follows from sizes alone is made once, and stays: captured steps read it where it was when they were captured.
+@cache
 def _numbers(size: int, first: int, end: int, device: torch.device) -> Tensor:
     """`first` … `end` - 1 for every sequence. [B, n]."""
     return torch.arange(first, end, device=device).expand(size, -1).contiguous()
 
 
-@lru_cache(maxsize=1024)
+@cache
+def _bits(size: int, first: int, end: int, words: int, device: torch.device) -> Tensor:
+    """Their own bits in ancestor sets. [B, n, W]."""
+    return own_bits(_numbers(size, first, end, device), words)
+
+
+@cache
 def _level_numbers(grower: Paths, size: int, nodes: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """The level of every node, and the last node of that level. 2 x [B, 1 + nodes]."""
     ends = grower.sizes[: grower.depth_of(nodes) + 1]
@@ -102,7 +108,8 @@ class _Growing:
         self.size, self.device, self.words = view.size, view.roots.device, num_words(nodes + 1)
         root = self._columns(0, 1)
         self.tokens, self.parents, self.same, self.q_rows = [view.roots[:, None]], [root - 1], [root], [root - 1]
-        self.bits = [own_bits(root, self.words)]
+        self.bits = [self._own_bits(0)]
+        self.trees = _numbers(1, 0, self.size, self.device).t()  # [B, 1]
         self.tries: list[Tensor] = []
         self.laws: list[Tensor] = []
         self.place = root  # [B, paths] which of the nodes drawn last each path stands at
@@ -114,6 +121,11 @@ class _Growing:
     def _level(self, level: int) -> Tensor:
         """The nodes of a level, merged ones too. [B, k]."""
         return self._columns(self.grower.sizes[level - 1] + 1 if level else 0, self.grower.sizes[level] + 1)
+
+    def _own_bits(self, level: int) -> Tensor:
+        """Of the nodes of a level in ancestor sets. [B, k, W]."""
+        first = self.grower.sizes[level - 1] + 1 if level else 0
+        return _bits(self.size, first, self.grower.sizes[level] + 1, self.words, self.device)
 
     def ends(self, level: int) -> tuple[Tensor, Tensor]:
         """The nodes of a level, and their depth. 2 x [B, k]."""
@@ -137,18 +149,18 @@ class _Growing:
         above, columns = frontier.columns, self._level(level + 1)
         place = self.place.expand(-1, columns.shape[1])
         parents = above.gather(1, place)
-        q = frontier.q.gather(1, place[..., None].expand(-1, -1, frontier.q.shape[-1]))
-        tokens = frontier.pick_for_each(q, parents)
+        law = self.trees * above.shape[1] + place
+        q = frontier.q.flatten(0, 1)
+        tokens = frontier.pick_for_each(q.index_select(0, law.view(-1)).view(*law.shape, -1), parents)
         agrees = (parents[:, :, None] == parents[:, None, :]) & (tokens[:, :, None] == tokens[:, None, :])
         first = agrees.long().argmax(-1)  # [B, paths] the earliest path with the same parent and token
         same = columns.gather(1, first)
         self.tries.append(self._tries(above, parents, same))
         self.bits.append(
-            self.bits[-1].gather(1, place[..., None].expand(-1, -1, self.words)) | own_bits(columns, self.words)
+            self.bits[-1].gather(1, place[..., None].expand(-1, -1, self.words)) | self._own_bits(level + 1)
         )
-        law = torch.arange(self.size, device=self.device)[:, None] * above.shape[1] + place
         self.q_rows.append(law + sum(len(rows) for rows in self.laws))
-        self.laws.append(frontier.q.flatten(0, 1))
+        self.laws.append(q)
         for parts, new in ((self.tokens, tokens), (self.parents, parents), (self.same, same)):
             parts.append(new)
         self.place = first
@@ -173,15 +185,15 @@ class _Growing:
 
     def _shape(self, local: Tensor, depth: Tensor) -> TreeShape:
         rows = local.shape[1]
-        number = torch.arange(self.size + 1, device=self.device)
-        start = number[:-1, None] * rows
+        number = _numbers(1, 0, self.size + 1, self.device)[0]
+        start = self.trees * rows
         leaves = torch.full_like(self._level(self.grower.depth_of(self.nodes)), -1)
         tries = torch.cat([*self.tries, leaves[..., None].expand(-1, -1, self.grower.paths)], 1)
         parents = torch.cat(self.parents, 1)
         return TreeShape(
             parents=torch.where(parents < 0, -1, parents + start).view(-1),
             offsets=number * rows,
-            owner=number[:-1, None].expand_as(local).reshape(-1),
+            owner=self.trees.expand_as(local).reshape(-1),
             local=local.view(-1),
             depth=depth.view(-1),
             ancestors=torch.cat(self.bits, 1).flatten(0, 1),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -24,15 +24,15 @@ from draftwood.tree import POINT_TREE, TokenTree, TreeShape, num_words, own_bits
 LEAST = torch.finfo(torch.float32).min  # of log-probabilities: only what is impossible has less
 
 
-# What follows from sizes alone is made once: a captured step would launch every small kernel again and again.
-@lru_cache(maxsize=1024)
+# What follows from sizes alone is made once, and stays: captured steps read it where it was when they were captured.
+@cache
 def _packed(size: int, rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Offsets [B + 1], owner and local index [B * rows] of trees of one size."""
     owner, local = torch.arange(size, device=device), torch.arange(rows, device=device)
     return torch.arange(size + 1, device=device) * rows, owner.repeat_interleave(rows), local.repeat(size)
 
 
-@lru_cache(maxsize=1024)
+@cache
 def _asked_in(size: int, width: int, forward: int, words: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """The columns of the nodes that forward number `forward` (from 1) is about, and their bits. [B, k], [B, k, W]."""
     columns = torch.arange(1 + (forward - 1) * width, 1 + forward * width, device=device).expand(size, -1).contiguous()
@@ -185,7 +185,7 @@ class BestFirst(_Ranked):
     yet; in the end the `nodes` likeliest of all stay (SpecExec, OPT-Tree)."""
 
     forwards: int
-    deepest: int | None = None  # so many tokens ahead the network can guess; None: any number
+    deepest: int | None = None  # so many tokens ahead the network can draft; None: any number
 
     def __post_init__(self) -> None:
         self._check(self.levels)
@@ -280,20 +280,17 @@ class _Pool:
         nodes = self.tokens.shape[1]
         known = None if vocabulary is None else vocabulary.tokens
         scores, tokens = scored_children(logits, min(nodes, logits.shape[-1]), view.temperature, known)
-        scores = scores + above.scores[..., None]
-        ranks, place = ranked_offers(torch.cat([self.scores, scores.flatten(1)], 1))
-        kept, place = ranks[:, :nodes], torch.nn.functional.pad(place + 1, (1, 0))  # by local index; the root stays
-
-        def both(own: Tensor, new: Tensor) -> Tensor:
-            return torch.cat([own, new.expand(tokens.shape).flatten(1)], 1).gather(1, kept)
-
-        return _Pool(
-            both(self.tokens, tokens),
-            both(self.scores, scores),
-            place.gather(1, both(self.parents, above.local[..., None])),
-            both(self.levels, above.levels[..., None] + 1),
-            both(self.columns, torch.zeros_like(tokens)),
+        scores = torch.cat([self.scores, (scores + above.scores[..., None]).flatten(1)], 1)
+        children = [part.expand_as(tokens) for part in (above.local[..., None], above.levels[..., None] + 1)]
+        new = torch.stack([tokens, *children, torch.zeros_like(tokens)], 1).flatten(2)
+        own = torch.stack([self.tokens, self.parents, self.levels, self.columns], 1)
+        ranks, place = ranked_offers(scores)
+        kept = ranks[:, :nodes]
+        tokens, parents, levels, columns = (
+            torch.cat([own, new], 2).gather(2, kept[:, None].expand(-1, own.shape[1], -1)).unbind(1)
         )
+        parents = torch.nn.functional.pad(place + 1, (1, 0)).gather(1, parents)  # the root stays where it is
+        return _Pool(tokens, scores.gather(1, kept), parents, levels, columns)
 
     def unexpanded(self, room: Tensor, floor: float) -> Tensor:
         """Nodes whose children could be in the tree. [B, N] bool."""

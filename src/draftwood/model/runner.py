@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-from torch import Tensor
 
+from draftwood.batch import ForwardBatch, ForwardOutput, Pages
 from draftwood.cache.kv import KVCache
 from draftwood.errors import InvalidRequest
-from draftwood.batch import ForwardBatch, ForwardOutput, Pages
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.config import ModelConfig
 from draftwood.model.isa import avoid_broken_amx
@@ -107,11 +106,6 @@ class ModelRunner:
         """Read the weights and set the cache up."""
         model = load_model(checkpoint, dtype, device, weights, progress, strict)
         return cls(model, num_pages, page_size)
-
-    def no_logits(self, *shape: int) -> Tensor:
-        """Zeros where logits will be, in a type that holds what kernels of narrow models give. [*shape, V]."""
-        dtype = torch.promote_types(self.model.dtype, torch.float32)
-        return torch.zeros(*shape, self.model.config.vocab_size, dtype=dtype, device=self.device)
 
     @property
     def device(self) -> torch.device:

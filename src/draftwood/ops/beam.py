@@ -7,6 +7,7 @@ likeliest of all that was offered are the tree. Shapes: B sequences · k nodes o
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -47,8 +48,7 @@ class Offers:
     @property
     def levels(self) -> Tensor:
         """How deep each offer stands, 1 behind the roots. [C]."""
-        place = torch.arange(self.scores.shape[1], device=self.scores.device)
-        return torch.where(place < self.width, 1, (place - self.width) // self.width**2 + 2).clamp(max=self.depth)
+        return _levels(self.width, self.depth, self.scores.shape[1], self.scores.device)
 
     def start(self, level: int) -> int:
         """Where the offers of a level begin; level 0 stands behind the roots."""
@@ -67,6 +67,13 @@ class Offers:
     def fit_kernels(self) -> bool:
         """Whether one program can rank all of them."""
         return self.scores.is_cuda and self.width <= WIDEST_RANKED and self.scores.shape[1] <= MOST_RANKED
+
+
+@cache
+def _levels(width: int, depth: int, count: int, device: torch.device) -> Tensor:
+    """See `Offers.levels`; the same in every step. [count]."""
+    place = torch.arange(count, device=device)
+    return torch.where(place < width, 1, (place - width) // width**2 + 2).clamp(max=depth)
 
 
 @dataclass(frozen=True)
@@ -115,7 +122,7 @@ def offer_reference(
     start, count = into.start(level), score.shape[1]
     into.scores[:, start : start + count] = score
     into.tokens[:, start : start + count] = tokens
-    into.above[:, start : start + count] = behind.repeat_interleave(into.width, 1)
+    into.above[:, start : start + count] = behind[..., None].expand(-1, -1, into.width).flatten(1)
     best = score.argsort(dim=-1, descending=True, stable=True)[:, : into.width]
     return Chosen(tokens.gather(1, best), score.gather(1, best), best + start, best // into.width)
 
@@ -124,8 +131,8 @@ def scored_children(logits: Tensor, count: int, temperature: Tensor, known: Tens
     """The `count` likeliest tokens after each node and their log-probabilities; see `offer`. 2 x [B, k, count]."""
     scaled = logits.float() / torch.where(temperature > 0, temperature, 1)[:, None, None]
     place = ranked(logits, count)
-    score = scaled.gather(-1, place) - scaled.logsumexp(-1, keepdim=True)
-    return score.nan_to_num(nan=-torch.inf), place if known is None else known[place]
+    score = torch.log_softmax(scaled, -1).gather(-1, place).nan_to_num_(nan=-torch.inf, neginf=-torch.inf)
+    return score, place if known is None else known[place]
 
 
 def likeliest_tree(offers: Offers, roots: Tensor, nodes: int) -> Links:

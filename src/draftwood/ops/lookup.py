@@ -5,17 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from draftwood.links import may_look
+
 
 def suffix_lookup(history: Tensor, rows: Tensor, lengths: Tensor, nodes: int, longest: int, shortest: int) -> Tensor:
     """The `nodes` tokens after the last earlier place of each text's end, -1 where there is none. [B, nodes].
 
-    history [seats, L] holds the texts, `rows` [B] says which, `lengths` [B] how long they are.
+    history [any, L] holds the texts, `rows` [B] says which, `lengths` [B] how long they are.
     """
     if history.is_cuda:
         from draftwood.ops.cuda.lookup import suffix_lookup as on_cuda
 
         return on_cuda(history, rows, lengths, nodes, longest, shortest)
-    return reference_lookup(history[rows], lengths, nodes, longest, shortest)
+    texts = history[:, : int(lengths.max())] if may_look(lengths) else history
+    return reference_lookup(texts[rows], lengths, nodes, longest, shortest)
 
 
 def reference_lookup(texts: Tensor, lengths: Tensor, nodes: int, longest: int, shortest: int) -> Tensor:

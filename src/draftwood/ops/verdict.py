@@ -155,6 +155,7 @@ def _call(  # type: ignore[no-untyped-def]
     path = torch.empty(trees, depth + 1, dtype=torch.int64)
     length, bonus = torch.empty(2, trees, dtype=torch.int64)
     drift = torch.empty(trees, dtype=torch.float64) if rule >= Rule.LENIENT else None
+    merged = None if tree.shape.merged is None else tree.shape.merged[tree.owner]
     parts = (tree.tokens, tree.parents, tree.offsets, tree.tries, tree.q_row, tree.draw, seeds, lengths)
     kept = [p.contiguous(), None if tree.q is None else tree.q.contiguous(), *(x.contiguous() for x in parts)]
     rows, links = (
@@ -163,6 +164,7 @@ def _call(  # type: ignore[no-untyped-def]
     )
     results = (*(x.data_ptr() for x in (path, length, bonus)), 0 if drift is None else drift.data_ptr())
     sizes = (p.shape[1], nodes, trees, width, depth)
-    call = VerdictCall(*rows, *sizes, *links, tried or width, rule, distinct, settings, *results)
+    unlike = 0 if merged is None else merged.data_ptr()
+    call = VerdictCall(*rows, *sizes, *links, tried or width, rule, distinct, unlike, settings, *results)
     kernel(ctypes.addressof(call))
     return Verdict(path, length, bonus, drift)

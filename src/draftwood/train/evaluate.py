@@ -15,6 +15,7 @@ from torch import nn
 from draftwood.assembly import build_grower, load_parallel, student_drafter, usual_tree
 from draftwood.config import EngineConfig
 from draftwood.drafters.trained import drafter_of
+from draftwood.drafting import Drafter
 from draftwood.engine.controller import FixedBudget
 from draftwood.engine.llm import LLM
 from draftwood.engine.worker import ComputeThread
@@ -23,7 +24,7 @@ from draftwood.model.checkpoint import Checkpoint
 from draftwood.nets.embeddings import TargetEmbeddings
 from draftwood.nets.shared import SharedWords
 from draftwood.nets.student import MaskedStudent, Student
-from draftwood.protocols import Drafter, StepReport
+from draftwood.protocols import StepReport
 from draftwood.request import FinishReason, SamplingParams
 from draftwood.train.data import Corpus, PackedBatches, TextBatch
 from draftwood.train.recipes import Made

@@ -23,8 +23,8 @@ from draftwood.drafters.by_request import OfferedDrafters
 from draftwood.drafters.features import FeatureDrafter
 from draftwood.drafters.kangaroo import ShallowDrafter
 from draftwood.drafters.predicted import PredictedDrafter
-from draftwood.drafters.pruned import PrunedDrafter
 from draftwood.drafters.student import StudentDrafter
+from draftwood.drafting import Drafter
 from draftwood.engine.engine import Engine
 from draftwood.engine.llm import LLM
 from draftwood.engine.sequence import Sequence
@@ -32,7 +32,6 @@ from draftwood.engine.worker import ComputeThread
 from draftwood.errors import CheckpointError, IncompatibleParts, InvalidRequest
 from draftwood.model.runner import ModelRunner
 from draftwood.nets.export import export
-from draftwood.protocols import Drafter
 from draftwood.request import FinishReason
 from draftwood.train.data import TextBatch
 from draftwood.train.evaluate import held_out_figures
@@ -318,7 +317,7 @@ def _learner(drafter: Drafter) -> FeatureDrafter | ShallowDrafter | StudentDraft
 
 def _guessers(drafter: Drafter) -> Iterator[Drafter]:
     """Itself, or those whose guesses it passes on."""
-    if isinstance(drafter, PrunedDrafter | PredictedDrafter):
+    if isinstance(drafter, PredictedDrafter):
         yield from _guessers(drafter.drafter)
     elif isinstance(drafter, OfferedDrafters):
         for offered in (drafter.default, *drafter.others.values()):

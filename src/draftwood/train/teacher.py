@@ -42,7 +42,7 @@ class Teacher:
         taught[:, :-1] = batch.answer[:, 1:] & batch.follows(1)
         rows = taught.flatten()[at].nonzero()[:, 0].to(self.runner.device)
         try:
-            out = self.runner.forward(self.runner.cache.stage(spans, None, rows), frozenset(self.reads))
+            out = self.runner.forward(self.runner.cache.stage_text(spans, rows), frozenset(self.reads))
         finally:
             for span in spans:
                 self.runner.cache.tables.close(span.seq_id)

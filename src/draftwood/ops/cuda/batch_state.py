@@ -11,6 +11,7 @@ from torch import Tensor
 from draftwood.ops.cuda.pdl import OVERLAPPING, wait_for_predecessors
 
 PAGES = 256  # of a block table at a time
+NODES = 64  # of a tree at a time
 
 
 @triton.jit(do_not_specialize=["longest", "pages", "stride", "size"])
@@ -70,12 +71,13 @@ def _close(
     tl.store(own + 4 + step, token, mask=step < steps)
     at = tl.minimum(before + step, longest - 1)
     tl.store(history + slot * longest + at, tl.where(step == kept, last, token), mask=step <= kept)
-    first = tl.load(offsets + b) + 1
-    nodes, i = tl.load(offsets + b + 1) - first, tl.arange(0, NODES)
-    guess = tl.load(tokens + first + i, mask=i < nodes, other=-1)
+    drafted, end = tl.zeros((NODES,), tl.int64), tl.load(offsets + b + 1)
+    for start in range(tl.load(offsets + b) + 1, end, NODES):
+        i = start + tl.arange(0, NODES)
+        drafted += (tl.load(tokens + i, mask=i < end, other=-1) >= 0).to(tl.int64)
     tl.store(own, kept)
     tl.store(own + 1, last)
-    tl.store(own + 2, tl.sum((guess >= 0).to(tl.int64), 0))
+    tl.store(own + 2, tl.sum(drafted, 0))
     tl.store(own + 3, tl.load(usable + b).to(tl.int64))
     tl.store(length + slot, tl.where(slot == padding_row, 1, tl.minimum(before + kept + 1, longest - 1)))
 
@@ -87,10 +89,9 @@ def closed(
     """Append gained tokens to `history` and update `length`; what the host is told. [B, 4 + D]."""
     size, steps = len(rows), path.shape[1] - 1
     outcome = torch.empty(size, 4 + steps, dtype=torch.int64, device=rows.device)
-    most = len(tokens) - size  # of one tree, if it had all of them
     _close[(size,)](
         rows, lengths, tokens, offsets, path.contiguous(), accepted.contiguous(), bonus.contiguous(), usable, history,
         length, outcome, history.shape[1], padding_row, steps,
-        max(2, triton.next_power_of_2(steps + 1)), max(2, triton.next_power_of_2(most // size)), **OVERLAPPING,
+        max(2, triton.next_power_of_2(steps + 1)), NODES, **OVERLAPPING,
     )  # fmt: skip
     return outcome

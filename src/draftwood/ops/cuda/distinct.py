@@ -68,4 +68,5 @@ def _merged(tree: TokenTree, tries: Tensor) -> Tensor:
     """Independently drawn nodes no sibling of which holds their token. [M] bool."""
     tokens = torch.where(tries >= 0, tree.tokens[tries.clamp(min=0)], -1)
     twins = (tokens[:, :, None] == tokens[:, None, :]).tril(-1) & (tries >= 0)[:, :, None]
-    return (tree.draw == Draw.IID) & ~twins.any(-1).any(-1)[tree.parents.clamp(min=0)]
+    siblings = (tree.draw == Draw.IID) & ~twins.any(-1).any(-1)[tree.parents.clamp(min=0)]
+    return siblings if tree.shape.merged is None else siblings & tree.shape.merged[tree.owner]

@@ -72,7 +72,7 @@ class VerdictCall(Structure):
         ("vocabulary", c_int64), ("nodes", c_int64), ("trees", c_int64), ("width", c_int64), ("steps", c_int64),
         ("tokens", c_void_p), ("parents", c_void_p), ("offsets", c_void_p), ("tries", c_void_p), ("q_row", c_void_p),
         ("draw", c_void_p), ("seeds", c_void_p), ("lengths", c_void_p),
-        ("tried", c_int64), ("rule", c_int64), ("distinct", c_int64), ("settings", c_double * 2),
+        ("tried", c_int64), ("rule", c_int64), ("distinct", c_int64), ("merged", c_void_p), ("settings", c_double * 2),
         ("path", c_void_p), ("length", c_void_p), ("bonus", c_void_p), ("drift", c_void_p),
     ]  # fmt: skip
 

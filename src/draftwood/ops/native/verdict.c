@@ -24,7 +24,7 @@ static int has_twins(const Call *c, int64_t n) {
 }
 
 static void look_behind(const Call *c, int64_t n, Behind *d) {
-    const int merged = c->distinct && !has_twins(c, n);
+    const int merged = c->distinct && (!c->merged || c->merged[n]) && !has_twins(c, n);
     for (int64_t j = 0; j < c->width; j++) {
         int64_t child = child_of(c, n, j);
         d->exists[j] = child >= 0;

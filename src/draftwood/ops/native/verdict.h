@@ -23,7 +23,8 @@ typedef struct {
     const uint64_t *seeds, *lengths;
     int64_t tried; /* draws that are weighed; the residual may still hit the others */
     int64_t rule;
-    int64_t distinct;   /* repeated draws count once, as draws without replacement */
+    int64_t distinct;      /* repeated draws count once, as draws without replacement */
+    const uint8_t *merged; /* behind which nodes they do; NULL: behind all */
     double settings[2]; /* of a rule that is not lossless, as verifiers/lossy.py names them */
     int64_t *path, *length, *bonus;
     double *drift; /* NULL: the law is lossless */
