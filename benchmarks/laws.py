@@ -5,9 +5,9 @@
     python benchmarks/laws.py --device cuda --model DIR   # or a model's own, without its verdict: benchmarks/standin.py
 
 Both sides are interleaved, medians are printed, the last line is JSON. On CUDA a verdict is timed launched op by op and
-replayed as a graph; laws that look at values on the host cannot be captured and say so. In rounds a verdict is part of
-the round's graph, and rounds follow each other: the graph timed here holds a verdict REPEATS times, a step is taken as
-often in a row, and times are divided.
+replayed as a graph; laws that look at values on the host cannot be captured and say so. In the engine a verdict is
+part of the step's graph, and steps follow each other: the graph timed here holds a verdict REPEATS times, a step is
+taken as often in a row, and times are divided.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ import argparse
 import json
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 import torch
 from torch import Tensor
 
 from common import interleaved, provenance
-from draftwood.cache.kv import NodeRows
+from draftwood.cache.kv import stage_trees
+from draftwood.drafting import Front, Grower, State
 from draftwood.growers import Hybrid, Independent, Levels, Paths, WithoutReplacement
+from draftwood.links import may_look
 from draftwood.model import store
 from draftwood.model.checkpoint import open_checkpoint
 from draftwood.model.runner import ModelRunner
-from draftwood.protocols import BatchView, Budget, Grower, Span, Verifier
-from draftwood.request import SamplingParams
+from draftwood.protocols import BatchView, Span, Verifier
 from draftwood.rng import KeyedRng
 from draftwood.tree import TokenTree
-from draftwood.treebuilder import TreeBuilder
 from draftwood.verifiers import LAWS
 
 CPU_TREES: dict[str, Grower] = {
@@ -50,7 +50,7 @@ CUDA_TREES: dict[str, Grower] = {
 }
 SEQUENCES = count()
 ALIASES = {"coupled", "optimal", "rrs", "rrsw", "hybrid", "token"}
-REPEATS = 5  # of a step, and of a verdict within a graph: in rounds nobody waits between them
+REPEATS = 5  # of a step, and of a verdict within a graph: in the engine nothing waits between them
 
 
 @dataclass(frozen=True)
@@ -64,42 +64,43 @@ class Net:
     """Random logits as sharp as a language model's."""
 
     def __init__(self, vocabulary: int, device: torch.device) -> None:
-        self.vocabulary, self.device = vocabulary, device
+        self.size, self.device = vocabulary, device
 
-    def begin(self, view: BatchView) -> Tensor:
-        return 3 * torch.randn(len(view.seq_ids), self.vocabulary, device=self.device)
+    def begin(self, view: BatchView) -> tuple[Tensor, State]:
+        return 3 * torch.randn(view.size, 1, self.size, device=self.device), ()
 
-    def extend(self, builder: TreeBuilder, columns: Tensor) -> Tensor:
-        return 3 * torch.randn(*columns.shape, self.vocabulary, device=self.device)
+    def extend(self, view: BatchView, front: Front, state: State) -> tuple[Tensor, State]:
+        return 3 * torch.randn(*front.tokens.shape, self.size, device=self.device), ()
+
+    def vocabulary(self, level: int | None) -> None:
+        return None
 
 
 def view_of(batch: int, device: torch.device) -> BatchView:
-    ones = torch.ones(batch, dtype=torch.int64, device=device)
+    ones, number = torch.ones(batch, dtype=torch.int64, device=device), torch.arange(batch, device=device)
     return BatchView(
-        seq_ids=tuple(range(batch)),
-        tokens=[[1]] * batch,
-        prompt_lengths=(1,) * batch,
-        params=(SamplingParams(temperature=1.0),) * batch,
-        bad_words=((),) * batch,
         lengths=ones,
-        seeds=torch.arange(batch, device=device),
+        seeds=number,
+        roots=ones,
         temperature=ones.float(),
-        max_nodes=1000 * ones,
-        max_depth=1000 * ones,
+        rows=number,
+        history=ones[:, None],
+        block_table=number[:, None],
+        may_look=may_look(ones),
     )
 
 
 def make_case(grower: Grower, vocabulary: int, batch: int, device: torch.device) -> Case:
-    """A drawn tree, and a target that agrees with its draft to four fifths."""
+    """A drawn tree as a step has it there, and a target that agrees with its draft to four fifths."""
     torch.manual_seed(0)
     view, net = view_of(batch, device), Net(vocabulary, device)
-    tree, _ = grower.grow(net, view, Budget(1000), KeyedRng()).build()
+    proposal = grower.grow(net, view, grower.max_nodes, KeyedRng())
+    tree = (proposal.packed() if view.may_look else proposal).tree
     p = torch.softmax(3 * torch.randn(tree.num_nodes, vocabulary, device=device), -1)
     first = tree.tries[:, 0].clamp(min=0)
     drawn = (tree.tries[:, 0] >= 0) & (tree.q_row[first] >= 0)
     assert tree.q is not None
     p[drawn] = 0.2 * p[drawn] + 0.8 * tree.q[tree.q_row[first[drawn]]]
-    tree.levels, tree.turns, tree.inner, tree.paths, tree.widest  # noqa: B018  (structure is known when a tree is built)
     return Case(view, tree, p)
 
 
@@ -167,10 +168,11 @@ def step_of(runner: ModelRunner, rows: int) -> Callable[[], object]:
     tables.open(seq_id, tokens)
     tables.reserve(seq_id, len(tokens) + rows)
     with torch.inference_mode():
-        runner.forward(runner.cache.stage([Span(seq_id, tokens, 0, len(tokens) - 1)], None))
+        runner.forward(runner.cache.stage_text([Span(seq_id, tokens, 0, len(tokens) - 1)]))
         tables.advance(seq_id, len(tokens) - 1, tokens)
-        nodes = NodeRows.of_tree(tree, torch.zeros(1, dtype=torch.int64, device=runner.device))
-        batch = runner.cache.stage([Span(seq_id, tokens, len(tokens) - 1, len(tokens))], nodes)
+        pages = torch.tensor([tables.pages(seq_id)], device=runner.device)
+        view = replace(view_of(1, runner.device), lengths=torch.full_like(tree.sizes, len(tokens)), block_table=pages)
+        batch = stage_trees(view, tree, runner.cache.page_size, runner.model.config.max_positions, chain=True)
 
     def run() -> object:
         with torch.inference_mode():

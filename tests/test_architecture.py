@@ -13,7 +13,7 @@ SOURCE = Path(draftwood.__file__).parent
 
 LAYERS = [  # each may import what stands above it
     ("errors",),
-    ("links", "request", "tree", "treebuilder", "telemetry", "costs", "machine"),
+    ("links", "request", "shape", "tree", "joining", "telemetry", "costs", "machine"),
     ("protocols",),
     ("rng", "sampling", "cache", "ops", "model", "config", "faults"),
     ("nets",),

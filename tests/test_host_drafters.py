@@ -22,11 +22,13 @@ from draftwood.drafters.predicted import PredictedDrafter
 from draftwood.drafters.scripted import ScriptedDrafter
 from draftwood.drafting import Proposal, Silent
 from draftwood.growers import Independent, Levels, WithoutReplacement
+from draftwood.joining import choose, join
 from draftwood.links import HostLinks
 from draftwood.protocols import PREDICTED, BatchView, Features, HostView, Span, StepMode
 from draftwood.request import SamplingParams
 from draftwood.rng import KeyedRng
-from draftwood.tree import POINT_TREE, DraftLaw, Draw, TokenTree, TreeShape, Verdict, choose, join
+from draftwood.shape import TreeShape
+from draftwood.tree import POINT_TREE, DraftLaw, Draw, TokenTree, Verdict
 from enumeration import TableModel, view_of
 from no_sync import looking, no_looking
 from tiny import tiny_runner

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftwood.tree import Draw, TokenTree, TreeShape, Verdict
+from draftwood.shape import TreeShape
+from draftwood.tree import Draw, TokenTree, Verdict
 from trees import padded as with_absent
 from trees import tree_of
 

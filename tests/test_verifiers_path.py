@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draftwood.tree import TokenTree, TreeShape
+from draftwood.shape import TreeShape
+from draftwood.tree import TokenTree
 from draftwood.verifiers.path import PathWalk, follow, keep_chosen
 from no_sync import no_looking
 from trees import padded

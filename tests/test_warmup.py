@@ -11,7 +11,7 @@ from draftwood.config import EngineConfig
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
 from draftwood.engine.graph_runner import READINGS
-from in_rounds import RoundHarness
+from captured import CapturedHarness
 from tiny import tiny_config
 
 GPU = torch.device("cuda")
@@ -25,7 +25,7 @@ def test_a_rehearsal_that_fails_is_not_heard_of() -> None:
 
 @pytest.mark.parametrize(("drafter", "sizes"), [(NoDrafter(), {0}), (NgramDrafter(nodes=3), {0, 3})])
 def test_what_is_rehearsed(drafter, sizes: set[int]) -> None:
-    rounds = RoundHarness(drafter, "match").engine.pipeline.runner
+    rounds = CapturedHarness(drafter, "match").engine.pipeline.runner
     rounds.captures = False
     with torch.inference_mode():
         _, *others = [part() for part in rounds.warm_ups(SamplingMode(None, greedy=True, truncates=False))]

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from draftwood.tree import Draw, TokenTree, TreeShape, join
+from draftwood.joining import join
+from draftwood.shape import TreeShape
+from draftwood.tree import Draw, TokenTree
 
 
 def tree_of(

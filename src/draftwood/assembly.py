@@ -16,6 +16,7 @@ import torch
 from draftwood.config import EngineConfig
 from draftwood.drafters.by_request import OfferedDrafters
 from draftwood.drafters.lookup import LookupDrafter
+from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
 from draftwood.drafters.pard import GUESSES, ParallelDrafter

@@ -32,7 +32,8 @@ from draftwood.batch import ForwardBatch
 from draftwood.drafters.points import HostDrafter, PointDrafter, PointTree
 from draftwood.drafting import Drafter, FrontierModel, Grower, Proposal, Silent
 from draftwood.protocols import BatchView, Features, HostView, Randomness, Verifier
-from draftwood.tree import POINT_CHAIN, POINT_TREE, DraftLaw, Draw, NodeMap, TokenTree, TreeShape, Verdict
+from draftwood.shape import NodeMap, TreeShape
+from draftwood.tree import POINT_CHAIN, POINT_TREE, DraftLaw, Draw, TokenTree, Verdict
 from draftwood.verifiers.law import NodeLaw, Odds, Scope
 
 __all__ = [

@@ -25,7 +25,7 @@ from draftwood.engine.worker import ComputeThread
 from draftwood.errors import InvalidRequest
 from draftwood.model.runner import ModelRunner
 from draftwood.protocols import Load
-from in_rounds import Replayed
+from captured import Replayed
 from tiny import tiny_config, tiny_folder, tiny_runner
 
 

@@ -39,7 +39,7 @@ def test_decisions_are_explained_when_somebody_asks() -> None:
     given_up = MeasuredBudget(STEEP, 8).budget(ALONE)
     assert (given_up.max_nodes, str(given_up.why)) == (0, "no nodes pay: 1.00 expected tokens in 1000.00 ms without")
     tree = MeasuredTreeBudget(FLAT, 8).budget(ALONE)
-    assert str(tree.why) == f"up to 8 nodes: one more row pays from a chance of {tree.worth:.2f}"
+    assert str(tree.why) == f"up to 8 nodes: one more row pays from a chance of {tree.min_accept_prob:.2f}"
 
 
 @pytest.mark.parametrize("kind", [MeasuredBudget, MeasuredTreeBudget])
@@ -128,8 +128,8 @@ def test_a_tree_is_told_what_a_node_must_be_worth() -> None:
     cheap = MeasuredTreeBudget(FLAT, 16).budget(ALONE)
     dear = MeasuredTreeBudget(STEEP, 16).budget(ALONE)
     assert cheap.max_nodes == dear.max_nodes == 16
-    assert 0 < cheap.worth < 0.01
-    assert dear.worth == 0.9
+    assert 0 < cheap.min_accept_prob < 0.01
+    assert dear.min_accept_prob == 0.9
 
 
 def test_where_everybody_runs_all_nodes_few_proposals_are_not_worth_them() -> None:

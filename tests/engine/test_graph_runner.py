@@ -149,7 +149,7 @@ def test_one_request_that_asks_for_more_changes_no_other(wish: str, name: str, t
     assert generated(among) == plain([*others, odd])
     assert not launched, "a step left the captured path"
     # Where limits differ within a batch, trees at an answer's end are cut to what can still be used.
-    assert [a.steps for a in among[:5]] == [a.steps for a in alone]
+    assert all(0 <= b.steps - a.steps <= 1 for a, b in zip(among, alone, strict=False))
     assert all(abs(a.accepted - b.accepted) <= 1 for a, b in zip(among, alone, strict=False))
     assert all(a.drafted > 0 for a in among[:5]) == (name != "none")
 

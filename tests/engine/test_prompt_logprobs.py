@@ -16,7 +16,7 @@ from draftwood.errors import InvalidRequest
 from draftwood.growers import Best, Independent, Levels, chain
 from draftwood.request import FinishReason, SamplingParams, TokenLogprob
 from draftwood.verifiers import LAWS
-from in_rounds import GPU, RoundHarness, runner
+from captured import GPU, CapturedHarness, runner
 from reference_model import written_out_logits
 from tiny import (
     Ask,
@@ -122,7 +122,7 @@ def test_rounds_tell_the_same(name: str, regime: str, by_hand: bool) -> None:
     wanted = with_arrivals(asks(), every=2)
     if by_hand:
         wanted[3] = replace(wanted[3], params=replace(wanted[3].params, logprobs=1))
-    harness = RoundHarness(drafters[name](), "match", hard)
+    harness = CapturedHarness(drafters[name](), "match", hard)
     answers = harness.run(wanted)
     assert generated(answers) == generated(Harness(runner(), NoDrafter(), LAWS["match"]()).run(asks(lambda i: False)))
     assert sum(answer.accepted for answer in answers) > 0, "no round guessed anything"
@@ -140,7 +140,7 @@ def test_no_token_may_be_generated_at_all(in_rounds: bool) -> None:
     drafter = ngram(nodes=4, longest=3, shortest=1)(torch.float64)
     regime = Regime(max_rows=7)
     harness = (
-        RoundHarness(drafter, "match", regime)
+        CapturedHarness(drafter, "match", regime)
         if in_rounds
         else Harness(tiny_runner(), drafter, LAWS["match"](), regime)
     )

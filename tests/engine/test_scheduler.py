@@ -79,8 +79,9 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(nodes=st.integers(0, 6), data=st.data())
     def step(self, nodes: int, data: st.DataObject) -> None:
-        plan = self.scheduler.schedule(Budget(nodes))
-        self.check_plan(plan, nodes)
+        prompts, plan = self.scheduler.schedule(Budget(nodes))
+        self.check_plan(prompts, plan, nodes)
+        self.scheduler.commit(prompts, HostVerdict([], [], [], [], []))
         gains = []
         for i in plan.sampling:
             item = plan.items[i]
@@ -89,17 +90,21 @@ class SchedulerMachine(RuleBasedStateMachine):
             gains.append(
                 (data.draw(st.lists(st.integers(0, 3), min_size=accepted + 1, max_size=accepted + 1)), accepted)
             )
-        verdict = HostVerdict([g for g, _ in gains], [a for _, a in gains], [a for _, a in gains], [0.0] * len(gains))
+        kept, count = [a for _, a in gains], len(gains)
+        verdict = HostVerdict([g for g, _ in gains], kept, kept, [0.0] * count, [True] * count)
         self.hear(self.scheduler.commit(plan, verdict))
 
-    def check_plan(self, plan: Plan, nodes: int) -> None:
-        assert sum(item.end - item.start + item.max_nodes for item in plan.items) <= ROWS
-        for item in plan.items:
+    def check_plan(self, prompts: Plan, plan: Plan, nodes: int) -> None:
+        items = prompts.items + plan.items
+        assert sum(item.end - item.start + item.max_nodes for item in items) <= ROWS
+        assert all(item.samples for item in plan.items)
+        assert not any(item.samples or item.max_nodes for item in prompts.items)
+        for item in items:
             assert item.start == self.tables.num_cached(item.seq.id)
             assert item.start < item.end <= len(item.seq.tokens)
             assert 0 <= item.max_nodes <= nodes
             assert item.end + item.max_nodes <= self.tables.room(item.seq.id), "a node without a page"
-        assert plan.items or not self.scheduler.has_work, "work is waiting and nobody runs"
+        assert items or not self.scheduler.has_work, "work is waiting and nobody runs"
 
     @invariant()
     def nothing_is_lost(self) -> None:
@@ -114,9 +119,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(2000):
             if not self.scheduler.has_work:
                 break
-            plan = self.scheduler.schedule(Budget(2))
-            count = len(plan.sampling)
-            self.hear(self.scheduler.commit(plan, HostVerdict([[1]] * count, [0] * count, [0] * count, [0.0] * count)))
+            prompts, plan = self.scheduler.schedule(Budget(2))
+            self.scheduler.commit(prompts, HostVerdict([], [], [], [], []))
+            count = len(plan.items)
+            zeros = [0] * count
+            verdict = HostVerdict([[1]] * count, zeros, zeros, [0.0] * count, [True] * count)
+            self.hear(self.scheduler.commit(plan, verdict))
         assert not self.open, "somebody starves"
         assert self.tables.pool.num_available == PAGES, "pages leaked"
 
@@ -163,8 +171,8 @@ def test_tenants_take_turns(places: int, arrivals: str, served: str) -> None:
     scheduler.add(_answers(arrivals))
     order = ""
     while scheduler.has_work:
-        plan = scheduler.schedule(Budget(0))
+        _, plan = scheduler.schedule(Budget(0))
         order += "".join(item.seq.tenant for item in plan.items)
-        ended = scheduler.commit(plan, HostVerdict([[2]] * len(plan.items), *([[0] * len(plan.items)] * 3)))
+        ended = scheduler.commit(plan, HostVerdict([[2]] * len(plan.items), *([[0] * len(plan.items)] * 3), [True] * len(plan.items)))
         assert all(event.finished for event in ended)
     assert order == served

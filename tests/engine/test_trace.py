@@ -20,7 +20,7 @@ from draftwood.growers.pickers import Best
 from draftwood.protocols import Drafter
 from draftwood.request import Event, GuessedTree, SamplingParams, TokenKind, TracedToken
 from draftwood.verifiers import LAWS
-from in_rounds import DEVICE, RoundHarness, runner
+from captured import DEVICE, CapturedHarness, runner
 from tiny import Ask, Harness, TinyCheckpoint, generated, with_net
 
 PROMPTS = [(1, 2, 3, 1, 2), (5,), (7, 7, 8, 7, 7), (9, 1, 9, 1, 9)]
@@ -118,11 +118,11 @@ def test_rounds_tell_the_same(name: str, temperature: float) -> None:
     make, law = CASES[name]
     law = "match" if name == "branches" else law
     wanted = asks(temperature=temperature)
-    harness = RoundHarness(make(), law)
+    harness = CapturedHarness(make(), law)
     left, leave = [], harness.engine.pipeline.fall_back
     harness.engine.pipeline.fall_back = lambda controller: left.append(1) or leave(controller)  # type: ignore[method-assign]
     got = generated(harness.run(traced(wanted)))
-    assert got == generated(RoundHarness(make(), law).run(wanted))
+    assert got == generated(CapturedHarness(make(), law).run(wanted))
     assert not left
     for event in harness.events:
         check(event)
@@ -130,7 +130,7 @@ def test_rounds_tell_the_same(name: str, temperature: float) -> None:
         assert any(event.step.tree is not None for event in harness.events)
 
 
-@pytest.mark.parametrize("harness", [Harness, RoundHarness])
+@pytest.mark.parametrize("harness", [Harness, CapturedHarness])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_probabilities_are_the_models_own(harness: type, temperature: float) -> None:
     """At temperatures 0 and 1 without truncation, p is what `logprobs` says it is."""
@@ -138,7 +138,7 @@ def test_probabilities_are_the_models_own(harness: type, temperature: float) -> 
     plain = Harness(runner(), NoDrafter(), LAWS["match"]())
     plain.run([replace(ask, params=replace(ask.params, logprobs=0)) for ask in wanted])
     drafter = NgramDrafter(nodes=6, longest=3, shortest=1)
-    told = RoundHarness(drafter, "match") if harness is RoundHarness else Harness(runner(), drafter, LAWS["match"]())
+    told = CapturedHarness(drafter, "match") if harness is CapturedHarness else Harness(runner(), drafter, LAWS["match"]())
     told.run(traced(wanted))
     for i in range(len(wanted)):
         logprobs = [entry for e in plain.events if e.request_id == i for entry in e.logprobs]
@@ -188,7 +188,7 @@ def test_only_those_who_ask_are_told() -> None:
     wanted[2] = traced(wanted)[2]
     for harness in (
         Harness(runner(), second(Levels((2, 2), Independent())), LAWS["layer"]()),
-        RoundHarness(NgramDrafter(nodes=6, longest=3, shortest=1), "match"),
+        CapturedHarness(NgramDrafter(nodes=6, longest=3, shortest=1), "match"),
     ):
         harness.run(wanted)
         assert {e.request_id for e in harness.events if e.step is not None} == {2}
@@ -211,7 +211,7 @@ def test_nobody_pays_who_does_not_ask(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(trace, "shown_distribution", never)
     Harness(runner(), NgramDrafter(), LAWS["match"]()).run(asks())
-    RoundHarness(NgramDrafter(), "match").run(asks())
+    CapturedHarness(NgramDrafter(), "match").run(asks())
 
 
 def test_a_tree_a_person_can_check() -> None:

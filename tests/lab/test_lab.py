@@ -101,24 +101,13 @@ def test_expectations_are_what_many_verdicts_average_to(law: str, rows: list[Row
 
 
 def _many(count: int, seed: int) -> BatchView:
-    return replace(view_of().take([0] * count), seeds=torch.arange(count) + 1000 * seed)
+    return replace(view_of(sequences=count), seeds=torch.arange(count) + 1000 * seed)
 
 
 def _copies(tree: TokenTree, p: torch.Tensor, count: int) -> tuple[TokenTree, torch.Tensor]:
     """The same tree many times in one batch."""
-    nodes = tree.num_nodes
-    shift = (torch.arange(count) * nodes)[:, None]
-    drawn = None if tree.drawn is None else (tree.drawn + shift).view(-1)
-    parents = torch.where(tree.parents >= 0, tree.parents + shift, -1).view(-1)
-    batch = TokenTree(
-        tokens=tree.tokens.repeat(count),
-        parents=parents,
-        offsets=torch.arange(count + 1) * nodes,
-        draw=tree.draw.repeat(count),
-        q_row=tree.q_row.repeat(count),
-        q=tree.q,
-        drawn=drawn,
-    )
+    shape = tree.shape.tiled(count, tree.tokens.device)
+    batch = TokenTree(tree.tokens.repeat(count), shape, tree.draw.repeat(count), tree.q_row.repeat(count), tree.q)
     return batch, p.repeat(count, 1)
 
 

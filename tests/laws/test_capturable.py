@@ -27,7 +27,8 @@ from draftwood.growers import (
 from draftwood.ops.native import kernels
 from draftwood.protocols import BatchView, StepMode, Verifier
 from draftwood.rng import KeyedRng
-from draftwood.tree import NodeMap, TokenTree, Verdict
+from draftwood.shape import NodeMap
+from draftwood.tree import TokenTree, Verdict
 from draftwood.verifiers import LAWS, ByRequest
 from no_sync import no_looking
 

@@ -16,7 +16,8 @@ from draftwood.ops.native import kernels
 from draftwood.ops.residual import Residual
 from draftwood.protocols import BatchView
 from draftwood.rng import KeyedRng
-from draftwood.tree import Draw, TokenTree, TreeShape, Verdict
+from draftwood.shape import TreeShape
+from draftwood.tree import Draw, TokenTree, Verdict
 from draftwood.verifiers import LAWS, NodeLaw
 from trees import pack
 

@@ -308,6 +308,21 @@ def test_any_mixture_of_independent_draws_under_one_parent_is_exact(law: str) ->
         assert_lossless(node_law(LAWS[law](), mixed_siblings(laws), p), p, 4)
 
 
+INDEPENDENT_DRAWS = (Levels((2,), Independent()), Paths(2, 1), Levels((3,), Independent()), Paths(3, 1))
+
+
+@pytest.mark.parametrize(
+    "law", ["naive", "walk", "rrs", "kseq", "traversal", "layer", "layer-proportional", "layer-kseq"]
+)
+def test_draws_that_are_merged_beside_draws_that_are_not(law: str) -> None:
+    """Two drafters of one engine: of one, draws that agree are one node, of the other they are two."""
+    for seed in range(6):
+        p, q = random_rows(seed, 3), random_rows(100 + seed, 3)
+        for drafts, blind in ((drafts_of, False), (padded_drafts_of, True)):
+            for h in node_laws(LAWS[law](), [(drafts(grower, q), p) for grower in INDEPENDENT_DRAWS], blind=blind):
+                assert_lossless(h, p, 3)
+
+
 def test_an_edit_that_looked_at_drawn_tokens_is_exact_once_it_forgets_the_draws() -> None:
     """Drop every drawn token that the draft itself thought unlikely: biased with q kept, exact as point masses."""
     p, q = random_rows(4, 3), random_rows(5, 3)

@@ -19,7 +19,8 @@ from draftwood.drafting import Grower
 from draftwood.growers import Best, Children, Coupled, Frontier, Independent, Levels, Paths, WithoutReplacement
 from draftwood.ops.residual import Draws, Rejected
 from draftwood.rng import Purpose, derive, round_keys
-from draftwood.tree import Draw, TokenTree, TreeShape
+from draftwood.shape import TreeShape
+from draftwood.tree import Draw, TokenTree
 from draftwood.verifiers import LAWS, Block, GreedyPaths, NodeLaw, Odds, block, gbv, layer, rules
 from draftwood.verifiers import law as verifiers_law
 from enumeration import (

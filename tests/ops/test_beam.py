@@ -14,7 +14,8 @@ from draftwood.ops.beam import Chosen, Links, Offers, likeliest_tree_reference, 
 from draftwood.ops.cuda.beam import likeliest_tree, offer
 from draftwood.protocols import BatchView
 from draftwood.rng import KeyedRng
-from draftwood.tree import TokenTree, TreeShape
+from draftwood.shape import TreeShape
+from draftwood.tree import TokenTree
 from enumeration import view_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -15,7 +15,8 @@ from draftwood.ops import residual as residual_ops
 from draftwood.ops.kseq import kseq_bar_reference
 from draftwood.protocols import BatchView
 from draftwood.rng import KeyedRng
-from draftwood.tree import TokenTree, TreeShape, Verdict
+from draftwood.shape import TreeShape
+from draftwood.tree import TokenTree, Verdict
 from draftwood.verifiers import LAWS, NodeLaw, gbv
 from draftwood.verifiers.path import follow
 from draftwood.verifiers.rules import draws_behind

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from draftwood.drafting import Proposal
-from draftwood.tree import TokenTree, TreeShape, follow, num_words, own_bits, packed_left
+from draftwood.shape import TreeShape, follow, num_words, own_bits, packed_left
+from draftwood.tree import TokenTree
 
 
 def as_points(tree: TokenTree, which: Tensor, *, may_repeat: bool) -> TokenTree:

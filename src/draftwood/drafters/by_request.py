@@ -13,9 +13,11 @@ from draftwood.batch import ForwardBatch
 from draftwood.drafting import Drafter, Proposal
 from draftwood.errors import InvalidRequest
 from draftwood.faults import DrafterHealth, GuardedDrafter
+from draftwood.joining import choose, join
 from draftwood.model.runner import ModelRunner
 from draftwood.protocols import BatchView, Features, HostView, Randomness
-from draftwood.tree import DraftLaw, Verdict, choose, follow, join
+from draftwood.shape import follow
+from draftwood.tree import DraftLaw, Verdict
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,9 @@ class OfferedDrafters:
     def __init__(self, default: Drafter, others: Mapping[str, Drafter]) -> None:
         self.default = default
         self.others = dict(others)
+        self.sizes = sorted(
+            set().union(*(drafter.sizes for drafter in self._all))
+        )  # each takes its own next smaller one
         names = {id(drafter): name for name, drafter in reversed(self.others.items())}
         self._guards = {id(d): GuardedDrafter(d, names.get(id(d), "default")) for d in self._all}
 
@@ -59,11 +64,6 @@ class OfferedDrafters:
     def max_nodes(self) -> int:
         """The most that any of them proposes."""
         return max(drafter.max_nodes for drafter in self._all)
-
-    @property
-    def sizes(self) -> Sequence[int]:
-        """All sizes of all of them; each proposes its own next smaller one."""
-        return sorted(set().union(*(drafter.sizes for drafter in self._all)))
 
     @property
     def needs(self) -> frozenset[int]:

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from draftwood.drafting import Proposal, Silent
 from draftwood.protocols import BatchView, HostView, Randomness
-from draftwood.tree import POINT_TREE, DraftLaw, TokenTree, TreeShape, follow, num_words
+from draftwood.shape import TreeShape, follow, num_words
+from draftwood.tree import POINT_TREE, DraftLaw, TokenTree
 
 HostTree = tuple[list[int], list[int]]  # tokens, the root's first, and parents inside the tree
 

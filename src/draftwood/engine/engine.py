@@ -90,6 +90,7 @@ class Engine:
         self.runner = GraphRunner(parts, state, shapes, captures)
         self._in_flight: _InFlight | None = None
         self._read: dict[int, int] = {}  # sequence -> tokens in the drafter's KV cache, where that is less than all
+        self._unread: set[int] = set()  # pages that the drafter has not read to their end: others may share them
         self._gained: dict[int, int] = {}  # sequence -> tokens of its last step, where that drafted
         self._collected_at = 0.0
         self._timing_invalid = False
@@ -104,6 +105,8 @@ class Engine:
         prompts, ready = self.scheduler.schedule(budget, self._ahead)
         scored, prompts = prompts.parted()
         self._release_preempted()
+        for item in prompts.items + scored.items:
+            self._unread.difference_update(self._pages_from(item.seq.id, item.start))
         launched = self._launch(ready, prompts, budget) if ready.items else None
         if prompts.items and (launched is None or not launched.launched.with_prompts):
             self._timing_invalid = self._behind_text = True
@@ -180,6 +183,7 @@ class Engine:
         for seq in (item.seq for item in ready.items):
             if seq.id not in state:
                 state.add(seq.id, seq.tokens, seq.row_settings(vocabulary))
+                self._begin_reading(seq.id)
         state.update_block_tables({seq_id: tables.pages(seq_id) for seq_id in ready.seq_ids})
 
     def _batch(self, ready: Plan, prompts: Plan, budget: Budget) -> Batch:
@@ -240,10 +244,24 @@ class Engine:
             for item in ready.items:  # what the last step gained, it would read at the beginning of the next one
                 read = item.end - self._gained.pop(item.seq.id, 1)
                 self._read[item.seq.id] = min(read, self._read.get(item.seq.id, read))
+                self._unread.update(self._pages_from(item.seq.id, read))
             return
+        for item in ready.items:
+            self._unread.difference_update(self._pages_from(item.seq.id, self._read.get(item.seq.id, item.start)))
         # A step begins with the last two tokens, so what the step in flight adds need not be known here.
         behind = [(item, self._read.pop(item.seq.id, item.end)) for item in ready.items]
         self._read_along([Span(i.seq.id, i.seq.tokens, read, i.end - 1) for i, read in behind if read < i.end - 1])
+
+    def _pages_from(self, seq_id: int, token: int) -> list[int]:
+        return self.scheduler.tables.pages(seq_id)[token // self.target.cache.page_size :]
+
+    def _begin_reading(self, seq_id: int) -> None:
+        """A new sequence may share pages that the drafter has not read: it is behind from the first of them on."""
+        size = self.target.cache.page_size
+        shared = enumerate(self.scheduler.tables.pages(seq_id))
+        unread = next((number * size for number, page in shared if page in self._unread), None)
+        if unread is not None:
+            self._read[seq_id] = unread
 
     def _read_along(self, spans: list[Span]) -> None:
         """Let the drafter read, with as many pieces together as a step has rows for."""

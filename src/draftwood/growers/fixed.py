@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -12,7 +13,8 @@ from draftwood.cache.kv import Places
 from draftwood.drafting import Front, FrontierModel, Proposal
 from draftwood.growers.pickers import Best, ChildPicker, Children, Frontier
 from draftwood.protocols import BatchView, Randomness
-from draftwood.tree import POINT_CHAIN, POINT_TREE, DraftLaw, TokenTree, TreeShape
+from draftwood.shape import TreeShape
+from draftwood.tree import POINT_CHAIN, POINT_TREE, DraftLaw, TokenTree
 
 MAX_NODES = 2048
 
@@ -188,12 +190,17 @@ class _Fixed:
         raise NotImplementedError
 
     @cached_property
-    def sizes(self) -> list[int]:
+    def _sizes(self) -> list[int]:
         """Whole levels."""
         sizes = [0]
         for level in self.plan():
             sizes.append(sizes[-1] + len(level))
         return sizes
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Whole levels."""
+        return self._sizes
 
     @property
     def max_nodes(self) -> int:

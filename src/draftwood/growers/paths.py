@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
@@ -13,7 +14,8 @@ from draftwood.drafting import Front, FrontierModel, Proposal
 from draftwood.growers.fixed import MAX_NODES
 from draftwood.growers.pickers import Frontier
 from draftwood.protocols import BatchView, Randomness
-from draftwood.tree import DraftLaw, Draw, TokenTree, TreeShape, num_words, own_bits, packed_left
+from draftwood.shape import TreeShape, num_words, own_bits, packed_left
+from draftwood.tree import DraftLaw, Draw, TokenTree
 
 
 @dataclass(frozen=True)
@@ -41,10 +43,15 @@ class Paths:
         return self.trunk + self.depth
 
     @cached_property
-    def sizes(self) -> list[int]:
+    def _sizes(self) -> list[int]:
         """Whole levels, as if no two paths agreed: how deep a tree goes must not depend on what was drawn."""
         depths = range(self.levels + 1)
         return [min(depth, self.trunk) + self.paths * max(0, depth - self.trunk) for depth in depths]
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Whole levels."""
+        return self._sizes
 
     @property
     def max_nodes(self) -> int:

@@ -19,7 +19,8 @@ from draftwood.drafting import Front, FrontierModel, Proposal, Vocabulary
 from draftwood.growers.fixed import MAX_NODES
 from draftwood.ops.beam import Chosen, Links, Offers, likeliest_tree, linked, offer, ranked_offers, scored_children
 from draftwood.protocols import BatchView, Randomness
-from draftwood.tree import POINT_TREE, TokenTree, TreeShape, num_words, own_bits
+from draftwood.shape import TreeShape, num_words, own_bits
+from draftwood.tree import POINT_TREE, TokenTree
 
 LEAST = torch.finfo(torch.float32).min  # of log-probabilities: only what is impossible has less
 

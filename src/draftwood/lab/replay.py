@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from draftwood.drafting import Grower
 from draftwood.growers import Best, Hybrid, Levels, Paths, WithoutReplacement
 from draftwood.lab.rows import Rows
-from draftwood.protocols import Grower
 from draftwood.tree import DraftLaw, Draw, TokenTree
 from draftwood.verifiers import LAWS, NodeLaw
 
@@ -60,13 +60,23 @@ def samples(rows: Rows, depth: int, paths: int) -> Iterator[Sample]:
 
 def first_paths(tree: TokenTree, count: int) -> tuple[TokenTree, Tensor]:
     """The part of one tree that its first `count` paths make up, and which of its nodes those are."""
-    drawn = torch.arange(tree.num_nodes, device=tree.tokens.device) if tree.drawn is None else tree.drawn
-    # Every level holds one draw of each path, in the order of paths.
-    kept = torch.cat([drawn[tree.depth[drawn] == level][:count] for level in range(tree.max_depth + 1)])
-    keep = torch.zeros(tree.num_nodes, dtype=torch.bool, device=tree.tokens.device)
-    keep[kept] = True
-    whole = replace(tree, drawn=None if tree.drawn is None else kept)
-    return whole.select(keep, judged=False), keep.nonzero().view(-1)
+    draws = [[node for node in row if node >= 0] for row in tree.tries.tolist()]
+    visits: Counter[int] = Counter()
+    keep = torch.zeros(tree.num_nodes, dtype=torch.bool)
+    for _ in range(count):
+        node: int | None = 0
+        while node is not None:
+            keep[node] = True
+            # Every path has a draw of its own behind a node, but for a trunk's, where one draw is that of all.
+            own = min(visits[node], len(draws[node]) - 1)
+            visits[node] += 1
+            node = draws[node][own] if draws[node] else None
+    place = torch.arange(tree.tries.shape[1])
+    tried = torch.tensor([visits[node] for node in range(tree.num_nodes)])
+    tries = torch.where(place < tried[:, None], tree.tries.cpu(), -1).to(tree.tokens.device)
+    whole = replace(tree, shape=tree.shape.linked(tries, tree.parents))
+    part, nodes = whole.part(keep.to(tree.tokens.device))
+    return part, nodes.whole
 
 
 def laws_for(sample: Sample) -> list[str]:

@@ -11,15 +11,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from draftwood.cache.kv import NodeRows
+from draftwood.cache.kv import stage_trees
 from draftwood.drafters.model import ModelDrafter
+from draftwood.drafting import Grower
 from draftwood.errors import InvalidRequest
+from draftwood.links import may_look
 from draftwood.model.runner import ModelRunner
-from draftwood.protocols import BatchView, Budget, Grower, Span
+from draftwood.protocols import BatchView, Span
 from draftwood.request import SamplingParams
 from draftwood.rng import KeyedRng
 from draftwood.sampling import target_distribution
-from draftwood.tree import TokenTree, Verdict
+from draftwood.shape import TreeShape
+from draftwood.tree import TokenTree
 
 SEQUENCE = -7  # never the number of a request
 
@@ -46,7 +49,7 @@ class Rows:
             "p": self.p,
         }
         tensors |= {} if tree.q is None else {"q": tree.q}
-        tensors |= {} if tree.drawn is None else {"drawn": tree.drawn}
+        tensors |= {"drawn": tree.tries[tree.tries >= 0]} if tree.shape.repeats else {}
         about = {"context": str(self.context), "temperature": repr(self.temperature), "family": self.family}
         name = f"{self.context:05d}-{self.temperature:g}-{self.family}.safetensors"
         save_file({k: v.cpu().contiguous() for k, v in tensors.items()}, folder / name, about)
@@ -63,7 +66,8 @@ def load_rows(folder: Path) -> Iterator[Rows]:
                 about = f.metadata() or {}
                 tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118  (not a dict)
             p = tensors.pop("p")
-            tree = TokenTree(**tensors)
+            shape = TreeShape.of(*(tensors.pop(name) for name in ("parents", "offsets")), tensors.pop("drawn", None))
+            tree = TokenTree(shape=shape, **tensors)
             tree.validate()
             yield Rows(int(about["context"]), float(about["temperature"]), about["family"], tree, p)
         except (SafetensorError, KeyError, TypeError, ValueError) as error:
@@ -81,48 +85,51 @@ class Recorder:
 
     def record(self, context: int, tokens: Sequence[int], params: SamplingParams, family: str, grower: Grower) -> Rows:
         """The tree `grower` draws behind `tokens`, and what the target thinks of it."""
-        view = _view(tokens, params, grower.max_nodes, self.target.device)
+        behind = max(grower.max_nodes, grower.staged(grower.max_nodes))
+        self._read(tokens, behind)
+        view = self._view(tokens, params)
         self.drafter.grower = grower
-        tree = self.drafter.propose(view, Budget(grower.max_nodes), KeyedRng())
-        p = target_distribution(self._logits(tokens, tree), tree, view)
-        self.drafter.observe(view, tree, Verdict.of_roots(tree, tree.tokens[tree.offsets[:-1]]), {})
-        self.drafter.runner.cache.tables.rewind(SEQUENCE, len(tokens) - 1)
+        tree = self.drafter.propose(view, grower.max_nodes, KeyedRng()).tree.packed()[0]
+        p = target_distribution(self._logits(tree, view), tree, view)
         return Rows(context, params.temperature, family, tree, p)
 
     def forget(self) -> None:
         """The text is done with."""
         self.target.cache.tables.close(SEQUENCE)
-        self.drafter.release(SEQUENCE)
         self._reading = False
 
-    def _logits(self, tokens: Sequence[int], tree: TokenTree) -> Tensor:
-        cache = self.target.cache
+    def _read(self, tokens: Sequence[int], behind: int) -> None:
+        """Run all but the root, which is run again with every tree, and make room for so many places behind it."""
+        tables = self.target.cache.tables
         if not self._reading:
-            cache.tables.open(SEQUENCE, tokens)
-            self._reading = True
-        if not cache.tables.reserve(SEQUENCE, len(tokens) + tree.num_nodes):
+            tables.open(SEQUENCE, tokens)
+        if not tables.reserve(SEQUENCE, len(tokens) + behind):
             raise InvalidRequest("A context and its tree do not fit into the cache; raise --cache-tokens.")
-        start = min(cache.tables.num_cached(SEQUENCE), len(tokens) - 1)
-        while start < len(tokens) - 1:  # all but the root, which is run again with every tree
-            end = min(len(tokens) - 1, start + self.max_rows)
-            self.target.forward(cache.stage([Span(SEQUENCE, tokens, start, end)], None))
-            cache.tables.advance(SEQUENCE, end, tokens)
-            start = end
-        nodes = NodeRows.of_tree(tree, torch.zeros(1, dtype=torch.int64, device=self.target.device))
-        span = Span(SEQUENCE, tokens, len(tokens) - 1, len(tokens))
-        return self.target.forward(cache.stage([span], nodes)).logits
+        # What others have left in the cache, the drafter need not have read.
+        known, end = tables.num_cached(SEQUENCE), len(tokens) - 1
+        for start in range(known if self._reading else 0, end, self.max_rows):
+            text = self.target.cache.stage_text([Span(SEQUENCE, tokens, start, min(end, start + self.max_rows))])
+            if start + self.max_rows > known:
+                self.target.forward(text)
+            self.drafter.ingest(text, None)
+        tables.advance(SEQUENCE, max(known, end), tokens)
+        self._reading = True
 
+    def _logits(self, tree: TokenTree, view: BatchView) -> Tensor:
+        page_size, limit = self.target.cache.page_size, self.target.model.config.max_positions
+        batch = stage_trees(view, tree, page_size, limit, chain=tree.tries.shape[1] == 1)
+        return self.target.forward(batch).logits
 
-def _view(tokens: Sequence[int], params: SamplingParams, nodes: int, device: torch.device) -> BatchView:
-    return BatchView(
-        seq_ids=(SEQUENCE,),
-        tokens=[tokens],
-        prompt_lengths=(0,),
-        params=(params,),
-        bad_words=((),),
-        lengths=torch.tensor([len(tokens)], device=device),
-        seeds=torch.tensor([params.seed or 0], device=device),
-        temperature=torch.tensor([params.temperature], device=device),
-        max_nodes=torch.tensor([nodes], device=device),
-        max_depth=torch.tensor([nodes], device=device),
-    )
+    def _view(self, tokens: Sequence[int], params: SamplingParams) -> BatchView:
+        device = self.target.device
+        history = torch.tensor([list(tokens)], device=device)
+        return BatchView(
+            lengths=torch.tensor([len(tokens)], device=device),
+            seeds=torch.tensor([params.seed or 0], device=device),
+            roots=history[:, -1],
+            temperature=torch.tensor([params.temperature], device=device),
+            rows=torch.zeros(1, dtype=torch.int64, device=device),
+            history=history,
+            block_table=torch.tensor([self.target.cache.tables.pages(SEQUENCE)], device=device),
+            may_look=may_look(history),
+        )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from draftwood.ops.choice import ranked
-from draftwood.tree import num_words, own_bits
+from draftwood.shape import num_words, own_bits
 
 MOST_RANKED = 2048  # offers of a tree that one program of the kernel ranks
 WIDEST_RANKED = 16  # nodes of a level, likewise
