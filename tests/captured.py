@@ -87,6 +87,9 @@ class CapturedHarness(Harness):
         self.engine.runner = (LAZY if eagerly else Prepared)(made.parts, made.state, made.shapes, captures=True)
         self.events = []
         self.companion = None
+        self.eager: list[Batch] = []  # batches that ran in steps that were not captured
+        run = self.runner._run_eagerly
+        self.runner._run_eagerly = lambda batch: self.eager.append(batch) or run(batch)  # type: ignore[method-assign]
 
     @property
     def runner(self) -> GraphRunner:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from captured import CapturedHarness
 from draftwood import warmup
-from draftwood.cache.batch_state import SamplingMode
+from draftwood.cache.batch_state import NUM_FACTS
 from draftwood.config import EngineConfig
+from draftwood.drafters.lookup import LookupDrafter
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
 from draftwood.engine.graph_runner import READINGS
-from captured import CapturedHarness
+from draftwood.protocols import StepMode
 from tiny import tiny_config
 
 GPU = torch.device("cuda")
@@ -25,20 +27,19 @@ def test_a_rehearsal_that_fails_is_not_heard_of() -> None:
 
 @pytest.mark.parametrize(("drafter", "sizes"), [(NoDrafter(), {0}), (NgramDrafter(nodes=3), {0, 3})])
 def test_what_is_rehearsed(drafter, sizes: set[int]) -> None:
-    rounds = CapturedHarness(drafter, "match").engine.pipeline.runner
-    rounds.captures = False
+    steps = CapturedHarness(drafter, "match").runner
+    steps.captures = False
     with torch.inference_mode():
-        _, *others = [part() for part in rounds.warm_ups(SamplingMode(None, greedy=True, truncates=False))]
-    assert {(each.outcome.shape[0], each.outcome.shape[1] - 3) for each in others} == {(1, depth) for depth in sizes}
-    assert [(frame.rows, frame.pages) for frame in rounds._frames.values()] == [
-        (READINGS[0], rounds.batch_state.num_pages)
-    ]
-    assert rounds.ready == [], "what was made of nothing is not kept"
+        _, *others = [part() for part in steps.warm_ups(StepMode(greedy=True))]
+    outcomes = [each.made.output.outcome for each in others]
+    assert {(each.shape[0], each.shape[1] - NUM_FACTS) for each in outcomes} == {(1, depth) for depth in sizes}
+    assert [(frame.rows, frame.pages) for frame in steps._frames.values()] == [(READINGS[0], steps.state.num_pages)]
+    assert steps.ready == [], "what was made of nothing is not kept"
 
 
 def test_drafters_with_weights_are_not_rehearsed() -> None:
     lookup = warmup._known_already("ngram:nodes=7", GPU)
-    assert isinstance(lookup, NgramDrafter)
+    assert isinstance(lookup, LookupDrafter)
     assert lookup.max_nodes == 7
     for other in ("model:smollm2", "eagle3", NgramDrafter()):
         assert isinstance(warmup._known_already(other, GPU), NoDrafter)

@@ -149,6 +149,7 @@ TREES: Mapping[str, Entry] = {
     "hybrid": Entry(_levels(Hybrid()), {"widths": (2, 2, 1)}, "the likeliest children and one drawn from the rest"),
 }
 
+
 def _ngram_on_gpu(nodes: int, longest: int, shortest: int, branches: int) -> Drafter:
     """One branch is looked up there; several are the host's."""
     if branches > 1:

@@ -23,8 +23,8 @@ from draftwood.engine.decode_step import Parts
 from draftwood.engine.engine import Engine
 from draftwood.engine.graph_runner import GraphRunner, batch_state_for
 from draftwood.engine.scheduler import Scheduler, SchedulerConfig
-from draftwood.engine.shapes import ShapePlan
 from draftwood.engine.sequence import Sequence
+from draftwood.engine.shapes import ShapePlan
 from draftwood.engine.text import TextStream
 from draftwood.errors import InvalidRequest
 from draftwood.machine import advise_home, home, processor_features

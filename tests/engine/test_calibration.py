@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from captured import Replayed
 from draftwood import LLM, EngineConfig, SamplingParams, calibration
-from draftwood.cache.batch_state import SamplingMode
 from draftwood.calibration import CONTEXTS, ROWS, calibrate, costs_path, default_controller, known_costs
 from draftwood.costs import StepCosts
 from draftwood.drafters.ngram import NgramDrafter
@@ -24,8 +24,7 @@ from draftwood.engine.engine import Engine
 from draftwood.engine.worker import ComputeThread
 from draftwood.errors import InvalidRequest
 from draftwood.model.runner import ModelRunner
-from draftwood.protocols import Load
-from captured import Replayed
+from draftwood.protocols import Load, StepMode
 from tiny import tiny_config, tiny_folder, tiny_runner
 
 
@@ -62,23 +61,23 @@ def test_a_machine_is_measured_once() -> None:
 
 
 class Counted(Replayed):
-    """Where there are no events: rounds are run, and how long sequences are when they begin is remembered."""
+    """Where there are no events: steps are run, and how long sequences are when they begin is remembered."""
 
     begun: ClassVar[list[list[int]]] = []
 
-    def seconds(self, seq_ids: Sequence[int], nodes: int, kind: SamplingMode, repeats: int) -> float:
-        rows = self.batch_state.rows(seq_ids, len(seq_ids))
-        self.begun.append(self.batch_state.length[rows].tolist())
-        todo = self._round_of(seq_ids, nodes, kind)
+    def seconds(self, seq_ids: Sequence[int], nodes: int, mode: StepMode, repeats: int) -> float:
+        rows = self.state.rows(seq_ids)
+        self.begun.append(self.state.length[rows].tolist())
+        run = self.step_for(seq_ids, nodes, mode)
         for _ in range(1 + repeats):
-            todo.run()
-        return float(self.batch_state.length[rows].min())
+            run()
+        return float(self.state.length[rows].min())
 
 
-def test_rounds_of_every_size_are_measured_after_the_same_context(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_every_size_are_measured_after_the_same_context(monkeypatch: pytest.MonkeyPatch) -> None:
     target = roomy(dtype=torch.float32)
     monkeypatch.setattr(calibration, "GraphRunner", Counted)
-    after = calibration._time_rounds(target, 3, 40, [0, 1, 7])
+    after = calibration._time_steps(target, 3, 40, [0, 1, 7])
     assert Counted.begun == [[40] * 3] * 3
     assert min(after) >= 40 + 1 + calibration.GPU_REPEATS
     assert target.cache.tables.pool.num_available == 800, "pages leaked"
@@ -165,8 +164,6 @@ def test_an_implausible_table_is_not_used_and_is_replaced() -> None:
     assert StepCosts.load(path) is not None, "it can be read"
     assert known_costs(target) is None
     assert isinstance(default_controller(target, NgramDrafter()), FixedBudget)
-    with pytest.raises(InvalidRequest, match="quiet machine"):
-        calibration.pruned(NgramDrafter(), target)
     calibrate(target)
     assert known_costs(target) is not None
     assert isinstance(default_controller(target, NgramDrafter()), MeasuredBudget)

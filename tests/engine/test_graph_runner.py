@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from draftwood.drafters.lookup import LookupDrafter
 
 from captured import DEVICE, GPU, CapturedHarness, runner
 from draftwood.assembly import offer
+from draftwood.drafters.lookup import LookupDrafter
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
@@ -144,21 +144,13 @@ def test_one_request_that_asks_for_more_changes_no_other(wish: str, name: str, t
     others = asks(temperature)
     odd = Ask((3, 1, 3, 1), SamplingParams(temperature=temperature, seed=9, max_tokens=12, **WISHES[wish]), arrives=3)  # type: ignore[arg-type]
     calm, mixed = CapturedHarness(DRAFTERS[name](), "match"), CapturedHarness(DRAFTERS[name](), "match")
-    launched = _eager_launches(mixed)
     alone, among = calm.run(others), mixed.run([*others, odd])
     assert generated(among) == plain([*others, odd])
-    assert not launched, "a step left the captured path"
+    assert not mixed.eager, "a step left the captured path"
     # Where limits differ within a batch, trees at an answer's end are cut to what can still be used.
     assert all(0 <= b.steps - a.steps <= 1 for a, b in zip(among, alone, strict=False))
     assert all(abs(a.accepted - b.accepted) <= 1 for a, b in zip(among, alone, strict=False))
     assert all(a.drafted > 0 for a in among[:5]) == (name != "none")
-
-
-def _eager_launches(harness: CapturedHarness) -> list[object]:
-    launched: list[object] = []
-    run = harness.runner._run_eagerly
-    harness.runner._run_eagerly = lambda batch: launched.append(batch) or run(batch)  # type: ignore[method-assign]
-    return launched
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
@@ -180,9 +172,8 @@ def test_all_requests_may_ask_for_everything() -> None:
     more = {"logprobs": 2, "repetition_penalty": 1.2, "logit_bias": {2: 1.5}, "min_p": 0.02, "trace": True}
     wanted = asks(0.8, 6, **more)
     harness = CapturedHarness(DRAFTERS["eagle3"](), "match")
-    launched = _eager_launches(harness)
     assert generated(harness.run(wanted)) == plain(wanted)
-    assert not launched
+    assert not harness.eager
     assert all(event.logprobs for event in harness.events if event.token_ids)
 
 
@@ -195,9 +186,8 @@ def test_requests_with_wishes_about_drafts_share_the_steps(name: str) -> None:
     wanted = [replace(a, params=replace(a.params, **w)) for a, w in zip(asks(1.0), wishes, strict=True)]
     mixed = with_arrivals([asks(1.0)[4], *wanted], every=4)
     harness = CapturedHarness(offered, "match")
-    launched = _eager_launches(harness)
     assert generated(harness.run(mixed)) == plain(mixed)
-    assert not launched
+    assert not harness.eager
 
 
 # --- nothing is captured while a request waits
@@ -206,9 +196,9 @@ def test_requests_with_wishes_about_drafts_share_the_steps(name: str) -> None:
 @pytest.mark.parametrize("name", ["none", "chain", "eagle3", "branches"])
 def test_nothing_is_captured_while_requests_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     harness = CapturedHarness(DRAFTERS[name](), "match", eagerly=True)
-    launched, wanted = _eager_launches(harness), asks(1.0)
+    wanted = asks(1.0)
     assert generated(harness.run(wanted)) == plain(wanted)
-    assert launched
+    assert harness.eager
     assert not harness.runner.ready, "a step was captured while requests ran"
     missed = dict(harness.runner.shapes.missed)
     assert missed
@@ -216,9 +206,9 @@ def test_nothing_is_captured_while_requests_run(name: str, monkeypatch: pytest.M
         assert harness.engine.prepare_next()
     assert set(missed) <= set(harness.runner.ready), "what was missed is captured while the engine is idle"
     harness.events.clear()
-    launched.clear()
+    harness.eager.clear()
     assert generated(harness.run(wanted)) == plain(wanted)
-    assert not launched
+    assert not harness.eager
 
 
 def test_preparing_ends_when_the_time_is_up_or_all_is_captured() -> None:
@@ -237,11 +227,10 @@ def test_a_step_that_does_everything_serves_any_batch() -> None:
         for nodes in (0, 5):
             shape = StepShape(8, nodes, whole, edited=8, scored=8, alternatives=20)
             assert harness.runner.capture(shape, EVERYTHING)
-    launched = _eager_launches(harness)
     scored = replace(asks(0.0)[4], params=replace(asks(0.0)[4].params, logprobs=4, presence_penalty=0.5))
     wanted = [*asks(1.0, 4), scored]
     assert generated(harness.run(wanted)) == plain(wanted)
-    assert not launched
+    assert not harness.eager
 
 
 def plan_of(sizes=(0, 1, 2, 5), max_batch: int = 8, max_rows: int = 512, whole: int = 9) -> ShapePlan:

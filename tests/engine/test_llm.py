@@ -177,7 +177,7 @@ def test_a_failing_step_ends_the_running_answers_with_the_reason_and_nothing_els
     with LLM(folder, config=SMALL) as llm:
         verify = llm.engine.verifier.verify
         llm.engine.verifier.verify = lambda *_: 1 / 0  # type: ignore[method-assign]
-        broken = llm.generate(["a", "b"], SamplingParams(max_tokens=3))
+        broken = llm.generate(["a", "b"], SamplingParams(max_tokens=3, temperature=0.7))
         assert [r.finish_reason for r in broken] == ["error", "error"]
         assert "ZeroDivisionError" in (broken[0].completions[0].error or "")
         llm.engine.verifier.verify = verify  # type: ignore[method-assign]

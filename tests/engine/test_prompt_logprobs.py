@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from captured import GPU, CapturedHarness, runner
 from draftwood import LLM, EngineConfig
 from draftwood.drafters.none import NoDrafter
 from draftwood.errors import InvalidRequest
 from draftwood.growers import Best, Independent, Levels, chain
 from draftwood.request import FinishReason, SamplingParams, TokenLogprob
 from draftwood.verifiers import LAWS
-from captured import GPU, CapturedHarness, runner
 from reference_model import written_out_logits
 from tiny import (
     Ask,
@@ -111,8 +111,8 @@ NOT_ON_GPU = pytest.mark.skipif(GPU, reason="another tiny model runs there, in b
 @pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize("regime", ["one batch", "chunks of five", "starved"])
 @pytest.mark.parametrize("name", ["ngram", "model", "eagle3"])
-def test_rounds_tell_the_same(name: str, regime: str, by_hand: bool) -> None:
-    """Also while a request among them needs the host for its answer."""
+def test_captured_steps_tell_the_same(name: str, regime: str, by_hand: bool) -> None:
+    """Also while a request among them asks for log-probabilities of its answer."""
     hard = REGIMES[regime]
     drafters = {
         "ngram": lambda: ngram(nodes=4, longest=3, shortest=1)(torch.float64),
@@ -125,15 +125,15 @@ def test_rounds_tell_the_same(name: str, regime: str, by_hand: bool) -> None:
     harness = CapturedHarness(drafters[name](), "match", hard)
     answers = harness.run(wanted)
     assert generated(answers) == generated(Harness(runner(), NoDrafter(), LAWS["match"]()).run(asks(lambda i: False)))
-    assert sum(answer.accepted for answer in answers) > 0, "no round guessed anything"
-    assert len(harness.engine.pipeline.runner.ready) > 0
+    assert sum(answer.accepted for answer in answers) > 0, "no step drafted anything"
+    assert len(harness.runner.ready) > 0
     for i, ask in enumerate(wanted):
         if ask.params.prompt_logprobs is not None:
             check_told(told(harness, i), ask.prompt)
 
 
-@pytest.mark.parametrize("in_rounds", [False, pytest.param(True, marks=NOT_ON_GPU)])
-def test_no_token_may_be_generated_at_all(in_rounds: bool) -> None:
+@pytest.mark.parametrize("captured", [False, pytest.param(True, marks=NOT_ON_GPU)])
+def test_no_token_may_be_generated_at_all(captured: bool) -> None:
     prompts = [(3,), tuple(range(12)) * 2, (5, 6)]
     params = SamplingParams(max_tokens=0, prompt_logprobs=2)
     wanted = [*(Ask(prompt, params) for prompt in prompts), Ask((1, 2), SamplingParams(max_tokens=8))]
@@ -141,7 +141,7 @@ def test_no_token_may_be_generated_at_all(in_rounds: bool) -> None:
     regime = Regime(max_rows=7)
     harness = (
         CapturedHarness(drafter, "match", regime)
-        if in_rounds
+        if captured
         else Harness(tiny_runner(), drafter, LAWS["match"](), regime)
     )
     answers = harness.run(wanted)

@@ -9,7 +9,7 @@ import torch
 
 from draftwood.cache.blocks import PageTables
 from draftwood.drafters.none import NoDrafter
-from draftwood.engine.engine import Engine
+from draftwood.engine.engine import NOTHING, Engine
 from draftwood.engine.scheduler import Scheduler, SchedulerConfig
 from draftwood.errors import IncompatibleParts, InvalidRequest
 from draftwood.growers import Hybrid, Levels, chain
@@ -297,8 +297,11 @@ def test_draft_nodes_never_push_anybody_out() -> None:
     make = Harness(tiny_runner(), NoDrafter(), Match()).answer
     answers = [make(i, Ask(tuple(range(i, i + 4)), SamplingParams(max_tokens=30))) for i in range(3)]
     scheduler.add(answers)
-    scheduler.commit(scheduler.schedule(Budget(0)), HostVerdict([[1], [2], [3]], [0] * 3, [0] * 3, [0.0] * 3))
-    plan = scheduler.schedule(Budget(200))
+    prompts, _ = scheduler.schedule(Budget(0))
+    scheduler.commit(prompts, NOTHING)
+    _, plan = scheduler.schedule(Budget(0))
+    scheduler.commit(plan, HostVerdict([[1], [2], [3]], [0] * 3, [0] * 3, [0.0] * 3, [True] * 3))
+    _, plan = scheduler.schedule(Budget(200))
     assert [item.seq for item in plan.items] == answers
     assert [item.max_nodes for item in plan.items] == [3, 3, 3]
     assert scheduler.num_preemptions == 0
@@ -312,5 +315,6 @@ def test_rows_are_shared_before_anybody_guesses() -> None:
     make = Harness(tiny_runner(), NoDrafter(), Match()).answer
     ready = [make(i, Ask((i,), SamplingParams(max_tokens=30))) for i in range(2)]
     scheduler.add([*ready, make(2, Ask(tuple([3] * 40), SamplingParams(max_tokens=30)))])
-    plan = scheduler.schedule(Budget(200))
-    assert [(item.end - item.start, item.max_nodes) for item in plan.items] == [(1, 5), (1, 5), (10, 0)]
+    prompts, plan = scheduler.schedule(Budget(200))
+    items = plan.items + prompts.items
+    assert [(item.end - item.start, item.max_nodes) for item in items] == [(1, 5), (1, 5), (10, 0)]

@@ -173,6 +173,8 @@ def test_tenants_take_turns(places: int, arrivals: str, served: str) -> None:
     while scheduler.has_work:
         _, plan = scheduler.schedule(Budget(0))
         order += "".join(item.seq.tenant for item in plan.items)
-        ended = scheduler.commit(plan, HostVerdict([[2]] * len(plan.items), *([[0] * len(plan.items)] * 3), [True] * len(plan.items)))
+        ended = scheduler.commit(
+            plan, HostVerdict([[2]] * len(plan.items), *([[0] * len(plan.items)] * 3), [True] * len(plan.items))
+        )
         assert all(event.finished for event in ended)
     assert order == served

@@ -81,7 +81,7 @@ def largest_differences(runner: ModelRunner, texts: list[list[int]]) -> list[flo
         tables.open(-1, tokens)
         tables.reserve(-1, len(tokens))
         span = Span(-1, tokens, tables.num_cached(-1), len(tokens))
-        batch = runner.cache.stage([span], None, torch.arange(span.end - span.start))
+        batch = runner.cache.stage_text([span], torch.arange(span.end - span.start))
         got, want = runner.forward(batch).logits, reference(torch.tensor([tokens])).logits[0, span.start :]
         tables.close(-1)
         found.append(float((got - want).abs().max()))

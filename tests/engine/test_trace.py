@@ -9,18 +9,18 @@ from dataclasses import replace
 import pytest
 import torch
 
+from captured import DEVICE, CapturedHarness, runner
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
 from draftwood.drafters.predicted import PredictedDrafter
+from draftwood.drafting import Drafter
 from draftwood.engine import trace
 from draftwood.engine.trace import step_trace
 from draftwood.growers import Coupled, Hybrid, Independent, Levels, Paths, WithoutReplacement, chain
 from draftwood.growers.pickers import Best
-from draftwood.protocols import Drafter
 from draftwood.request import Event, GuessedTree, SamplingParams, TokenKind, TracedToken
 from draftwood.verifiers import LAWS
-from captured import DEVICE, CapturedHarness, runner
 from tiny import Ask, Harness, TinyCheckpoint, generated, with_net
 
 PROMPTS = [(1, 2, 3, 1, 2), (5,), (7, 7, 8, 7, 7), (9, 1, 9, 1, 9)]
@@ -49,7 +49,6 @@ CASES: dict[str, tuple[Callable[[], Drafter], str]] = {
     "paths": (lambda: second(Paths(2, 3, 0)), "gbv"),
     "network": (lambda: network(chain(3)), "match"),
 }
-IN_ROUNDS = ("none", "ngram", "branches", "chain", "tree", "coupled", "sampled chain", "network")
 
 
 def asks(**params: object) -> list[Ask]:
@@ -112,18 +111,15 @@ def test_traced_steps_are_consistent_and_change_no_token(name: str, temperature:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-@pytest.mark.parametrize("name", IN_ROUNDS)
-def test_rounds_tell_the_same(name: str, temperature: float) -> None:
-    """A traced request does not leave the rounds, where drafters that lent their memory could not guess for it."""
+@pytest.mark.parametrize("name", CASES)
+def test_captured_steps_tell_the_same(name: str, temperature: float) -> None:
+    """A traced request does not leave the captured steps."""
     make, law = CASES[name]
-    law = "match" if name == "branches" else law
     wanted = asks(temperature=temperature)
     harness = CapturedHarness(make(), law)
-    left, leave = [], harness.engine.pipeline.fall_back
-    harness.engine.pipeline.fall_back = lambda controller: left.append(1) or leave(controller)  # type: ignore[method-assign]
     got = generated(harness.run(traced(wanted)))
     assert got == generated(CapturedHarness(make(), law).run(wanted))
-    assert not left
+    assert not harness.eager
     for event in harness.events:
         check(event)
     if name != "none":
@@ -138,7 +134,9 @@ def test_probabilities_are_the_models_own(harness: type, temperature: float) -> 
     plain = Harness(runner(), NoDrafter(), LAWS["match"]())
     plain.run([replace(ask, params=replace(ask.params, logprobs=0)) for ask in wanted])
     drafter = NgramDrafter(nodes=6, longest=3, shortest=1)
-    told = CapturedHarness(drafter, "match") if harness is CapturedHarness else Harness(runner(), drafter, LAWS["match"]())
+    told = (
+        CapturedHarness(drafter, "match") if harness is CapturedHarness else Harness(runner(), drafter, LAWS["match"]())
+    )
     told.run(traced(wanted))
     for i in range(len(wanted)):
         logprobs = [entry for e in plain.events if e.request_id == i for entry in e.logprobs]

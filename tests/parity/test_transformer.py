@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftwood.cache.kv import NodeRows
 from draftwood.batch import AttentionShape, Pages
+from draftwood.cache.kv import NodeRows
 from draftwood.model.config import ModelConfig
 from draftwood.model.runner import ModelRunner
 from draftwood.ops.cpu import SegmentedAttention

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from draftwood.drafting import padded_batch, tree_sizes
 from draftwood.costs import StepCosts
+from draftwood.drafting import padded_batch, tree_sizes
 from draftwood.protocols import Budget, Load, StepReport
 
 

@@ -147,7 +147,7 @@ class Engine:
     def _ahead(self) -> dict[int, int]:
         """The most tokens each sequence may be ahead of the host."""
         flight = self._in_flight
-        return {} if flight is None else {seq_id: flight.launched.depth + 1 for seq_id in flight.plan.seq_ids}
+        return {} if flight is None else dict.fromkeys(flight.plan.seq_ids, flight.launched.depth + 1)
 
     def _release(self, seq_id: int) -> None:
         """The sequence has ended."""
@@ -223,7 +223,7 @@ class Engine:
         return Batch(ready, mode, shape, edited, masked, scored, prompts.spans, gained, budget.min_accept_prob)
 
     def _tree_size(self, room: int, *, whole: bool) -> int:
-        """The largest tree that fits; where absent nodes cost nothing (not `whole`), the smallest that fills the room."""
+        """The largest tree that fits; where absent nodes cost nothing (not `whole`), the smallest that fills it."""
         sizes = self.drafter.sizes
         fitting = max(size for size in sizes if size <= room)
         return fitting if whole or room == 0 else min((size for size in sizes if size >= room), default=fitting)

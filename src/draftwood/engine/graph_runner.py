@@ -1,8 +1,8 @@
 """Runs decode steps: eagerly in the shape of the batch, or by replaying CUDA graphs of planned shapes.
 
 Both run `decode_step`. Graphs are captured at start and while the engine is idle (`capture_next`), never while a
-request waits; a batch for which no graph is ready runs eagerly. Short pieces of prompts are prefilled within the step of
-a running batch, or by graphs of their own.
+request waits; a batch for which no graph is ready runs eagerly. Short pieces of prompts are prefilled within the step
+of a running batch, or by graphs of their own.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class GraphRunner:
         return self.shapes.nearest(replace(wanted, text=0), batch.mode, [key for key in ready if not key[0].text])
 
     def _drop_outdated(self) -> None:
-        """Drop captured steps when what is baked into them has changed: edit tables that moved, a drafter that failed."""
+        """Drop captured steps when what they were captured with has changed: edit tables, a drafter that failed."""
         baked = self.state.edits.version, *(health.disabled for health in self.parts.health)
         if self._baked not in ((), baked):
             if self.state.device.type == "cuda":
@@ -372,13 +372,7 @@ class GraphRunner:
 
     def seconds(self, seq_ids: Sequence[int], nodes: int, mode: StepMode, repeats: int) -> float:
         """Device seconds of such a step, back to back; what the sequences gain is discarded."""
-        pages = self.shapes.pages_for(self.state.most_pages(seq_ids))
-        shape = StepShape(len(seq_ids), nodes, pages)
-        if (shape, mode) not in self._ready:
-            self._ready[shape, mode] = self._prepare(shape, mode)
-        step = self._ready[shape, mode]
-        step.inputs.sequences[0].copy_(torch.tensor(self.state.rows(seq_ids)))
-        run = step.runs[0]
+        run = self.step_for(seq_ids, nodes, mode)
         run()
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -387,6 +381,15 @@ class GraphRunner:
         end.record()
         end.synchronize()
         return start.elapsed_time(end) / 1000 / repeats
+
+    def step_for(self, seq_ids: Sequence[int], nodes: int, mode: StepMode) -> Callable[[], None]:
+        """A captured step of exactly these sequences."""
+        shape = StepShape(len(seq_ids), nodes, self.shapes.pages_for(self.state.most_pages(seq_ids)))
+        if (shape, mode) not in self._ready:
+            self._ready[shape, mode] = self._prepare(shape, mode)
+        step = self._ready[shape, mode]
+        step.inputs.sequences[0].copy_(torch.tensor(self.state.rows(seq_ids)))
+        return step.runs[0]
 
     def _as_graph(self, run: Callable[[], None]) -> Callable[[], None]:
         """The same, run once, so that everything is compiled; captured where there are graphs."""

@@ -7,9 +7,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from draftwood.batch import ForwardBatch
 from draftwood.cache.kv import KVCache
 from draftwood.engine.plan import Plan
-from draftwood.batch import ForwardBatch
 from draftwood.request import TokenLogprob
 from draftwood.sampling import text_logprobs
 

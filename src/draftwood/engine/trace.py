@@ -1,6 +1,6 @@
 """What a step did for those who want to watch: the tree, how likely each of its tokens was, and which were kept.
 
-Facts are gathered on the device in the tree's order, without asking the host, so that rounds can be captured with them.
+Facts are gathered on the device in the tree's order, without asking the host, so that steps can be captured with them.
 Nothing here is asked for where no request is traced, and nothing of it reaches a law: tokens are the same either way.
 """
 
@@ -22,7 +22,7 @@ from draftwood.tree import TokenTree, Verdict
 class Fact(NamedTuple):
     """What can be said of a node. As a row of numbers, nan stands for what there is not."""
 
-    token: float  # -1: the node only fills a round up
+    token: float  # -1: the node is absent
     parent: float  # inside its own tree, -1 at the root
     accepted: float
     p: float
@@ -64,12 +64,14 @@ def _drafted(tree: TokenTree, tokens: Tensor) -> Tensor:
 
 
 def step_trace(rows: Sequence[Sequence[float]], bonus: int, num_sequences: int, num_rows: int) -> StepTrace:
-    """What the facts of one tree's nodes come to. Nodes that hold no token stand behind all others."""
-    nodes = [Fact(*row) for row in rows if row[0] >= 0]
+    """What the facts of one tree's nodes come to, absent ones left out."""
+    there = {i: Fact(*row) for i, row in enumerate(rows) if row[0] >= 0}
+    number = {-1: -1} | {i: number for number, i in enumerate(there)}
+    nodes = list(there.values())
     path = [i for i, node in enumerate(nodes) if node.accepted]
     tree = GuessedTree(
         tokens=tuple(int(node.token) for node in nodes),
-        parents=tuple(int(node.parent) for node in nodes),
+        parents=tuple(number[int(node.parent)] for node in nodes),
         p=tuple(_known(node.p) for node in nodes),
         q=tuple(_known(node.q) for node in nodes),
         accepted=tuple(bool(node.accepted) for node in nodes),

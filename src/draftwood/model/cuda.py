@@ -16,8 +16,8 @@ import torch
 import triton
 from torch import Tensor
 
-from draftwood.errors import InvalidRequest
 from draftwood.batch import AttentionShape, ForwardBatch, ForwardOutput, GivenRows, Pages
+from draftwood.errors import InvalidRequest
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.config import ModelConfig
 from draftwood.model.layers import Rotary, write_over

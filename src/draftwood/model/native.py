@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from draftwood.machine import zeroed_memory
 from draftwood.batch import ForwardBatch, ForwardOutput, GivenRows, Pages
+from draftwood.machine import zeroed_memory
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.config import ModelConfig
 from draftwood.model.layers import Rotary

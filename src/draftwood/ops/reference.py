@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from draftwood.batch import AttentionShape, ForwardBatch, Pages
-from draftwood.tree import BITS
+from draftwood.links import BITS
 
 
 def visible_keys(batch: ForwardBatch, num_keys: int, window: int | None) -> Tensor:

@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from draftwood.batch import AttentionShape, ForwardBatch, Pages
+from draftwood.links import BITS
 from draftwood.ops.cuda.attention_kernels import CHUNK, LARGEST_GROUP, finish_rows, scan_linear
 from draftwood.ops.cuda.online_softmax import BLOCK
 from draftwood.ops.cuda.pdl import OVERLAPPING
 from draftwood.ops.cuda.tails import Tails, tails_of
-from draftwood.tree import BITS
 
 FILLS_CHIP = 264  # programs, two for each multiprocessor of an H200
 TALLEST_EXACT = 32  # lines of a tile whose bits are those of lower ones

@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from draftwood.links import BITS
 from draftwood.ops.beam import Chosen, Links, Offers
 from draftwood.ops.cuda.choice import PART, next_best
 from draftwood.ops.cuda.pdl import OVERLAPPING, wait_for_predecessors
-from draftwood.tree import BITS
 
 TILE = 64  # offers compared with all others at a time
 
