@@ -14,19 +14,20 @@ import torch
 
 from draftwood import LLM, EngineConfig, SamplingParams
 from draftwood.drafters.scripted import ScriptedDrafter
+from draftwood.drafting import Drafter
 from draftwood.engine.controller import FixedBudget
 from draftwood.engine.memory import token_bytes, weight_bytes
 from draftwood.engine.worker import ComputeThread
 from draftwood.growers.fixed import MAX_NODES
 from draftwood.model.checkpoint import open_checkpoint
 from draftwood.model.config import ModelConfig
-from draftwood.protocols import Drafter
 from draftwood.request import Result
 from gpu_prompts import CHAT8, chats
 
 BANDWIDTH = 4.32e12  # bytes a second that one H200 reads, measured by summing 2 GiB
 KEPT = 2  # engines in memory at a time
 WARM_UPS = 4  # at most
+CAPTURE_SECONDS = 2.0  # between two of them
 KEY = 16  # tokens within which all prompts of a run differ
 
 Row = tuple[str, float | None, str, float | None, str]
@@ -223,26 +224,26 @@ def ask(
 
 
 def warm_up(llm: LLM, prompts: Sequence[Sequence[int]], tokens: int | Sequence[int], temperature: float) -> None:
-    """Ask until nothing had to be captured for it."""
+    """Ask until no shape is missed; what was missed is captured in between, as in an idle engine."""
     for _ in range(WARM_UPS):
         ready = num_ready(llm)
         ask(llm, prompts, tokens, temperature)
+        ComputeThread.shared().call(lambda: llm.engine.prepare(CAPTURE_SECONDS))
         if num_ready(llm) == ready:
             return
 
 
 def num_ready(llm: LLM) -> int:
-    """Rounds that have been prepared."""
-    return len(llm.engine.pipeline.runner.ready) if llm.engine.pipeline else 0
+    """Steps that have been captured."""
+    return len(llm.engine.runner.ready)
 
 
 def timed_on_the_device(llm: LLM) -> Callable[[], float | None]:
-    """Seconds of a round from now on, the median, as the GPU itself takes them: without what the host does between.
-    None where there are no rounds.
+    """Seconds of a captured step from now on, the median, as the GPU itself takes them: without what the host does
+    between. None where no steps are captured.
     """
     marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-    pipeline = llm.engine.pipeline
-    if pipeline is None:
+    if not llm.engine.runner.captures:
         return lambda: None
 
     def watched(run: Callable[[], None]) -> Callable[[], None]:
@@ -259,8 +260,8 @@ def timed_on_the_device(llm: LLM) -> Callable[[], float | None]:
         torch.cuda.synchronize()
         return statistics.median(start.elapsed_time(end) for start, end in marks) / 1000
 
-    for each in pipeline.runner.ready:
-        each.run = watched(each.run)
+    for step in llm.engine.runner.steps:
+        step.runs = [watched(run) for run in step.runs]
     return seconds
 
 

@@ -403,7 +403,7 @@ def grown_blindly(grower: Grower, model: Network, view: BatchView, nodes: int) -
 
 
 @pytest.mark.parametrize("limits", LIMITS, ids=["free", "limited", "pruned"])
-@pytest.mark.parametrize("grower", [*EVERY, *RANKED], ids=str)
+@pytest.mark.parametrize("grower", [*EVERY, *RANKED])
 def test_trees_are_the_same_without_a_look_at_values(grower: Grower, limits: dict) -> None:
     view, model = limited_view(limits), Network()
     for nodes in {grower.sizes[-1], grower.sizes[len(grower.sizes) // 2], grower.sizes[1]}:
@@ -427,7 +427,7 @@ def same(one: Tensor | None, other: Tensor | None) -> bool:
     return one is other if one is None or other is None else torch.equal(one, other)
 
 
-@pytest.mark.parametrize("grower", [*EVERY, *RANKED], ids=str)
+@pytest.mark.parametrize("grower", [*EVERY, *RANKED])
 def test_which_nodes_there_are_is_no_matter_of_draws(grower: Grower) -> None:
     """Absent are the same nodes whatever is drawn; but paths that agree are merged, which laws are told."""
     limits = LIMITS[1]

@@ -8,7 +8,6 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from draftwood.cache.kv import NodeRows
 from draftwood.errors import InvalidRequest
 from draftwood.model import cuda
 from draftwood.model.config import ModelConfig
@@ -19,6 +18,7 @@ from draftwood.model.weights import FLOAT8, FORMATS, ON_ACCELERATORS, as_numbers
 from draftwood.protocols import Span
 from draftwood.tree import TokenTree
 from reference_model import written_out_logits
+from staging import text_batch, tree_logits
 from tiny import TinyCheckpoint, hf_config
 
 ON_GPU = torch.cuda.is_available()
@@ -52,9 +52,7 @@ def logits_of(runner: ModelRunner, tokens: list[int], chunk: int) -> Tensor:
     parts = []
     for start in range(0, len(tokens), chunk):
         end = min(len(tokens), start + chunk)
-        span = Span(0, tokens, start, end)
-        batch = runner.cache.stage([span], None, torch.arange(end - start, device=DEVICE))
-        parts.append(runner.forward(batch).logits)
+        parts.append(runner.forward(text_batch(runner, [Span(0, tokens, start, end)])).logits)
         tables.advance(0, end, tokens)
     tables.close(0)
     return torch.cat(parts)
@@ -114,8 +112,7 @@ def test_strict_logits_of_a_tree_are_those_of_its_paths() -> None:
     tree = TokenTree.of_points([([text[-1], *tokens[1:]], parents)], DEVICE)
     runner.cache.tables.open(1, text)
     runner.cache.tables.reserve(1, len(text) + 5)
-    nodes = NodeRows.of_tree(tree, torch.tensor([0], device=DEVICE))
-    got = runner.forward(runner.cache.stage([Span(1, text, 0, len(text))], nodes)).logits
+    got = tree_logits(runner, [Span(1, text, 0, len(text))], tree)
     for node, path in {2: [5], 4: [3, 7], 5: [3, 3, 1]}.items():
         assert torch.equal(got[node], logits_of(runner, text + path, 64)[-1])
 
@@ -138,7 +135,7 @@ def test_features_are_the_residual_stream() -> None:
         runner = runner_of(model)
         runner.cache.tables.open(0, TEXT)
         runner.cache.tables.reserve(0, len(TEXT))
-        batch = runner.cache.stage([Span(0, TEXT, 0, len(TEXT))], None, torch.tensor([2, 7], device=DEVICE))
+        batch = runner.cache.stage_text([Span(0, TEXT, 0, len(TEXT))], torch.tensor([2, 7], device=DEVICE))
         outs.append(runner.forward(batch, frozenset({0, 1})).features)
     assert outs[0].keys() == outs[1].keys() == {0, 1}
     assert all((outs[0][i] - outs[1][i]).abs().max() <= 1e-4 for i in (0, 1))
@@ -168,7 +165,7 @@ def test_a_captured_forward_is_the_same_forward(strict: bool) -> None:
     runner = runner_of(CudaTransformer(checkpoint_of("llama"), torch.bfloat16, DEVICE, strict=strict))
     runner.cache.tables.open(0, TEXT)
     runner.cache.tables.reserve(0, len(TEXT))
-    batch = runner.cache.stage([Span(0, TEXT, 0, 8)], None, torch.arange(8, device=DEVICE))
+    batch = text_batch(runner, [Span(0, TEXT, 0, 8)])
     want = runner.forward(batch).logits.clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

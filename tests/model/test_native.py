@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftwood.cache.kv import NodeRows
 from draftwood.errors import InvalidRequest
 from draftwood.model.native import NativeTransformer
 from draftwood.model.runner import ModelRunner, load_model, require_strict
@@ -21,6 +20,7 @@ from draftwood.model.weights import FORMATS, WeightFormat
 from draftwood.ops.native import kernels, library
 from draftwood.protocols import Span
 from draftwood.tree import TokenTree
+from staging import text_batch, tree_logits
 from tiny import CPU, TinyCheckpoint, tiny_config
 
 FAMILIES = {
@@ -62,8 +62,7 @@ def in_chunks(runner: ModelRunner, tokens: list[int], sizes: Iterator[int]) -> t
     tables.reserve(0, len(tokens))
     while start < len(tokens):
         end = min(len(tokens), start + next(sizes))
-        batch = runner.cache.stage([Span(0, tokens, start, end)], None, torch.arange(end - start))
-        rows.append(runner.forward(batch).logits)
+        rows.append(runner.forward(text_batch(runner, [Span(0, tokens, start, end)])).logits)
         start = end
     tables.close(0)
     return torch.cat(rows)
@@ -125,7 +124,7 @@ def batched(runner: ModelRunner, asked: list[list[int]]) -> list[torch.Tensor]:
         tables.open(i, ())
         tables.reserve(i, len(tokens))
     spans = [Span(i, tokens, 0, len(tokens)) for i, tokens in enumerate(asked)]
-    logits = runner.forward(runner.cache.stage(spans, None, torch.arange(sum(map(len, asked))))).logits
+    logits = runner.forward(text_batch(runner, spans)).logits
     for i in range(len(asked)):
         tables.close(i)
     return list(logits.split([len(tokens) for tokens in asked]))
@@ -136,7 +135,6 @@ def as_branch(runner: ModelRunner, tokens: list[int], drafted: int) -> torch.Ten
     tables, committed, path = runner.cache.tables, tokens[:-drafted], tokens[-drafted:]
     tables.open(0, ())
     tables.reserve(0, len(tokens) + 2 * drafted)
-    runner.forward(runner.cache.stage([Span(0, committed, 0, len(committed))], None, torch.arange(0)))
     wrong = [(token + 1) % runner.model.config.vocab_size for token in path]
     nodes, parents, right = [committed[-1]], [-1], [0]
     for token, other in zip(path, wrong, strict=True):
@@ -144,9 +142,7 @@ def as_branch(runner: ModelRunner, tokens: list[int], drafted: int) -> torch.Ten
         parents += [right[-1], right[-1]]
         right.append(len(nodes) - 1)
     tree = TokenTree.of_points([(nodes, parents)], CPU)
-    span = Span(0, committed, len(committed) - 1, len(committed))
-    rows = NodeRows.of_tree(tree, torch.tensor([0]))
-    logits = runner.forward(runner.cache.stage([span], rows)).logits
+    logits = tree_logits(runner, [Span(0, committed, 0, len(committed))], tree)
     tables.close(0)
     return logits[right]
 
@@ -162,7 +158,7 @@ def test_features_are_the_residual_stream(compiled: library.Kernels) -> None:
         runner = runner_of(model)
         runner.cache.tables.open(0, ())
         runner.cache.tables.reserve(0, len(tokens))
-        batch = runner.cache.stage([Span(0, tokens, 0, len(tokens))], None, torch.tensor([3, 9]))
+        batch = runner.cache.stage_text([Span(0, tokens, 0, len(tokens))], torch.tensor([3, 9]))
         found.append(runner.forward(batch, frozenset({2, 0})).features)
     assert sorted(found[0]) == [0, 2]
     for layer in (0, 2):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from draftwood.batch import AttentionShape, Pages
-from draftwood.cache.kv import NodeRows
+from draftwood.batch import AttentionShape, Pages, with_text
 from draftwood.model.config import ModelConfig
 from draftwood.model.runner import ModelRunner
 from draftwood.ops.cpu import SegmentedAttention
@@ -14,6 +15,7 @@ from draftwood.ops.reference import DenseAttention
 from draftwood.protocols import Span
 from draftwood.tree import TokenTree
 from reference_model import load_into_transformers, written_out_logits
+from staging import text_batch, tree_batch, tree_logits
 from tiny import CPU, TinyCheckpoint, hf_config
 
 VARIANTS: dict[str, dict] = {
@@ -60,8 +62,7 @@ def paged_logits(runner: ModelRunner, tokens: list[int], chunk: int) -> torch.Te
     rows = []
     for start in range(0, len(tokens), chunk):
         end = min(len(tokens), start + chunk)
-        batch = runner.cache.stage([Span(0, tokens, start, end)], None, torch.arange(end - start))
-        rows.append(runner.forward(batch).logits)
+        rows.append(runner.forward(text_batch(runner, [Span(0, tokens, start, end)])).logits)
         tables.advance(0, end, tokens)
     tables.close(0)
     return torch.cat(rows)
@@ -104,12 +105,11 @@ def test_a_tree_node_sees_its_own_path_and_nothing_else(name: str) -> None:
         runner.cache.tables.open(i, text)
         runner.cache.tables.reserve(i, len(text) + 5)
         spans.append(Span(i, text, 0, len(text)))
-    out = runner.forward(runner.cache.stage(spans, NodeRows.of_tree(tree, torch.tensor([0, 1]))))
-    drafted = [n for n in range(tree.num_nodes) if tree.parents[n] >= 0]
-    for row, node in enumerate(drafted):
+    logits = tree_logits(runner, spans, tree)
+    for node in range(tree.num_nodes):
         path = [int(tree.tokens[n]) for n in tree.paths[node].tolist()[1:] if n >= 0]
         want = written_out_logits(checkpoint, texts[int(tree.owner[node])] + path)[-1]
-        assert (out.logits[2 + row] - want).abs().max() <= 1e-9
+        assert (logits[node] - want).abs().max() <= 1e-9
 
 
 @pytest.mark.parametrize("rows", [1, 5, 40])
@@ -126,7 +126,9 @@ def test_cpu_attention_equals_the_reference(rows: int, window: int | None) -> No
     cache.tables.reserve(1, 60 if rows > 5 else 30)
     tree = TokenTree.of_points([([0] * (rows + 1), [-1, *range(rows)]), ([0, 1], [-1, 0])])
     spans = [Span(1, TEXT, 3, 9), Span(0, TEXT, 0, 6)]
-    batch = cache.stage(spans, NodeRows.of_tree(tree, torch.tensor([0, 1])))
+    trees, text = tree_batch(runner, spans, tree), cache.stage_text([Span(7, TEXT, 2, 4), Span(0, TEXT, 0, 6)])
+    missing = trees.block_table.shape[1] - text.block_table.shape[1]
+    batch = with_text(trees, replace(text, block_table=torch.nn.functional.pad(text.block_table, (0, missing))))
     shape = AttentionShape(window, 0.5)
     query = torch.randn(batch.tokens.shape[0], 4, 8, generator=generator, dtype=torch.float64)
     pages = Pages(torch.randn(2, 2, 2, 80, 8, generator=generator, dtype=torch.float64), cache.page_size)
@@ -146,7 +148,7 @@ def test_a_long_chain_of_nodes_needs_more_than_one_word_of_ancestors() -> None:
     tree = TokenTree.of_points([([text[-1], *guesses, *[i % 13 for i in range(79)]], parents)])
     runner.cache.tables.open(0, text)
     runner.cache.tables.reserve(0, 160)
-    out = runner.forward(runner.cache.stage([Span(0, text, 0, 3)], NodeRows.of_tree(tree, torch.tensor([0]))))
+    logits = tree_logits(runner, [Span(0, text, 0, 3)], tree)
     want = written_out_logits(checkpoint, text + guesses)
-    assert (out.logits[1:71] - want[3:]).abs().max() <= 1e-9
-    assert (out.logits[71 + 78] - written_out_logits(checkpoint, [*text, 78 % 13])[-1]).abs().max() <= 1e-9
+    assert (logits[1:71] - want[3:]).abs().max() <= 1e-9
+    assert (logits[71 + 78] - written_out_logits(checkpoint, [*text, 78 % 13])[-1]).abs().max() <= 1e-9

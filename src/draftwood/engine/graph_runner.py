@@ -156,6 +156,11 @@ class GraphRunner:
         """Shapes and modes of captured steps."""
         return list(self._ready)
 
+    @property
+    def steps(self) -> list[CapturedStep]:
+        """Captured steps."""
+        return list(self._ready.values())
+
     def launch(self, batch: Batch) -> Launched:
         """Run a step without waiting for its output; with its prompts, where they fit."""
         key = self._nearest(batch) if self.captures else None
