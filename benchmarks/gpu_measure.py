@@ -214,8 +214,13 @@ def ask(
     """Seconds for all prompts in one batch, and the answers, of so many `tokens` each."""
     lengths = [tokens] * len(prompts) if isinstance(tokens, int) else tokens
     params = [SamplingParams(max_tokens=own, temperature=temperature, ignore_eos=True, seed=1) for own in lengths]
+    return ask_for(llm, prompts, params)
+
+
+def ask_for(llm: LLM, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> tuple[float, list[Result]]:
+    """The same with parameters for each prompt."""
     start = time.perf_counter()
-    results = llm.generate(list(prompts), params)
+    results = llm.generate(list(prompts), list(params))
     seconds = time.perf_counter() - start
     failed = [result.completions[0].error for result in results if result.finish_reason == "error"]
     if failed:

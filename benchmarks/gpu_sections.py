@@ -11,20 +11,32 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 from draftwood.drafters.scripted import ScriptedDrafter
+from draftwood.drafting import Drafter
 from draftwood.engine.controller import FixedBudget
 from draftwood.engine.worker import ComputeThread
-from draftwood.protocols import Drafter
-from gpu_measure import Figures, Lab, Row, Setup, ask, step_seconds, timed_on_the_device, warm_up
+from draftwood.model.grammar import json_grammar
+from draftwood.request import SamplingParams
+from gpu_measure import Figures, Lab, Row, Setup, ask, ask_for, step_seconds, timed_on_the_device, warm_up
 from gpu_prompts import CHAT8, CODE8, MATHS8, STRICT64, chats
 
 PLAIN = Setup()
 ALWAYS_RIGHT = "strict always right"
 GAP = 5.0  # microseconds without work from which on the GPU counts as waiting for the host
+SCHEMA = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+WISHES: Mapping[str, Mapping[str, object]] = {
+    "logprobs": {"logprobs": 5},
+    "penalty": {"repetition_penalty": 1.1},
+    "bias": {"logit_bias": {11: 1.0}},
+    "other law": {"law": "coupled"},
+}
+ALL_OF_THEM: Mapping[str, float] = {"logprobs": 0.85, "grammar": 0.7, "penalty": 0.9}
+FIRST_LENGTHS = (128, 512, 2048, 8000)
 ARITY = 4  # children a node of the trees that are only there to cost time
 FORMATS = ("fp8", "int8", "int4")
 TARGETS: Mapping[tuple[str, int, float], float] = {
@@ -359,11 +371,58 @@ def costs(lab: Lab) -> Iterator[Row]:
     yield from ()
 
 
+def features(lab: Lab) -> Iterator[Row]:
+    """What requests that ask for more cost: one of a batch, then all of it, over a batch that asks for nothing."""
+    batch = lab.sizes.batches[-1] if len(lab.sizes.batches) < 3 else 32
+    setup = Setup("ngram", max_running=batch)
+    llm = lab.open(setup)
+    plain = [SamplingParams(max_tokens=lab.sizes.tokens, ignore_eos=True, seed=1)] * batch
+    wishes = {**WISHES, "grammar": {"grammar": json_grammar(SCHEMA)}} if find_spec("llguidance") else WISHES
+    mixes = {f"one with {name}": [replace(plain[0], **wish), *plain[1:]] for name, wish in wishes.items()}  # type: ignore[arg-type]
+    asked = {name: wishes[name] for name in ALL_OF_THEM if name in wishes}
+    every = {f"all with {name}": [replace(own, **wish) for own in plain] for name, wish in asked.items()}  # type: ignore[arg-type]
+    runs = {"nothing": plain} | mixes | every
+    speeds: dict[str, list[float]] = {name: [] for name in runs}
+    for turn in range(1 + lab.sizes.rounds):  # the first one shows which shapes are missed
+        for number, (name, params) in enumerate(runs.items()):
+            prompts = chats(llm.tokenizer, CHAT8, batch, 20000 + 1000 * turn + batch * number)
+            seconds, results = ask_for(llm, prompts, params)
+            if turn:
+                speeds[name].append(sum(result.stats.num_tokens for result in results) / seconds)
+            ComputeThread.shared().call(lambda: llm.engine.prepare(1.0))
+    medians = {name: statistics.median(found) for name, found in speeds.items()}
+    for name, speed in medians.items():
+        print(f"{batch} at a time, {name}: {speed:.0f} tok/s", flush=True)
+    wanted = {f"all with {name}": share for name, share in ALL_OF_THEM.items()}
+    for name in (*mixes, *every):
+        yield f"batch {batch}, {name}, / none", medians[name] / medians["nothing"], "x", wanted.get(name, 0.95), ">="
+    lab.close(setup)
+
+
+def first(lab: Lab) -> Iterator[Row]:
+    """Time to the first token of one request, by the length of its prompt; no length comes twice."""
+    longest = min(max(FIRST_LENGTHS), lab.config.max_positions - 8)
+    setup = Setup(max_running=1, cache_tokens=2 * longest + 1024)
+    llm, generator, words = lab.open(setup), random.Random(5), range(lab.config.vocab_size // 2)
+    for length in (own for own in FIRST_LENGTHS if own <= longest):
+        times = []
+        for turn in range(4 * lab.sizes.rounds):
+            prompt = generator.choices(words, k=length - 3 * turn)
+            times.append(ask(llm, [prompt], 1, 0.0)[1][0].stats.first_token_seconds)
+        half, most = statistics.median(times), max(times)
+        print(f"{length} tokens: first token {half * 1e3:.1f} ms, at most {most * 1e3:.1f}", flush=True)
+        yield f"first token, {length} tokens", half * 1e3, "ms", 195 if length == 8000 else None, "<="
+        yield f"first token, {length} tokens, slowest / median", most / half, "x", 1.5, "<="
+    lab.close(setup)
+
+
 SECTIONS: Mapping[str, Callable[[Lab], Iterator[Row]]] = {
     "load": load,
     "costs": costs,
     "speed": speed,
     "traffic": traffic,
+    "features": features,
+    "first": first,
     "tree": tree,
     "idle": idle,
     "strict": strict,

@@ -64,6 +64,18 @@ def test_answers_that_end_one_by_one(lab: Lab) -> None:
         assert found[f"{name}, batch 4, the same / all at once"]
 
 
+def test_requests_that_ask_for_more(lab: Lab) -> None:
+    found = rows(lab, "features")
+    assert len(found) == len(gpu_sections.WISHES) + 1 + len(gpu_sections.ALL_OF_THEM)
+    assert all(ratio is not None and ratio > 0 for ratio in found.values())
+
+
+def test_first_tokens_by_length(lab: Lab) -> None:
+    found = rows(lab, "first")
+    assert {what for what in found if "slowest" not in what} == {f"first token, {n} tokens" for n in (128, 512, 2048)}
+    assert all(value is not None and value > 0 for value in found.values())
+
+
 def test_trees_cost_and_give_nothing(lab: Lab, capsys: pytest.CaptureFixture[str]) -> None:
     found = rows(lab, "tree")
     assert found["step with 1 rows / 1 row, batch 1"] == 1

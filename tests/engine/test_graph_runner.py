@@ -11,6 +11,7 @@ import torch
 
 from captured import DEVICE, GPU, CapturedHarness, runner
 from draftwood.assembly import offer
+from draftwood.cache.batch_state import BIASES, STOPS
 from draftwood.drafters.lookup import LookupDrafter
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
@@ -23,6 +24,7 @@ from draftwood.growers import Beam, BestFirst, Coupled, Hybrid, Independent, Lev
 from draftwood.growers.pickers import Best
 from draftwood.protocols import StepMode, TimedStep
 from draftwood.request import SamplingParams
+from draftwood.server.schemas import MAX_KEYS
 from draftwood.train.online import AdaptConfig, Adapter
 from draftwood.train.optim import OptimConfig
 from draftwood.verifiers import LAWS
@@ -231,6 +233,16 @@ def test_a_step_that_does_everything_serves_any_batch() -> None:
     wanted = [*asks(1.0, 4), scored]
     assert generated(harness.run(wanted)) == plain(wanted)
     assert not harness.eager
+
+
+def test_what_the_server_takes_moves_no_table() -> None:
+    """Captured steps know addresses: all of them would end."""
+    harness = CapturedHarness(NoDrafter(), "match")
+    bias = {token: 0.01 * token for token in range(13)}
+    harness.run(asks(1.0, 2, logit_bias=bias, min_tokens=2, stop_token_ids=(3, 4)))
+    assert harness.engine.runner.state.edits.version == 0
+    assert BIASES >= MAX_KEYS
+    assert STOPS > 64
 
 
 def plan_of(sizes=(0, 1, 2, 5), max_batch: int = 8, max_rows: int = 512, whole: int = 9) -> ShapePlan:

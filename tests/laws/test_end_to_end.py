@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import pytest
@@ -32,6 +32,7 @@ from draftwood.growers import (
     chain,
 )
 from draftwood.ops import kseq
+from draftwood.protocols import Randomness
 from draftwood.request import SamplingParams
 from draftwood.rng import KeyedRng
 from draftwood.verifiers import LAWS
@@ -96,6 +97,19 @@ def own_law(vocabulary: int, params: SamplingParams) -> dict[tuple[int, ...], fl
     return law
 
 
+@dataclass
+class Relay:
+    """The source of an engine's randomness, to be changed from run to run."""
+
+    rng: Randomness = field(default_factory=KeyedRng)
+
+    def pick(self, weights: Tensor, keys: Tensor) -> Tensor:
+        return self.rng.pick(weights, keys)
+
+    def race(self, weights: Tensor, keys: Tensor, winners: int = 1) -> Tensor:
+        return self.rng.race(weights, keys, winners)
+
+
 def engine_law(
     drafter,
     law: str,
@@ -104,10 +118,11 @@ def engine_law(
     wrap: Callable = lambda rng: rng,
     max_rows: int = 512,
 ):
-    harness = Harness(tiny_runner(tiny_config(vocab_size=vocabulary)), drafter, LAWS[law](), Regime(max_rows))
+    target, relay = tiny_runner(tiny_config(vocab_size=vocabulary)), Relay()
+    harness = Harness(target, drafter, LAWS[law](), Regime(max_rows), relay)
 
     def run(rng: Enumerator):
-        harness.engine.rng = wrap(rng)
+        relay.rng = wrap(rng)
         harness.events.clear()
         return tuple(generated(harness.run([Ask(PROMPT, params)]))[0])
 
@@ -182,13 +197,13 @@ class Forgetful(ModelDrafter):
         super().__init__(drafter.runner, drafter.grower)
         self.call = call
 
-    def propose(self, view, budget, rng):  # type: ignore[no-untyped-def]
-        tree = super().propose(view, budget, rng)
-        return self._fail() if self.call == "propose" and len(view.tokens[0]) == 1 else tree
+    def propose(self, view, nodes, rng):  # type: ignore[no-untyped-def]
+        proposal = super().propose(view, nodes, rng)
+        return self._fail() if self.call == "propose" and int(view.lengths[0]) == 1 else proposal
 
-    def observe(self, view, tree, verdict, features) -> None:  # type: ignore[no-untyped-def]
-        super().observe(view, tree, verdict, features)
-        if self.call == "observe" and len(view.tokens[0]) == 1:
+    def commit(self, view, proposal, verdict, features) -> None:  # type: ignore[no-untyped-def]
+        super().commit(view, proposal, verdict, features)
+        if self.call == "commit" and int(view.lengths[0]) == 1:
             self._fail()
 
     def _fail(self):  # type: ignore[no-untyped-def]
@@ -196,7 +211,7 @@ class Forgetful(ModelDrafter):
 
 
 @pytest.mark.usefixtures("drafters_may_fail")
-@pytest.mark.parametrize("call", ["propose", "observe"])
+@pytest.mark.parametrize("call", ["propose", "commit"])
 @pytest.mark.parametrize("case", ["block, sampled chain", "walk, hybrid", "gbv, paths"])
 def test_a_drafter_that_fails_on_its_way_tilts_nothing(case: str, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it draws afterwards comes from the probabilities it states, whatever it has forgotten."""

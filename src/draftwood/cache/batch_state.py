@@ -17,6 +17,7 @@ from draftwood.request import SamplingParams
 from draftwood.tree import TokenTree, Verdict
 
 NO_EDITS = (1.0, 0.0, 0.0)  # repetition, presence and frequency penalty
+BIASES, STOPS = 1024, 128  # of one request that tables have room for: as many as the server takes. More move them
 NUM_FACTS = 4  # numbers of an outcome before its tokens
 
 
@@ -81,8 +82,8 @@ class _EditTables:
 
     def __init__(self, rows: int, device: torch.device) -> None:
         self._rows, self._device = rows, device
-        self.bias_tokens, self.bias = self._room(16, torch.int64), self._room(16, torch.float64)
-        self.stop_tokens = self._room(8, torch.int64)
+        self.bias_tokens, self.bias = self._room(BIASES, torch.int64), self._room(BIASES, torch.float64)
+        self.stop_tokens = self._room(STOPS, torch.int64)
         self.penalties = torch.tensor([NO_EDITS] * rows, dtype=torch.float64, device=device)
         self.lengths = torch.zeros(rows, 2, dtype=torch.int64, device=device)  # minimum length, prompt length
         self.version = 0  # changes when a table moves: captured steps know addresses

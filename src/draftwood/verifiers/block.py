@@ -52,9 +52,7 @@ class Traversal(NodeLaw):
 
     def _first_taken(self, tree: TokenTree, taken: Tensor) -> Tensor:
         """The chance that each node is the first taken, children before parents, siblings in order. [M]."""
-        fails = torch.ones(
-            tree.num_nodes + 1, dtype=taken.dtype, device=taken.device
-        )  # the whole subtree, once entered
+        fails = taken.new_ones(tree.num_nodes + 1)  # the whole subtree, once entered
         enters, below = torch.ones_like(fails), torch.ones_like(fails)
         for nodes in reversed(tree.levels):
             below[nodes] = _children(tree, nodes, fails).prod(1)

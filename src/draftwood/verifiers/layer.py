@@ -136,12 +136,8 @@ class _Shared:
         child = torch.where(turn >= 0, tree.tries.view(-1)[turn], -1)
         node, place, there = turn.clamp(min=0) // width, turn.clamp(min=0) % width, child >= 0
         written = torch.where(there, node, -1)
-        layer, draws, own, here = (
-            (tree.owner[node], tree.depth[node]),
-            draws_behind(tree, node),
-            self.weight[node],
-            place[:, None],
-        )
+        layer, draws = (tree.owner[node], tree.depth[node]), draws_behind(tree, node)
+        own, here = self.weight[node], place[:, None]
         first = place == 0
         mass = torch.where(first, own, self.mass[node])
         values = torch.where(first[:, None], own[:, None] * p[node[:, None], draws.tokens].double(), self.values[node])

@@ -1,7 +1,7 @@
 """Sibling rules: what is accepted of the draws behind one node, and what is left of the target after them.
 
-A rule is offered weight · p at each node, weight at most one; the missing part is a token that is never drafted. That
-is all the lifts need: top-down, traversal and layer differ in the weight they offer and in what they do with the answer.
+A rule is offered weight · p at each node, weight at most one; the missing part is a token that is never drafted.
+That is all the lifts need: top-down, traversal and layer differ in the weight they offer and in what they do with it.
 """
 
 from __future__ import annotations

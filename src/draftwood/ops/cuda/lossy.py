@@ -59,9 +59,8 @@ def _lower_bars(p, tries, tokens, single, total, chance, mass, W: tl.constexpr, 
         likely = likely | (wanted >= bar)
         missed = tl.where(likely, 0.0, tl.maximum(1.0 - seen / whole, 0.0))
         fair = tl.where(before > 0, 1.0 - missed / tl.where(before > 0, before, 1.0), 1.0)
-        tl.store(
-            chance + node * W + j, tl.where(tl.load(tries + node * W) >= 0, fair, 0.0)
-        )  # at a leaf nothing is asked
+        asked = tl.load(tries + node * W) >= 0  # at a leaf nothing is
+        tl.store(chance + node * W + j, tl.where(asked, fair, 0.0))
         before = missed
     tl.store(mass + node, tl.maximum(1.0 - seen, 0.0))
 
