@@ -10,7 +10,8 @@ import torch
 from draftwood import links
 from draftwood.engine.controller import FixedBudget
 from draftwood.engine.engine import Engine
-from draftwood.engine.graph_runner import Batch, GraphRunner
+from draftwood.engine.graph_runner import GraphRunner
+from draftwood.engine.launched import Batch
 from draftwood.engine.scheduler import Scheduler, SchedulerConfig
 from draftwood.engine.shapes import Key
 from draftwood.model.runner import ModelRunner

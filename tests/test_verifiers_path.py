@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from draftwood.ops.path import PathWalk, follow, keep_chosen
 from draftwood.shape import TreeShape
 from draftwood.tree import TokenTree
-from draftwood.verifiers.path import PathWalk, follow, keep_chosen
 from no_sync import no_looking
 from trees import padded
 

@@ -13,12 +13,12 @@ from draftwood.drafting import Front, State
 from draftwood.growers import Hybrid, Independent, Levels, Paths, WithoutReplacement
 from draftwood.ops import residual as residual_ops
 from draftwood.ops.kseq import kseq_bar_reference
+from draftwood.ops.path import follow
 from draftwood.protocols import BatchView
 from draftwood.rng import KeyedRng
 from draftwood.shape import TreeShape
 from draftwood.tree import TokenTree, Verdict
 from draftwood.verifiers import LAWS, NodeLaw, gbv
-from draftwood.verifiers.path import follow
 from draftwood.verifiers.rules import draws_behind
 
 if importlib.util.find_spec("triton") is None:

@@ -22,11 +22,11 @@ from draftwood.engine.trace import facts
 from draftwood.faults import DrafterHealth
 from draftwood.model.runner import ModelRunner
 from draftwood.ops.choice import likeliest
+from draftwood.ops.path import keep_chosen
 from draftwood.protocols import BatchView, Features, NodeMasks, Randomness, Verifier
 from draftwood.sampling import PathLogprobs, edited_logits, path_logprobs, target_distribution, usable
 from draftwood.telemetry import Timers
 from draftwood.tree import Verdict
-from draftwood.verifiers.path import keep_chosen
 
 
 @dataclass(frozen=True)

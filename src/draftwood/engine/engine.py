@@ -19,7 +19,8 @@ import torch
 from draftwood.cache.batch_state import edits_on_device
 from draftwood.drafting import Drafter
 from draftwood.engine.decode_step import Parts
-from draftwood.engine.graph_runner import Batch, GraphRunner, Launched, batch_state_for
+from draftwood.engine.graph_runner import GraphRunner, batch_state_for
+from draftwood.engine.launched import Batch, Launched
 from draftwood.engine.plan import Plan
 from draftwood.engine.scheduler import Scheduler
 from draftwood.engine.scoring import prompt_logprobs

@@ -66,7 +66,7 @@ def load_rows(folder: Path) -> Iterator[Rows]:
                 about = f.metadata() or {}
                 tensors = {name: f.get_tensor(name) for name in f.keys()}  # noqa: SIM118  (not a dict)
             p = tensors.pop("p")
-            shape = TreeShape.of(*(tensors.pop(name) for name in ("parents", "offsets")), tensors.pop("drawn", None))
+            shape = TreeShape.of(tensors.pop("parents"), tensors.pop("offsets"), tensors.pop("drawn", None))
             tree = TokenTree(shape=shape, **tensors)
             tree.validate()
             yield Rows(int(about["context"]), float(about["temperature"]), about["family"], tree, p)

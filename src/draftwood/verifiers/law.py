@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from draftwood.links import may_look
+from draftwood.ops.path import keep_chosen
 from draftwood.protocols import BatchView, Randomness
 from draftwood.rng import KeyedRng, Purpose, round_keys
 from draftwood.tree import DraftLaw, Draw, TokenTree, Verdict
-from draftwood.verifiers.path import keep_chosen
 
 EVERY_DRAW = frozenset(Draw)
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from draftwood.links import may_look
+from draftwood.ops.path import PathWalk, keep_chosen
 from draftwood.ops.verdict import match
 from draftwood.protocols import BatchView, Randomness
 from draftwood.rng import KeyedRng, target_keys
 from draftwood.tree import DraftLaw, TokenTree, Verdict
 from draftwood.verifiers.law import Scope
-from draftwood.verifiers.path import PathWalk, keep_chosen
 
 
 class Match:
