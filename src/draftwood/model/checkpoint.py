@@ -20,9 +20,11 @@ from torch import Tensor
 from ..errors import CheckpointError
 from ..machine import why_unwritable
 from . import store
+from .blocks import NUMBERS, Blocks, warn_of_expanded
 from .config import ModelConfig
 from .files import read_json, read_object
-from .gguf import GgufFile, read_gguf, read_groups
+from .gguf import GgufFile, read_groups
+from .gguf_split import part_paths, read_whole_gguf
 from .weights import Matrix
 
 if TYPE_CHECKING:
@@ -243,11 +245,8 @@ class GgufCheckpoint:
 
     def __init__(self, path: Path, name: str | None = None) -> None:
         self.name = name or str(path)
-        self._path, self._file = path, read_gguf(path)
-        if self._file.fields.get("split.count") not in (None, 0, 1):
-            raise CheckpointError(
-                f"{path} is one part of a split GGUF file; join the parts first (llama-gguf-split --merge)."
-            )
+        self._path, self._file = path, read_whole_gguf(path)
+        self._warned = False
         tensors = self._file.tensors
         factors = self._file.dequantize("rope_freqs.weight").tolist() if "rope_freqs.weight" in tensors else None
         fields = {"vocab_size": _embedding_rows(self._file), **self._file.fields}
@@ -255,8 +254,8 @@ class GgufCheckpoint:
 
     @property
     def files(self) -> list[Path]:
-        """The one."""
-        return [self._path]
+        """The one, or its parts."""
+        return part_paths(self._path)
 
     def has(self, name: str) -> bool:
         """Whether the file has the tensor, under its own name for it."""
@@ -282,6 +281,19 @@ class GgufCheckpoint:
         _checked(name, groups.codes, self.config)
         order = _row_order(name, self.config)
         return groups if order is None else groups[order]
+
+    def blocks(self, name: str) -> Blocks | None:
+        """A matrix in the file's own bytes; None where our kernels do not multiply its type."""
+        if not self._warned:
+            self._warned = True
+            warn_of_expanded(self.name, self._file.tensors.values())
+        stored = self._file.tensors.get(gguf_name(name) or "")
+        if stored is None or len(stored.shape) != 2 or stored.type not in NUMBERS:
+            return None
+        _check_shape(name, stored.shape, self.config)
+        found = Blocks(stored.type, stored.data, stored.shape[1])
+        order = _row_order(name, self.config)
+        return found if order is None else found[order.numpy()]
 
     def forget(self) -> None:
         """Unload the file's pages."""
@@ -350,13 +362,17 @@ def _missing(name: str, where: str) -> CheckpointError:
 
 
 def _checked(name: str, value: Tensor, config: ModelConfig) -> Tensor:
+    _check_shape(name, tuple(value.shape), config)
+    return value
+
+
+def _check_shape(name: str, shape: tuple[int, ...], config: ModelConfig) -> None:
     expected = expected_shape(name, config)
-    if expected is not None and tuple(value.shape) != expected:
+    if expected is not None and shape != expected:
         raise CheckpointError(
-            f"{name} has shape {tuple(value.shape)} where the configuration says {expected}: weights and "
+            f"{name} has shape {shape} where the configuration says {expected}: weights and "
             "configuration do not belong together. Download or convert the model again."
         )
-    return value
 
 
 def expected_shape(name: str, config: ModelConfig) -> tuple[int, ...] | None:

@@ -2,20 +2,53 @@
 #include "blocks.h"
 #include "simd.h"
 
-typedef uint8_t Codes __attribute__((vector_size(16)));
-typedef int8_t Signed __attribute__((vector_size(16)));
+#define AHEAD 8192 /* bytes to fetch ahead of those that are decoded; the next rows lie behind a row */
+#define UNROLL _Pragma("GCC unroll 16")
 
-/* Sixteen bytes as whole numbers. */
+/* Sixteen bytes as whole numbers. Written out, for compilers take vectors of bytes apart one by one. */
 INLINE vi codes16(const uint8_t *p) {
-    Codes v;
-    memcpy(&v, p, sizeof v);
-    return __builtin_convertvector(v, vi);
+#if defined(__AVX512F__)
+    return (vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)p));
+#else
+    vi v;
+#if defined(__AVX2__)
+    const __m256i parts[] = {_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)p)),
+                             _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(p + 8)))};
+    memcpy(&v, parts, sizeof v);
+#else
+    int32_t parts[16];
+    for (int i = 0; i < 16; i++) parts[i] = p[i];
+    memcpy(&v, parts, sizeof v);
+#endif
+    return v;
+#endif
 }
 
 INLINE vi signed16(const uint8_t *p) {
-    Signed v;
-    memcpy(&v, p, sizeof v);
-    return __builtin_convertvector(v, vi);
+#if defined(__AVX512F__)
+    return (vi)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p));
+#else
+    return (codes16(p) ^ 128) - 128;
+#endif
+}
+
+/* Numbers of a table by the lowest four bits of each index. */
+INLINE vf look_up(vf table, vi index) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_permutexvar_ps((__m512i)index, (__m512)table);
+#else
+    return __builtin_shuffle(table, index & 15);
+#endif
+}
+
+/* q where bit i of `bits` is set, else q - less. */
+INLINE vi unless(uint32_t bits, vi q, int less) {
+#if defined(__AVX512F__)
+    return (vi)_mm512_mask_sub_epi32((__m512i)q, (__mmask16)~bits, (__m512i)q, _mm512_set1_epi32(less));
+#else
+    const vi place = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
+    return q - ((splati((int32_t)bits) & place) == 0 & less);
+#endif
 }
 
 INLINE uint32_t word(const uint8_t *p) {
@@ -52,97 +85,88 @@ INLINE void put_above(float *out, float scale, vi codes, float minimum) {
     store(out, fma16(splat(scale), to_float(codes), splat(minimum)));
 }
 
+/* scale code + minimum for the sixteen codes there are. */
+INLINE vf steps_of(float scale, float minimum) {
+    const vf codes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return fma16(splat(scale), codes, splat(minimum));
+}
+
+/* Thirty-two weights by a table of sixteen: low nibbles first. */
+INLINE void put_nibbles(float *out, vf table, vi q) {
+    store(out, look_up(table, q));
+    store(out + 16, look_up(table, q >> 4));
+}
+
 /* --- Blocks of 32 */
 
-static void q4_0(const uint8_t *b, float *out) {
+INLINE void q4_0(const uint8_t *b, float *out) {
     const float d = half(b);
-    const vi q = codes16(b + 2);
-    put(out, d, (q & 15) - 8);
-    put(out + 16, d, (q >> 4) - 8);
+    put_nibbles(out, steps_of(d, -8 * d), codes16(b + 2));
 }
 
-static void q4_1(const uint8_t *b, float *out) {
-    const float d = half(b), m = half(b + 2);
-    const vi q = codes16(b + 4);
-    put_above(out, d, q & 15, m);
-    put_above(out + 16, d, q >> 4, m);
-}
+INLINE void q4_1(const uint8_t *b, float *out) { put_nibbles(out, steps_of(half(b), half(b + 2)), codes16(b + 4)); }
 
-/* Bit i of `bits` as the fifth bit of code i. */
-INLINE vi fifth(uint32_t bits) {
-    const vu place = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    return (vi)(((vu)splati((int32_t)bits) >> place & 1) << 4);
-}
-
-static void q5_0(const uint8_t *b, float *out) {
+INLINE void q5_0(const uint8_t *b, float *out) {
     const float d = half(b);
     const uint32_t high = word(b + 2);
     const vi q = codes16(b + 6);
-    put(out, d, ((q & 15) | fifth(high)) - 16);
-    put(out + 16, d, ((q >> 4) | fifth(high >> 16)) - 16);
+    put(out, d, unless(high, q & 15, 16));
+    put(out + 16, d, unless(high >> 16, q >> 4, 16));
 }
 
-static void q5_1(const uint8_t *b, float *out) {
+INLINE void q5_1(const uint8_t *b, float *out) {
     const float d = half(b), m = half(b + 2);
     const uint32_t high = word(b + 4);
     const vi q = codes16(b + 8);
-    put_above(out, d, (q & 15) | fifth(high), m);
-    put_above(out + 16, d, (q >> 4) | fifth(high >> 16), m);
+    put_above(out, d, unless(high, (q & 15) + 16, 16), m);
+    put_above(out + 16, d, unless(high >> 16, (q >> 4) + 16, 16), m);
 }
 
-static void q8_0(const uint8_t *b, float *out) {
+INLINE void q8_0(const uint8_t *b, float *out) {
     const float d = half(b);
     put(out, d, signed16(b + 2));
     put(out + 16, d, signed16(b + 18));
 }
 
-/* Sixteen codes by a table of sixteen steps, low nibbles first. */
-INLINE void put_steps(float *out, float scale, const uint8_t *p, const Codes steps) {
-    Codes v;
-    memcpy(&v, p, sizeof v);
-    const Signed low = (Signed)__builtin_shuffle(steps, v & 15), high = (Signed)__builtin_shuffle(steps, v >> 4);
-    put(out, scale, __builtin_convertvector(low, vi));
-    put(out + 16, scale, __builtin_convertvector(high, vi));
-}
+static const vf UNEVEN = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+static const vf E2M1 = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}; /* doubled */
 
-static const Signed UNEVEN = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-static const Signed E2M1 = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}; /* doubled */
+INLINE void iq4_nl(const uint8_t *b, float *out) { put_nibbles(out, half(b) * UNEVEN, codes16(b + 2)); }
 
-static void iq4_nl(const uint8_t *b, float *out) { put_steps(out, half(b), b + 2, (Codes)UNEVEN); }
-
-static void mxfp4(const uint8_t *b, float *out) {
+INLINE void mxfp4(const uint8_t *b, float *out) {
     /* Half of 2^(e - 127), for the steps are doubled. */
-    put_steps(out, number(b[0] < 2 ? 0x200000u << b[0] : (uint32_t)(b[0] - 1) << 23), b + 1, (Codes)E2M1);
+    const float d = number(b[0] < 2 ? 0x200000u << b[0] : (uint32_t)(b[0] - 1) << 23);
+    put_nibbles(out, d * E2M1, codes16(b + 1));
 }
 
-static void f32(const uint8_t *b, float *out) { memcpy(out, b, 32 * sizeof(float)); }
+INLINE void f32(const uint8_t *b, float *out) { memcpy(out, b, 32 * sizeof(float)); }
 
-static void f16(const uint8_t *b, float *out) {
+INLINE void f16(const uint8_t *b, float *out) {
     uint16_t halves[32];
     memcpy(halves, b, sizeof halves);
     store(out, load_half(halves));
     store(out + 16, load_half(halves + 16));
 }
 
-static void bf16(const uint8_t *b, float *out) {
+INLINE void bf16(const uint8_t *b, float *out) {
     for (int i = 0; i < 32; i++) out[i] = number((uint32_t)half_word(b + 2 * i) << 16);
 }
 
 /* --- Blocks of 256 */
 
-static void q2_k(const uint8_t *b, float *out) {
+INLINE void q2_k(const uint8_t *b, float *out) {
     const uint8_t *q = b + 16;
     const float d = half(b + 80), low = half(b + 82);
-    for (int part = 0; part < 16; part++) {
+    UNROLL for (int part = 0; part < 16; part++) {
         const vi codes = codes16(q + part / 8 * 32 + part % 2 * 16) >> (part % 8 / 2 * 2) & 3;
         put_above(out + part * 16, d * (b[part] & 15), codes, -(low * (b[part] >> 4)));
     }
 }
 
-static void q3_k(const uint8_t *b, float *out) {
+INLINE void q3_k(const uint8_t *b, float *out) {
     const uint8_t *q = b + 32, *s = b + 96;
     const float d = half(b + 108);
-    for (int part = 0; part < 16; part++) {
+    UNROLL for (int part = 0; part < 16; part++) {
         const int high = s[8 + part % 4] >> (part / 4 * 2) & 3, scale = (s[part % 8] >> (part / 8 * 4) & 15) | high << 4;
         const vi codes = codes16(q + part / 8 * 32 + part % 2 * 16) >> (part % 8 / 2 * 2) & 3;
         const vi third = (codes16(b + part % 2 * 16) >> (part / 2) & 1) << 2;
@@ -154,31 +178,34 @@ static void q3_k(const uint8_t *b, float *out) {
 INLINE int part_scale(const uint8_t *s, int j) { return j < 4 ? s[j] & 63 : (s[j + 4] & 15) | s[j - 4] >> 6 << 4; }
 INLINE int part_minimum(const uint8_t *s, int j) { return j < 4 ? s[j + 4] & 63 : s[j + 4] >> 4 | s[j] >> 6 << 4; }
 
-static void q4_k(const uint8_t *b, float *out) {
+INLINE void q4_k(const uint8_t *b, float *out) {
     const float d = half(b), low = half(b + 2);
-    for (int part = 0; part < 8; part++) {
-        const float scale = d * part_scale(b + 4, part), minimum = -(low * part_minimum(b + 4, part));
-        const uint8_t *q = b + 16 + part / 2 * 32;
-        for (int i = 0; i < 32; i += 16)
-            put_above(out + part * 32 + i, scale, codes16(q + i) >> (part % 2 * 4) & 15, minimum);
+    UNROLL for (int pair = 0; pair < 4; pair++) {
+        const vf first = steps_of(d * part_scale(b + 4, 2 * pair), -(low * part_minimum(b + 4, 2 * pair)));
+        const vf second = steps_of(d * part_scale(b + 4, 2 * pair + 1), -(low * part_minimum(b + 4, 2 * pair + 1)));
+        UNROLL for (int i = 0; i < 32; i += 16) {
+            const vi q = codes16(b + 16 + pair * 32 + i);
+            store(out + pair * 64 + i, look_up(first, q));
+            store(out + pair * 64 + 32 + i, look_up(second, q >> 4));
+        }
     }
 }
 
-static void q5_k(const uint8_t *b, float *out) {
+INLINE void q5_k(const uint8_t *b, float *out) {
     const float d = half(b), low = half(b + 2);
-    for (int part = 0; part < 8; part++) {
+    UNROLL for (int part = 0; part < 8; part++) {
         const float scale = d * part_scale(b + 4, part), minimum = -(low * part_minimum(b + 4, part));
         const uint8_t *q = b + 48 + part / 2 * 32;
-        for (int i = 0; i < 32; i += 16) {
+        UNROLL for (int i = 0; i < 32; i += 16) {
             const vi high = (codes16(b + 16 + i) >> part & 1) << 4;
             put_above(out + part * 32 + i, scale, (codes16(q + i) >> (part % 2 * 4) & 15) | high, minimum);
         }
     }
 }
 
-static void q6_k(const uint8_t *b, float *out) {
+INLINE void q6_k(const uint8_t *b, float *out) {
     const float d = half(b + 208);
-    for (int part = 0; part < 16; part++) {
+    UNROLL for (int part = 0; part < 16; part++) {
         const int side = part / 8, quarter = part % 8 / 2, at = part % 2 * 16;
         const vi low = codes16(b + side * 64 + quarter % 2 * 32 + at) >> (quarter / 2 * 4) & 15;
         const vi high = (codes16(b + 128 + side * 32 + at) >> (quarter * 2) & 3) << 4;
@@ -186,35 +213,44 @@ static void q6_k(const uint8_t *b, float *out) {
     }
 }
 
-static void iq4_xs(const uint8_t *b, float *out) {
+INLINE void iq4_xs(const uint8_t *b, float *out) {
     const float d = half(b);
     const int high = half_word(b + 2);
-    for (int part = 0; part < 8; part++) {
+    UNROLL for (int part = 0; part < 8; part++) {
         const int scale = (b[4 + part / 2] >> (part % 2 * 4) & 15) | (high >> (part * 2) & 3) << 4;
-        put_steps(out + part * 32, d * (scale - 32), b + 8 + part * 16, (Codes)UNEVEN);
+        put_nibbles(out + part * 32, d * (scale - 32) * UNEVEN, codes16(b + 8 + part * 16));
     }
 }
 
 /* --- All of them */
 
-typedef struct {
-    void (*decode)(const uint8_t *, float *);
-    int32_t values, bytes; /* of a block */
-} Format;
+#define SPANS(name, values, size) \
+    static void name##s(const uint8_t *b, int64_t count, float *out) { \
+        for (; count > 0; count -= values, b += size, out += values) name(b, out); \
+    }
+#define EACH_FORMAT(DO) \
+    DO(KIND_F32, f32, 32, 128) DO(KIND_F16, f16, 32, 64) DO(KIND_BF16, bf16, 32, 64) DO(KIND_Q4_0, q4_0, 32, 18) \
+    DO(KIND_Q4_1, q4_1, 32, 20) DO(KIND_Q5_0, q5_0, 32, 22) DO(KIND_Q5_1, q5_1, 32, 24) DO(KIND_Q8_0, q8_0, 32, 34) \
+    DO(KIND_IQ4_NL, iq4_nl, 32, 18) DO(KIND_MXFP4, mxfp4, 32, 17) DO(KIND_Q2_K, q2_k, 256, 84) \
+    DO(KIND_Q3_K, q3_k, 256, 110) DO(KIND_Q4_K, q4_k, 256, 144) DO(KIND_Q5_K, q5_k, 256, 176) \
+    DO(KIND_Q6_K, q6_k, 256, 210) DO(KIND_IQ4_XS, iq4_xs, 256, 136)
+#define SPANS_OF(kind, name, values, size) SPANS(name, values, size)
+#define ENTRY(kind, name, values, size) [kind] = {name##s, values, size},
 
-static const Format FORMATS[NUM_KINDS] = {
-    [KIND_F32] = {f32, 32, 128},      [KIND_F16] = {f16, 32, 64},       [KIND_BF16] = {bf16, 32, 64},
-    [KIND_Q4_0] = {q4_0, 32, 18},     [KIND_Q4_1] = {q4_1, 32, 20},     [KIND_Q5_0] = {q5_0, 32, 22},
-    [KIND_Q5_1] = {q5_1, 32, 24},     [KIND_Q8_0] = {q8_0, 32, 34},     [KIND_IQ4_NL] = {iq4_nl, 32, 18},
-    [KIND_MXFP4] = {mxfp4, 32, 17},   [KIND_Q2_K] = {q2_k, 256, 84},    [KIND_Q3_K] = {q3_k, 256, 110},
-    [KIND_Q4_K] = {q4_k, 256, 144},   [KIND_Q5_K] = {q5_k, 256, 176},   [KIND_Q6_K] = {q6_k, 256, 210},
-    [KIND_IQ4_XS] = {iq4_xs, 256, 136},
-};
+EACH_FORMAT(SPANS_OF)
+
+static const struct {
+    void (*decode)(const uint8_t *, int64_t, float *);
+    int64_t values, bytes; /* of a block */
+} FORMATS[NUM_KINDS] = {EACH_FORMAT(ENTRY)};
 
 void decode_blocks(int64_t kind, const uint8_t *row, int64_t start, int64_t count, float *out) {
-    const Format *f = &FORMATS[kind];
-    const uint8_t *block = row + start / f->values * f->bytes;
-    for (int64_t i = 0; i < count; i += f->values, block += f->bytes) f->decode(block, out + i);
+    const uint8_t *first = row + start / FORMATS[kind].values * FORMATS[kind].bytes;
+    for (int64_t i = 0; i < count / FORMATS[kind].values * FORMATS[kind].bytes; i += 64) {
+        __builtin_prefetch(first + i + AHEAD, 0, 2);
+        __builtin_prefetch(first + i + AHEAD / 4, 0, 3);
+    }
+    FORMATS[kind].decode(first, count, out);
 }
 
 /* Rows one behind the other, `bytes` apart, to numbers [count, inputs]. */
