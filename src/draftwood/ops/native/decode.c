@@ -139,6 +139,30 @@ INLINE void mxfp4(const uint8_t *b, float *out) {
     put_nibbles(out, d * E2M1, codes16(b + 1));
 }
 
+/* (code - zero) scale; that is a float32, so the sum below does not round. */
+INLINE void int4(const uint8_t *b, float scale, float *out) {
+    put_nibbles(out, steps_of(scale, -scale * b[2]), codes16(b + 3));
+}
+
+INLINE void int4_f16(const uint8_t *b, float *out) { int4(b, half(b), out); }
+INLINE void int4_bf16(const uint8_t *b, float *out) { int4(b, number((uint32_t)half_word(b) << 16), out); }
+
+INLINE void int8(const uint8_t *b, float *out) {
+    const float d = number(word(b));
+    put(out, d, signed16(b + 4));
+    put(out + 16, d, signed16(b + 20));
+}
+
+/* Exponent and fraction go where float32 has them, 2^120 too low; there are no infinities, and 127 is not a number. */
+INLINE void fp8(const uint8_t *b, float *out) {
+    const float d = number(word(b));
+    for (int i = 0; i < 32; i += 16) {
+        const vi v = codes16(b + 4 + i), size = v & 127;
+        const vf value = (vf)((size << 20) | (v & 128) << 24) * 0x1p120f;
+        store(out + i, splat(d) * either(size == 127, splat(NAN), value));
+    }
+}
+
 INLINE void f32(const uint8_t *b, float *out) { memcpy(out, b, 32 * sizeof(float)); }
 
 INLINE void f16(const uint8_t *b, float *out) {
@@ -233,7 +257,8 @@ INLINE void iq4_xs(const uint8_t *b, float *out) {
     DO(KIND_Q4_1, q4_1, 32, 20) DO(KIND_Q5_0, q5_0, 32, 22) DO(KIND_Q5_1, q5_1, 32, 24) DO(KIND_Q8_0, q8_0, 32, 34) \
     DO(KIND_IQ4_NL, iq4_nl, 32, 18) DO(KIND_MXFP4, mxfp4, 32, 17) DO(KIND_Q2_K, q2_k, 256, 84) \
     DO(KIND_Q3_K, q3_k, 256, 110) DO(KIND_Q4_K, q4_k, 256, 144) DO(KIND_Q5_K, q5_k, 256, 176) \
-    DO(KIND_Q6_K, q6_k, 256, 210) DO(KIND_IQ4_XS, iq4_xs, 256, 136)
+    DO(KIND_Q6_K, q6_k, 256, 210) DO(KIND_IQ4_XS, iq4_xs, 256, 136) DO(KIND_INT4_F16, int4_f16, 32, 19) \
+    DO(KIND_INT4_BF16, int4_bf16, 32, 19) DO(KIND_INT8, int8, 32, 36) DO(KIND_FP8, fp8, 32, 36)
 #define SPANS_OF(kind, name, values, size) SPANS(name, values, size)
 #define ENTRY(kind, name, values, size) [kind] = {name##s, values, size},
 
