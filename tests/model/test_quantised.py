@@ -280,3 +280,17 @@ def test_parts_that_do_not_fit_are_refused(
     for read in (checkpoint.tensor, checkpoint.blocks):
         with pytest.raises(CheckpointError, match=r"down_proj.*(lacks|belongs|shape)"):
             read(f"{STEM}.weight")
+
+
+def test_float16_folders_stay_in_16_bits(write_folder: Callable[..., tuple[Path, Tensors]]) -> None:
+    library = kernels()
+    if library is None:
+        pytest.skip("no kernels here")
+    folder, tensors = write_folder()
+    save_file({name: tensor.half() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    model = NativeTransformer(library, open_checkpoint(folder), FORMATS["stored"])
+    assert model._model.head.storage == Storage.BLOCKS
+    native, torchs = runner_of(model), runner_of(Transformer(open_checkpoint(folder), torch.float64, CPU))
+    alone, want = logits(native, [1, 2, 3, 4, 5], always(1)), logits(torchs, [1, 2, 3, 4, 5], always(8))
+    assert float((alone - want).abs().max() / want.abs().max()) < 1e-5
+    assert torch.equal(logits(native, [1, 2, 3, 4, 5], always(8)), alone)

@@ -168,9 +168,14 @@ class SafetensorsCheckpoint:
         return self.tensor(name)
 
     def blocks(self, name: str) -> Blocks | None:
-        """A quantised matrix for our kernels, None where it is none or does not fit into blocks."""
+        """A quantised or float16 matrix for our kernels, None where it is neither or does not fit into blocks."""
         scaled = self._scaled(name)
-        return None if scaled is None else scaled.blocks()
+        if scaled is not None:
+            return scaled.blocks()
+        value = self.tensor(name)
+        if value.dtype != torch.float16 or value.dim() != 2:
+            return None
+        return Blocks("F16", value.contiguous().view(torch.uint8).numpy(), value.shape[1])
 
     def _scaled(self, name: str) -> Scaled | None:
         shape = expected_shape(name, self.config)
