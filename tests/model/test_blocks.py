@@ -157,9 +157,11 @@ MIXTURES: Mapping[str, Mapping[str, str]] = {
 }
 
 
-def write_model(path: Path, kinds: Mapping[str, str], architecture: str = "llama", tied: bool = False) -> Path:
+def write_model(
+    path: Path, kinds: Mapping[str, str], architecture: str = "llama", tied: bool = False, parts: int = 0
+) -> Path:
     """A tiny GGUF model of random blocks, two layers with 64 numbers a head."""
-    writer = GGUFWriter(path, architecture)
+    writer = GGUFWriter(path, architecture, split_max_tensors=parts)
     writer.add_block_count(2)
     writer.add_context_length(128)
     writer.add_embedding_length(HIDDEN)

@@ -11,7 +11,7 @@ def model_table(name: str) -> Table:
     """A model's facts."""
     import torch
 
-    from draftwood.engine.memory import count_parameters, token_bytes, weight_bytes
+    from draftwood.engine.memory import BYTES, count_parameters, token_bytes, weight_bytes
     from draftwood.model.checkpoint import files_of, open_checkpoint
     from draftwood.model.described import held_formats
 
@@ -28,11 +28,14 @@ def model_table(name: str) -> Table:
     table.add_row("Stored", f"{suffix}, {_mb(sum(file.stat().st_size for file in files))}{parts}")
     for held in formats:
         if held.matrices:
+            count = f"{held.matrices} {'matrices' if held.matrices > 1 else 'matrix'}"
             note = ": not multiplied as stored, dequantised to float32" if held.expanded else ""
-            table.add_row("", f"{held.matrices} matrices in {held.type}, {_mb(held.stored)}{note}")
+            table.add_row(
+                "",
+                f"{count} in {held.type}, {_mb(held.stored)}{note}",
+            )
     table.add_row("Needs on a CPU", f"{_mb(sum(held.loaded for held in formats))} for the weights as they are stored")
-    others = [(kind, weight_bytes(config, kind, torch.float32)) for kind in ("int8", "w8a8", "int4", "w4a8")]
-    table.add_row("", "or " + ", ".join(f"{_mb(size)} with --weights {kind}" for kind, size in others))
+    table.add_row("", f"or {_mb(count_parameters(config) * BYTES['INT8'])} with --weights int8 or w8a8")
     cache = token_bytes(config, torch.float32)
     table.add_row("", f"and {_mb(cache * _CACHE)} for {_CACHE:,} tokens of cache")
     size = weight_bytes(config, "bfloat16", torch.bfloat16)

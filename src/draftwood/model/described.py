@@ -54,7 +54,7 @@ def _of_safetensors(file: Path) -> Iterator[Held]:
     opened = open_safetensors(file)
     for name in opened.keys():  # noqa: SIM118
         part = opened.get_slice(name)
-        shape, kind = part.get_shape(), part.get_dtype()
+        shape, kind = part.get_shape(), str(part.get_dtype())
         size = _SIZES.get(kind, 1)
         for length in shape:
             size *= length
