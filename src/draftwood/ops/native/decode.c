@@ -32,22 +32,18 @@ INLINE vi signed16(const uint8_t *p) {
 #endif
 }
 
+#ifdef __AVX512F__
 /* Numbers of a table by the lowest four bits of each index. */
-INLINE vf look_up(vf table, vi index) {
-#if defined(__AVX512F__)
-    return (vf)_mm512_permutexvar_ps((__m512i)index, (__m512)table);
-#else
-    return __builtin_shuffle(table, index & 15);
+INLINE vf look_up(vf table, vi index) { return (vf)_mm512_permutexvar_ps((__m512i)index, (__m512)table); }
 #endif
-}
 
 /* q where bit i of `bits` is set, else q - less. */
 INLINE vi unless(uint32_t bits, vi q, int less) {
 #if defined(__AVX512F__)
     return (vi)_mm512_mask_sub_epi32((__m512i)q, (__mmask16)~bits, (__m512i)q, _mm512_set1_epi32(less));
 #else
-    const vi place = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
-    return q - ((splati((int32_t)bits) & place) == 0 & less);
+    const vu place = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    return q - less + (vi)(((vu)splati((int32_t)bits) >> place & 1) * (uint32_t)less);
 #endif
 }
 
@@ -85,26 +81,44 @@ INLINE void put_above(float *out, float scale, vi codes, float minimum) {
     store(out, fma16(splat(scale), to_float(codes), splat(minimum)));
 }
 
-/* scale code + minimum for the sixteen codes there are. */
-INLINE vf steps_of(float scale, float minimum) {
+/* scale nibble + minimum, of the lowest four bits. */
+INLINE void put_low(float *out, float scale, float minimum, vi q) {
+#ifdef __AVX512F__
     const vf codes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    return fma16(splat(scale), codes, splat(minimum));
+    store(out, look_up(fma16(splat(scale), codes, splat(minimum)), q)); /* one table serves many calls */
+#else
+    put_above(out, scale, q & 15, minimum);
+#endif
 }
 
-/* Thirty-two weights by a table of sixteen: low nibbles first. */
-INLINE void put_nibbles(float *out, vf table, vi q) {
-    store(out, look_up(table, q));
-    store(out + 16, look_up(table, q >> 4));
+/* Thirty-two weights: low nibbles first. */
+INLINE void put_nibbles(float *out, float scale, float minimum, vi q) {
+    put_low(out, scale, minimum, q);
+    put_low(out + 16, scale, minimum, q >> 4);
+}
+
+/* The same by a table of sixteen steps. */
+INLINE void put_steps(float *out, float scale, const float *steps, const uint8_t *p) {
+#ifdef __AVX512F__
+    const vf table = splat(scale) * load(steps);
+    store(out, look_up(table, codes16(p)));
+    store(out + 16, look_up(table, codes16(p) >> 4));
+#else
+    for (int i = 0; i < 16; i++) {
+        out[i] = scale * steps[p[i] & 15];
+        out[i + 16] = scale * steps[p[i] >> 4];
+    }
+#endif
 }
 
 /* --- Blocks of 32 */
 
 INLINE void q4_0(const uint8_t *b, float *out) {
     const float d = half(b);
-    put_nibbles(out, steps_of(d, -8 * d), codes16(b + 2));
+    put_nibbles(out, d, -8 * d, codes16(b + 2));
 }
 
-INLINE void q4_1(const uint8_t *b, float *out) { put_nibbles(out, steps_of(half(b), half(b + 2)), codes16(b + 4)); }
+INLINE void q4_1(const uint8_t *b, float *out) { put_nibbles(out, half(b), half(b + 2), codes16(b + 4)); }
 
 INLINE void q5_0(const uint8_t *b, float *out) {
     const float d = half(b);
@@ -128,20 +142,20 @@ INLINE void q8_0(const uint8_t *b, float *out) {
     put(out + 16, d, signed16(b + 18));
 }
 
-static const vf UNEVEN = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
-static const vf E2M1 = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}; /* doubled */
+static const float UNEVEN[] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+static const float E2M1[] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}; /* doubled */
 
-INLINE void iq4_nl(const uint8_t *b, float *out) { put_nibbles(out, half(b) * UNEVEN, codes16(b + 2)); }
+INLINE void iq4_nl(const uint8_t *b, float *out) { put_steps(out, half(b), UNEVEN, b + 2); }
 
 INLINE void mxfp4(const uint8_t *b, float *out) {
     /* Half of 2^(e - 127), for the steps are doubled. */
     const float d = number(b[0] < 2 ? 0x200000u << b[0] : (uint32_t)(b[0] - 1) << 23);
-    put_nibbles(out, d * E2M1, codes16(b + 1));
+    put_steps(out, d, E2M1, b + 1);
 }
 
 /* (code - zero) scale; that is a float32, so the sum below does not round. */
 INLINE void int4(const uint8_t *b, float scale, float *out) {
-    put_nibbles(out, steps_of(scale, -scale * b[2]), codes16(b + 3));
+    put_nibbles(out, scale, -scale * b[2], codes16(b + 3));
 }
 
 INLINE void int4_f16(const uint8_t *b, float *out) { int4(b, half(b), out); }
@@ -166,10 +180,14 @@ INLINE void fp8(const uint8_t *b, float *out) {
 INLINE void f32(const uint8_t *b, float *out) { memcpy(out, b, 32 * sizeof(float)); }
 
 INLINE void f16(const uint8_t *b, float *out) {
-    uint16_t halves[32];
-    memcpy(halves, b, sizeof halves);
-    store(out, load_half(halves));
-    store(out + 16, load_half(halves + 16));
+#if defined(__F16C__) && defined(__AVX__)
+    for (int i = 0; i < 32; i += 8) {
+        const __m256 v = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(b + 2 * i)));
+        memcpy(out + i, &v, sizeof v);
+    }
+#else
+    for (int i = 0; i < 32; i++) out[i] = half(b + 2 * i);
+#endif
 }
 
 INLINE void bf16(const uint8_t *b, float *out) {
@@ -205,12 +223,12 @@ INLINE int part_minimum(const uint8_t *s, int j) { return j < 4 ? s[j + 4] & 63 
 INLINE void q4_k(const uint8_t *b, float *out) {
     const float d = half(b), low = half(b + 2);
     UNROLL for (int pair = 0; pair < 4; pair++) {
-        const vf first = steps_of(d * part_scale(b + 4, 2 * pair), -(low * part_minimum(b + 4, 2 * pair)));
-        const vf second = steps_of(d * part_scale(b + 4, 2 * pair + 1), -(low * part_minimum(b + 4, 2 * pair + 1)));
+        const float first = d * part_scale(b + 4, 2 * pair), second = d * part_scale(b + 4, 2 * pair + 1);
+        const float least = -(low * part_minimum(b + 4, 2 * pair)), floor = -(low * part_minimum(b + 4, 2 * pair + 1));
         UNROLL for (int i = 0; i < 32; i += 16) {
             const vi q = codes16(b + 16 + pair * 32 + i);
-            store(out + pair * 64 + i, look_up(first, q));
-            store(out + pair * 64 + 32 + i, look_up(second, q >> 4));
+            put_low(out + pair * 64 + i, first, least, q);
+            put_low(out + pair * 64 + 32 + i, second, floor, q >> 4);
         }
     }
 }
@@ -242,7 +260,7 @@ INLINE void iq4_xs(const uint8_t *b, float *out) {
     const int high = half_word(b + 2);
     UNROLL for (int part = 0; part < 8; part++) {
         const int scale = (b[4 + part / 2] >> (part % 2 * 4) & 15) | (high >> (part * 2) & 3) << 4;
-        put_nibbles(out + part * 32, d * (scale - 32) * UNEVEN, codes16(b + 8 + part * 16));
+        put_steps(out + part * 32, d * (scale - 32), UNEVEN, b + 8 + part * 16);
     }
 }
 
