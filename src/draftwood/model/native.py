@@ -39,7 +39,7 @@ Progress = Callable[[int, int], None]  # matrices packed, of how many
 
 _ARENA = 32 << 20
 _FORGET_AFTER = 32 << 20  # bytes read, or weights where only those are known
-_CHUNK = 4096  # rows packed at a time: bounds the memory that quantising needs
+_CHUNK = 1024  # rows packed at a time: bounds the memory that quantising needs
 
 
 class _Arena:
@@ -108,12 +108,17 @@ class _Packer:
         elif len(blocks) == 1 and blocks[0] is not None:
             packed = self._in_panels(blocks[0], storage)
         else:
-            packed = self._in_panels(join_rows([source.matrix(name) for name in weights], panel), storage)
+            parts = [self._numbers(name, part) for name, part in zip(weights, blocks, strict=True)]
+            packed = self._in_panels(join_rows(parts, panel), storage)
         if bias:
             biases = join_rows([source.tensor(f"{name}.bias").float()[:, None] for name in names], panel)
             packed.bias = self._keep(F.pad(as_numbers(biases)[:, 0], (0, packed.outputs - biases.shape[0])))
         self._heard()
         return packed
+
+    def _numbers(self, name: str, blocks: Blocks | None) -> Matrix:
+        """Our kernels decode blocks many times as fast as the checkpoint does."""
+        return self._checkpoint.matrix(name) if blocks is None else blocks.matrix(self._library)
 
     def _in_panels(self, weights: Matrix | Blocks, storage: Storage | None) -> structs.Matrix:
         """`storage` None keeps them in the smallest that loses nothing."""
