@@ -27,7 +27,7 @@ from draftwood.ops.native import kernels, library, structs
 from draftwood.protocols import Span
 from draftwood.request import SamplingParams
 from draftwood.verifiers import LAWS
-from tiny import CPU, Ask, Harness, generated
+from tiny import CPU, Ask, Harness, TinyCheckpoint, generated, tiny_config
 
 PORTABLE = (*library.FLAGS, "-mno-avx512f", "-mno-avxvnni")  # what other processors compile
 KINDS = [kind for kind, number in NUMBERS.items() if number < 64]  # those of GGUF files
@@ -249,8 +249,31 @@ def test_other_formats_are_rounded_from_the_same_numbers(
     assert float((got - want).abs().max() / want.abs().max()) < (0.05 if weights == "w4a8" else 1e-5)
 
 
+class HalfCheckpoint(TinyCheckpoint):
+    """Random weights in float16."""
+
+    def tensor(self, name: str) -> torch.Tensor:
+        return super().tensor(name).half()
+
+    def blocks(self, name: str) -> Blocks:
+        value = self.tensor(name).contiguous()
+        return Blocks("F16", value.view(torch.uint8).numpy(), value.shape[1])
+
+
+def test_sizes_need_not_be_multiples_of_a_block(compiled: library.Kernels) -> None:
+    """Of inputs, of heads, and of gate and up in turn."""
+    config = tiny_config("llama", vocab_size=VOCAB, hidden_size=40, intermediate_size=50, head_dim=20)
+    model = NativeTransformer(compiled, HalfCheckpoint(config), FORMATS["stored"])
+    assert model._model.layers[0].qkv.storage == Storage.BLOCKS
+    native, torchs = runner_of(model), runner_of(Transformer(HalfCheckpoint(config), torch.float64, CPU))
+    alone, want = logits(native, text(), always(1)), logits(torchs, text(), always(64))
+    assert float((alone - want).abs().max() / want.abs().max()) < 1e-5
+    assert torch.equal(logits(native, text(), always(5)), alone)
+
+
+@pytest.mark.parametrize("weights", ["stored", "w8a8"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_drafts_do_not_change_what_is_said(tmp_path: Path, temperature: float) -> None:
+def test_drafts_do_not_change_what_is_said(tmp_path: Path, temperature: float, weights: str) -> None:
     if kernels() is None:
         pytest.skip("no kernels here")
     path = write_model(tmp_path / "m.gguf", MIXTURES["Q4_K_M"])
@@ -259,7 +282,7 @@ def test_drafts_do_not_change_what_is_said(tmp_path: Path, temperature: float) -
     ]
     said = []
     for drafter in (NoDrafter(), NgramDrafter(nodes=6, branches=2)):
-        runner = ModelRunner.load(open_checkpoint(path), torch.float32, CPU, 200, 4, FORMATS["stored"])
+        runner = ModelRunner.load(open_checkpoint(path), torch.float32, CPU, 200, 4, FORMATS[weights])
         said.append(generated(Harness(runner, drafter, LAWS["match"]()).run(asks)))
     assert said[0] == said[1]
 
