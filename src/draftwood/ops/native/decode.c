@@ -198,60 +198,74 @@ INLINE void bf16(const uint8_t *b, float *out) {
 
 INLINE void q2_k(const uint8_t *b, float *out) {
     const uint8_t *q = b + 16;
-    const float d = half(b + 80), low = half(b + 82);
+    const vi parts = codes16(b);
+    float scale[16], minimum[16];
+    store(scale, splat(half(b + 80)) * to_float(parts & 15));
+    store(minimum, splat(-half(b + 82)) * to_float(parts >> 4));
     UNROLL for (int part = 0; part < 16; part++) {
         const vi codes = codes16(q + part / 8 * 32 + part % 2 * 16) >> (part % 8 / 2 * 2) & 3;
-        put_above(out + part * 16, d * (b[part] & 15), codes, -(low * (b[part] >> 4)));
+        put_above(out + part * 16, scale[part], codes, minimum[part]);
     }
 }
 
 INLINE void q3_k(const uint8_t *b, float *out) {
     const uint8_t *q = b + 32, *s = b + 96;
-    const float d = half(b + 108);
+    uint8_t scales[16];
+    float scale[16];
+    UNROLL for (int i = 0; i < 16; i += 4) { /* four at a time: low bits in the first eight bytes, high ones behind */
+        const uint32_t four = (word(s + i % 8) >> (i / 8 * 4) & 0x0f0f0f0fu) | (word(s + 8) >> (i / 4 * 2) & 0x03030303u) << 4;
+        memcpy(scales + i, &four, 4);
+    }
+    store(scale, splat(half(b + 108)) * to_float(codes16(scales) - 32));
     UNROLL for (int part = 0; part < 16; part++) {
-        const int high = s[8 + part % 4] >> (part / 4 * 2) & 3, scale = (s[part % 8] >> (part / 8 * 4) & 15) | high << 4;
         const vi codes = codes16(q + part / 8 * 32 + part % 2 * 16) >> (part % 8 / 2 * 2) & 3;
         const vi third = (codes16(b + part % 2 * 16) >> (part / 2) & 1) << 2;
-        put(out + part * 16, d * (scale - 32), codes + third - 4);
+        put(out + part * 16, scale[part], codes + third - 4);
     }
 }
 
-/* Scale and minimum of part j of a block with eight parts, six bits each. */
-INLINE int part_scale(const uint8_t *s, int j) { return j < 4 ? s[j] & 63 : (s[j + 4] & 15) | s[j - 4] >> 6 << 4; }
-INLINE int part_minimum(const uint8_t *s, int j) { return j < 4 ? s[j + 4] & 63 : s[j + 4] >> 4 | s[j] >> 6 << 4; }
+/* Scales of a block's eight parts, then their minima, negative: six bits each in twelve bytes. */
+INLINE void part_scales(const uint8_t *b, float out[16]) {
+    const uint32_t first = word(b + 4), second = word(b + 8), third = word(b + 12);
+    const uint32_t parts[] = {
+        first & 0x3f3f3f3fu, (third & 0x0f0f0f0fu) | (first >> 6 & 0x03030303u) << 4,
+        second & 0x3f3f3f3fu, (third >> 4 & 0x0f0f0f0fu) | (second >> 6 & 0x03030303u) << 4,
+    };
+    const float d = half(b), m = -half(b + 2);
+    const vf units = {d, d, d, d, d, d, d, d, m, m, m, m, m, m, m, m};
+    store(out, units * to_float(codes16((const uint8_t *)parts)));
+}
 
 INLINE void q4_k(const uint8_t *b, float *out) {
-    const float d = half(b), low = half(b + 2);
-    UNROLL for (int pair = 0; pair < 4; pair++) {
-        const float first = d * part_scale(b + 4, 2 * pair), second = d * part_scale(b + 4, 2 * pair + 1);
-        const float least = -(low * part_minimum(b + 4, 2 * pair)), floor = -(low * part_minimum(b + 4, 2 * pair + 1));
+    float scale[16];
+    part_scales(b, scale);
+    UNROLL for (int part = 0; part < 8; part += 2)
         UNROLL for (int i = 0; i < 32; i += 16) {
-            const vi q = codes16(b + 16 + pair * 32 + i);
-            put_low(out + pair * 64 + i, first, least, q);
-            put_low(out + pair * 64 + 32 + i, second, floor, q >> 4);
+            const vi q = codes16(b + 16 + part * 16 + i);
+            put_low(out + part * 32 + i, scale[part], scale[part + 8], q);
+            put_low(out + part * 32 + 32 + i, scale[part + 1], scale[part + 9], q >> 4);
         }
-    }
 }
 
 INLINE void q5_k(const uint8_t *b, float *out) {
-    const float d = half(b), low = half(b + 2);
-    UNROLL for (int part = 0; part < 8; part++) {
-        const float scale = d * part_scale(b + 4, part), minimum = -(low * part_minimum(b + 4, part));
-        const uint8_t *q = b + 48 + part / 2 * 32;
+    float scale[16];
+    part_scales(b, scale);
+    UNROLL for (int part = 0; part < 8; part++)
         UNROLL for (int i = 0; i < 32; i += 16) {
             const vi high = (codes16(b + 16 + i) >> part & 1) << 4;
-            put_above(out + part * 32 + i, scale, (codes16(q + i) >> (part % 2 * 4) & 15) | high, minimum);
+            const vi codes = (codes16(b + 48 + part / 2 * 32 + i) >> (part % 2 * 4) & 15) | high;
+            put_above(out + part * 32 + i, scale[part], codes, scale[part + 8]);
         }
-    }
 }
 
 INLINE void q6_k(const uint8_t *b, float *out) {
-    const float d = half(b + 208);
+    float scale[16];
+    store(scale, splat(half(b + 208)) * to_float(signed16(b + 192)));
     UNROLL for (int part = 0; part < 16; part++) {
         const int side = part / 8, quarter = part % 8 / 2, at = part % 2 * 16;
         const vi low = codes16(b + side * 64 + quarter % 2 * 32 + at) >> (quarter / 2 * 4) & 15;
         const vi high = (codes16(b + 128 + side * 32 + at) >> (quarter * 2) & 3) << 4;
-        put(out + part * 16, d * (int8_t)b[192 + part], (low | high) - 32);
+        put(out + part * 16, scale[part], (low | high) - 32);
     }
 }
 
