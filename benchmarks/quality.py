@@ -38,7 +38,7 @@ def log_probabilities(checkpoint: Checkpoint, weights: str, windows: list[list[i
     for i, tokens in enumerate(windows):
         tables.open(i, ())
         tables.reserve(i, len(tokens))
-        batch = runner.cache.stage([Span(i, tokens, 0, len(tokens))], None, torch.arange(len(tokens) - 1))
+        batch = runner.cache.stage_text([Span(i, tokens, 0, len(tokens))], torch.arange(len(tokens) - 1))
         found.append(torch.log_softmax(runner.forward(batch).logits, -1).to(torch.float16))
         tables.close(i)
     return found, runner.model.num_bytes

@@ -56,9 +56,9 @@ class Ours:
         tables.open(STEP_SEQUENCE, tokens)
         tables.reserve(STEP_SEQUENCE, len(tokens))
         with torch.inference_mode():
-            target.forward(target.cache.stage([Span(STEP_SEQUENCE, tokens, 0, before)], None))
+            target.forward(target.cache.stage_text([Span(STEP_SEQUENCE, tokens, 0, before)]))
             wanted = torch.arange(len(tokens) - before)
-            batch = target.cache.stage([Span(STEP_SEQUENCE, tokens, before, len(tokens))], None, wanted)
+            batch = target.cache.stage_text([Span(STEP_SEQUENCE, tokens, before, len(tokens))], wanted)
             times = [_timed(lambda: target.forward(batch)) for _ in range(repeats)]
         tables.close(STEP_SEQUENCE)
         return times

@@ -270,6 +270,12 @@ def laws(
 @app.command(rich_help_panel="What there is")
 @command
 def models(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A model to describe instead: what it is stored in, and what it will need.", metavar="MODEL"
+        ),
+    ] = None,
     fetch: Annotated[
         str | None,
         typer.Option("--fetch", metavar="NAME", help="Download a model, so that later runs need no network."),
@@ -279,6 +285,11 @@ def models(
     from draftwood.cli.parts import models_table
     from draftwood.model import store
 
+    if model is not None:
+        from draftwood.cli.inspect import model_table
+
+        stdout().print(model_table(model))
+        return
     if fetch is None:
         stdout().print(models_table())
         say(f"They lie in {store.models_dir()}. A folder, .gguf file or hub id works as well: --model PATH.")

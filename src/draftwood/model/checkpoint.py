@@ -14,15 +14,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from ..errors import CheckpointError
 from ..machine import why_unwritable
 from . import store
+from .blocks import NUMBERS, Blocks, warn_of_expanded
 from .config import ModelConfig
-from .files import read_json, read_object
-from .gguf import GgufFile, read_gguf, read_groups
+from .files import read_object
+from .folder import first_line, open_safetensors, tensor_files
+from .gguf import GgufFile, read_groups
+from .gguf_split import part_paths, read_whole_gguf
+from .quantised import Scaled, read_scaled, scheme_of, stored_under
 from .weights import Matrix
 
 if TYPE_CHECKING:
@@ -100,12 +104,12 @@ def _from_hub(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=HUB_PATTERNS))
     except LocalEntryNotFoundError as error:
         raise CheckpointError(
-            f"{name} is not in the local hub cache and the hub cannot be reached ({_first_line(error)}). "
+            f"{name} is not in the local hub cache and the hub cannot be reached ({first_line(error)}). "
             f"Check the network, or {advice}."
         ) from error
     except (HfHubHTTPError, HFValidationError) as error:
         raise CheckpointError(
-            f"The hub has no {name} for us: {_first_line(error)}. Check the spelling; for a gated model, "
+            f"The hub has no {name} for us: {first_line(error)}. Check the spelling; for a gated model, "
             f"accept its terms and run `hf auth login`; or {advice}."
         ) from error
     except OSError as error:
@@ -115,12 +119,7 @@ def _from_hub(name: str) -> Path:
                 f"{name} could not be stored: {reason}. Make room, or set HF_HOME to a folder with room that you can "
                 f"write to, and run it again: files that are complete are kept. Or {advice}."
             ) from error
-        raise CheckpointError(f"{name} could not be downloaded: {_first_line(error)}; or {advice}.") from error
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__).rstrip(" .")
+        raise CheckpointError(f"{name} could not be downloaded: {first_line(error)}; or {advice}.") from error
 
 
 class SafetensorsCheckpoint:
@@ -131,11 +130,14 @@ class SafetensorsCheckpoint:
 
         self.name = name or str(folder)
         self._folder = folder
-        config = ModelConfig.from_hf(_read_config(folder))
+        stated = _read_config(folder)
+        self._scheme = scheme_of(stated, self.name)
+        plain = {key: value for key, value in stated.items() if key != "quantization_config"}
+        config = ModelConfig.from_hf(stated if self._scheme is None else plain)
         self.config = dataclasses.replace(config, eos_token_ids=folder_eos_ids(folder))
-        self._files = _tensor_files(folder)
+        self._files = tensor_files(folder)
         self._opened: dict[Path, Any] = {}
-        if not self.config.tied_head and "lm_head.weight" not in self._files:
+        if not self.has("lm_head.weight") and not self.config.tied_head:
             raise _missing("lm_head.weight", self.name)
 
     @property
@@ -145,13 +147,15 @@ class SafetensorsCheckpoint:
 
     def has(self, name: str) -> bool:
         """Whether the tensor is there; a tied model's copy of its head is not counted."""
-        return name in self._files and not (name == "lm_head.weight" and self.config.tied_head)
+        there = name in self._files or (self._scheme and any(other in self._files for other in stored_under(name)))
+        return bool(there) and not (name == "lm_head.weight" and self.config.tied_head)
 
     def tensor(self, name: str) -> Tensor:
         """Read one tensor, and nothing else of its file."""
         if not self.has(name):
             raise _missing(name, self.name)
-        value = self._read(name)
+        scaled = self._scaled(name)
+        value = self._read(name) if scaled is None else scaled.numbers()
         if value.dtype not in _FLOATS:
             raise CheckpointError(
                 f"{name} in {self.name} is stored as {value.dtype}, a quantised form that is not supported; "
@@ -160,8 +164,24 @@ class SafetensorsCheckpoint:
         return _checked(name, value, self.config)
 
     def matrix(self, name: str) -> Matrix:
-        """The tensor: these files hold no groups."""
+        """The tensor: these files hold no groups of ours."""
         return self.tensor(name)
+
+    def blocks(self, name: str) -> Blocks | None:
+        """A quantised or float16 matrix for our kernels, None where it is neither or does not fit into blocks."""
+        scaled = self._scaled(name)
+        if scaled is not None:
+            return scaled.blocks()
+        value = self.tensor(name)
+        if value.dtype != torch.float16 or value.dim() != 2:
+            return None
+        return Blocks("F16", value.contiguous().view(torch.uint8).numpy(), value.shape[1])
+
+    def _scaled(self, name: str) -> Scaled | None:
+        shape = expected_shape(name, self.config)
+        if self._scheme is None or shape is None or len(shape) != 2:
+            return None
+        return read_scaled(self._scheme, lambda n: self._read(n) if n in self._files else None, name, shape)
 
     def forget(self) -> None:
         """Close the files; they are opened again when something is asked for."""
@@ -176,7 +196,7 @@ class SafetensorsCheckpoint:
     def _read(self, name: str) -> Tensor:
         path = self._files[name]
         if path not in self._opened:
-            self._opened[path] = _open_safetensors(path)
+            self._opened[path] = open_safetensors(path)
         try:
             return self._opened[path].get_tensor(name)
         except SafetensorError as error:  # the index promised what the file does not hold
@@ -192,62 +212,13 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return read_object(path, MAX_CONFIG)
 
 
-def _tensor_files(folder: Path) -> dict[str, Path]:
-    """Which file holds each tensor: by the index where there is one, else by looking into the files."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        return _indexed_files(folder, index)
-    files = store.folder_files(folder)
-    if not files:
-        raise _no_weights(folder)
-    return {name: file for file in files for name in _open_safetensors(file).keys()}  # noqa: SIM118
-
-
-def _indexed_files(folder: Path, index: Path) -> dict[str, Path]:
-    content = read_json(index)
-    names = content.get("weight_map") if isinstance(content, dict) else None
-    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
-        raise CheckpointError(f"{index} has no weight_map of names. Download or convert the model again.")
-    outside = sorted(file for file in set(names.values()) if Path(str(file)).name != file)
-    if outside:
-        raise CheckpointError(f"{index} points outside its folder, to {outside[0]}; it is not to be trusted.")
-    missing = sorted(file for file in set(names.values()) if not (folder / file).is_file())
-    if missing:
-        raise CheckpointError(
-            f"{folder} lacks {len(missing)} of its {len(set(names.values()))} weight files: "
-            f"{', '.join(missing[:4])}{' ...' if len(missing) > 4 else ''}. Download the model again."
-        )
-    return {name: folder / file for name, file in names.items()}
-
-
-def _no_weights(folder: Path) -> CheckpointError:
-    pickles = [file for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern)]
-    if pickles:
-        return CheckpointError(
-            f"{folder} has its weights only as pickles ({pickles[0].name}), which can run any code when "
-            "loaded, so they are not read. Convert them to safetensors: with transformers, "
-            "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)."
-        )
-    return CheckpointError(f"{folder} has a config.json but no *.safetensors file; download the weights too.")
-
-
-def _open_safetensors(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is damaged or truncated ({_first_line(error)}). Download it again.") from error
-
-
 class GgufCheckpoint:
     """One GGUF file, its tensors under their Hugging Face names and in the layout of those."""
 
     def __init__(self, path: Path, name: str | None = None) -> None:
         self.name = name or str(path)
-        self._path, self._file = path, read_gguf(path)
-        if self._file.fields.get("split.count") not in (None, 0, 1):
-            raise CheckpointError(
-                f"{path} is one part of a split GGUF file; join the parts first (llama-gguf-split --merge)."
-            )
+        self._path, self._file = path, read_whole_gguf(path)
+        self._warned = False
         tensors = self._file.tensors
         factors = self._file.dequantize("rope_freqs.weight").tolist() if "rope_freqs.weight" in tensors else None
         fields = {"vocab_size": _embedding_rows(self._file), **self._file.fields}
@@ -255,8 +226,8 @@ class GgufCheckpoint:
 
     @property
     def files(self) -> list[Path]:
-        """The one."""
-        return [self._path]
+        """The one, or its parts."""
+        return part_paths(self._path)
 
     def has(self, name: str) -> bool:
         """Whether the file has the tensor, under its own name for it."""
@@ -282,6 +253,19 @@ class GgufCheckpoint:
         _checked(name, groups.codes, self.config)
         order = _row_order(name, self.config)
         return groups if order is None else groups[order]
+
+    def blocks(self, name: str) -> Blocks | None:
+        """A matrix in the file's own bytes; None where our kernels do not multiply its type."""
+        if not self._warned:
+            self._warned = True
+            warn_of_expanded(self.name, self._file.tensors.values())
+        stored = self._file.tensors.get(gguf_name(name) or "")
+        if stored is None or len(stored.shape) != 2 or stored.type not in NUMBERS:
+            return None
+        _check_shape(name, stored.shape, self.config)
+        found = Blocks(stored.type, stored.data, stored.shape[1])
+        order = _row_order(name, self.config)
+        return found if order is None else found[order.numpy()]
 
     def forget(self) -> None:
         """Unload the file's pages."""
@@ -350,13 +334,17 @@ def _missing(name: str, where: str) -> CheckpointError:
 
 
 def _checked(name: str, value: Tensor, config: ModelConfig) -> Tensor:
+    _check_shape(name, tuple(value.shape), config)
+    return value
+
+
+def _check_shape(name: str, shape: tuple[int, ...], config: ModelConfig) -> None:
     expected = expected_shape(name, config)
-    if expected is not None and tuple(value.shape) != expected:
+    if expected is not None and shape != expected:
         raise CheckpointError(
-            f"{name} has shape {tuple(value.shape)} where the configuration says {expected}: weights and "
+            f"{name} has shape {shape} where the configuration says {expected}: weights and "
             "configuration do not belong together. Download or convert the model again."
         )
-    return value
 
 
 def expected_shape(name: str, config: ModelConfig) -> tuple[int, ...] | None:

@@ -44,7 +44,7 @@ class GgufFile:
     path: Path
     fields: dict[str, Any]
     tensors: dict[str, GgufTensor]
-    mapped: mmap.mmap
+    mapped: tuple[mmap.mmap, ...]  # its parts, nearly always one
 
     def dequantize(self, name: str) -> np.ndarray:
         """The tensor's values in float32, as a new array that does not keep the file open."""
@@ -55,8 +55,9 @@ class GgufFile:
 
     def forget(self) -> None:
         """Let the system have the memory of everything read so far; what is asked for again is read again."""
-        if hasattr(self.mapped, "madvise"):
-            self.mapped.madvise(mmap.MADV_DONTNEED)
+        for buffer in self.mapped:
+            if hasattr(buffer, "madvise"):
+                buffer.madvise(mmap.MADV_DONTNEED)
 
 
 def read_gguf(path: str | Path) -> GgufFile:
@@ -73,7 +74,7 @@ def read_gguf(path: str | Path) -> GgufFile:
     start = -(-cursor.position // alignment) * alignment
     everything = np.frombuffer(buffer, dtype=np.uint8)
     tensors = {place.name: _view(path, everything, start, place) for place in places}
-    return GgufFile(path, fields, tensors, buffer)
+    return GgufFile(path, fields, tensors, (buffer,))
 
 
 def _broken(path: Path, reason: str) -> CheckpointError:

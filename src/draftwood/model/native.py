@@ -17,6 +17,7 @@ from torch import Tensor
 
 from draftwood.batch import ForwardBatch, ForwardOutput, GivenRows, Pages
 from draftwood.machine import zeroed_memory
+from draftwood.model.blocks import NUMBERS, Blocks, BlockSource, stay_blocks
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.config import ModelConfig
 from draftwood.model.layers import Rotary
@@ -37,8 +38,8 @@ ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
 Progress = Callable[[int, int], None]  # matrices packed, of how many
 
 _ARENA = 32 << 20
-_FORGET_EVERY = 16  # matrices
-_CHUNK = 4096  # rows packed at a time: bounds the memory that quantising needs
+_FORGET_AFTER = 32 << 20  # bytes read, or weights where only those are known
+_CHUNK = 1024  # rows packed at a time: bounds the memory that quantising needs
 
 
 class _Arena:
@@ -82,6 +83,7 @@ class _Packer:
         self._arena = arena
         self._progress = progress
         self._packed = packed  # matrices, those of others included
+        self._read = 0  # bytes, since the file was forgotten last
 
     def floats(self, name: str, present: bool = True) -> int | None:
         """A vector in float32, by its address."""
@@ -89,33 +91,78 @@ class _Packer:
 
     def matrix(self, names: Sequence[str], storage: Storage | None, bias: bool = False) -> structs.Matrix:
         """Matrices that share their inputs, one below the other; `storage` None keeps them as they are stored."""
-        return self._pack(self._parts(names, bias), storage)
+        return self._pack(names, storage, bias)
 
     def gated(self, names: Sequence[str], storage: Storage | None, bias: bool) -> structs.Matrix:
         """Gate and up in turn by half panels, so that one tile of the product has what belongs together."""
-        return self._pack(self._parts(names, bias), storage, structs.PANEL // 2)
-
-    def _parts(self, names: Sequence[str], bias: bool) -> tuple[list[Matrix], list[Tensor]]:
-        biases = [self._checkpoint.tensor(f"{name}.bias").float()[:, None] for name in names] if bias else []
-        return [self._checkpoint.matrix(f"{name}.weight") for name in names], biases
+        return self._pack(names, storage, bias, structs.PANEL // 2)
 
     def _pack(
-        self, parts: tuple[list[Matrix], list[Tensor]], storage: Storage | None, panel: int | None = None
+        self, names: Sequence[str], storage: Storage | None, bias: bool, panel: int | None = None
     ) -> structs.Matrix:
-        weights = join_rows(parts[0], panel)
-        storage = exact_storage(weights) if storage is None else storage
+        weights = [f"{name}.weight" for name in names]
+        source = self._checkpoint
+        blocks = [source.blocks(name) if isinstance(source, BlockSource) else None for name in weights]
+        if storage is None and stay_blocks(blocks):
+            packed = self._in_blocks([part for part in blocks if part is not None], panel)
+        elif len(blocks) == 1 and blocks[0] is not None:
+            packed = self._in_panels(blocks[0], storage)
+        else:
+            parts = [self._numbers(name, part) for name, part in zip(weights, blocks, strict=True)]
+            packed = self._in_panels(join_rows(parts, panel), storage)
+        if bias:
+            biases = join_rows([source.tensor(f"{name}.bias").float()[:, None] for name in names], panel)
+            packed.bias = self._keep(F.pad(as_numbers(biases)[:, 0], (0, packed.outputs - biases.shape[0])))
+        self._heard()
+        return packed
+
+    def _numbers(self, name: str, blocks: Blocks | None) -> Matrix:
+        """Our kernels decode blocks many times as fast as the checkpoint does."""
+        return self._checkpoint.matrix(name) if blocks is None else blocks.matrix(self._library)
+
+    def _in_panels(self, weights: Matrix | Blocks, storage: Storage | None) -> structs.Matrix:
+        """`storage` None keeps them in the smallest that loses nothing."""
+        if storage is None:
+            storage = exact_storage(weights if not isinstance(weights, Blocks) else weights[:1].matrix(self._library))
         packed = self._allocate(storage, _padded(weights.shape[0]), _padded(weights.shape[1]))
         for start in range(0, weights.shape[0], _CHUNK):
-            self._fill(packed, store_as(storage, weights[start : start + _CHUNK]), start)
-        if parts[1]:
-            bias = as_numbers(join_rows(parts[1], panel))[:, 0]
-            packed.bias = self._keep(F.pad(bias, (0, packed.outputs - len(bias))))
-        self._packed += 1
-        if self._packed % _FORGET_EVERY == 0:
+            rows = weights[start : start + _CHUNK]
+            rows = rows.matrix(self._library) if isinstance(rows, Blocks) else rows
+            self._fill(packed, store_as(storage, rows), start)
+            self._has_read(rows.shape[0] * rows.shape[1])
+        return packed
+
+    def _in_blocks(self, parts: Sequence[Blocks], panel: int | None) -> structs.Matrix:
+        """Blocks as they are: the kernels get a table of where each output's begin, and in which format they are."""
+        addresses, kinds = [], []
+        for part in parts:
+            rows, used = part.data.shape
+            own = self._arena.take(rows * part.stride).view(rows, part.stride).numpy()
+            own[:, used:] = 0
+            for start in range(0, rows, _CHUNK):
+                own[start : start + _CHUNK, :used] = part.data[start : start + _CHUNK]
+                self._has_read(_CHUNK * used)
+            addresses.append(own.ctypes.data + torch.arange(rows)[:, None] * part.stride)
+            kinds.append(torch.full((rows, 1), NUMBERS[part.kind]))
+        table = [as_numbers(join_rows(column, panel))[:, 0] for column in (addresses, kinds)]
+        table = [F.pad(column, (0, -len(column) % structs.PANEL)) for column in table]
+        outputs = len(table[0])
+        return structs.Matrix(
+            Storage.BLOCKS, outputs, _padded(parts[0].inputs), None, None, None, None,
+            self._keep(table[0]), self._keep(table[1].to(torch.uint8)),
+        )  # fmt: skip
+
+    def _has_read(self, num_bytes: int) -> None:
+        """Pages of the file would count as our memory until somebody else needs it."""
+        self._read += num_bytes
+        if self._read > _FORGET_AFTER:
+            self._read = 0
             self._checkpoint.forget()
+
+    def _heard(self) -> None:
+        self._packed += 1
         config = self._checkpoint.config
         self._progress(self._packed, 4 * config.num_layers + (1 if config.tied_head else 2))
-        return packed
 
     def _allocate(self, storage: Storage, outputs: int, inputs: int) -> structs.Matrix:
         halves = outputs * inputs // GROUP * 2
@@ -143,7 +190,7 @@ class _Packer:
             )
 
     def _keep(self, tensor: Tensor) -> int:
-        own = self._arena.take(tensor.numel() * 4).view(torch.float32)
+        own = self._arena.take(tensor.nbytes).view(tensor.dtype)
         own.copy_(tensor.flatten())
         return own.data_ptr()
 

@@ -25,6 +25,7 @@ class Storage(IntEnum):
     INT8 = 2
     INT4 = 3
     FLOAT8 = 4  # on accelerators alone
+    BLOCKS = 5  # of a GGUF file, whatever they are: on a CPU alone
 
 
 @dataclass(frozen=True)

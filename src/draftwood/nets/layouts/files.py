@@ -12,6 +12,7 @@ from torch import Tensor
 
 from draftwood.errors import CheckpointError
 from draftwood.model import checkpoint
+from draftwood.model.folder import open_safetensors, tensor_files
 
 PICKLES = ("*.pt", "*.bin", "*.pth")
 
@@ -89,8 +90,8 @@ def _folder_of(path: str | Path) -> Path:
 
 
 def _from_safetensors(folder: Path, name: str, config: Mapping[str, Any]) -> DrafterFiles:
-    places = checkpoint._tensor_files(folder)
-    opened = cache(checkpoint._open_safetensors)
+    places = tensor_files(folder)
+    opened = cache(open_safetensors)
     shapes: dict[str, tuple[int, ...]] = {}
     for tensor, file in places.items():
         if tensor not in opened(file).keys():  # noqa: SIM118

@@ -20,7 +20,7 @@ static void norm_row(const float *x, const float *weight, int64_t size, float ep
 }
 
 /* Whether products with this matrix take bytes, or the sums of groups. */
-static int takes_bytes(const Model *m, const Matrix *w) { return m->byte_activations && w->storage >= INT8; }
+static int takes_bytes(const Model *m, const Matrix *w) { return m->byte_activations && in_groups(w); }
 static int takes_sums(const Model *m, const Matrix *w) { return takes_bytes(m, w) || w->storage == INT4; }
 
 static void summarise(const Model *m, const Matrix *w, const Scratch *s, const float *values, int64_t row) {

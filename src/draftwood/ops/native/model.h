@@ -6,7 +6,7 @@
 #define PANEL 32 /* outputs whose weights lie side by side */
 #define GROUP 32 /* inputs that share a scale */
 
-enum Storage { FLOAT32, BFLOAT16, INT8, INT4 };
+enum Storage { FLOAT32, BFLOAT16, INT8, INT4, BLOCKS = 5 }; /* 4 is on accelerators alone */
 enum Activation { SILU, GELU, GELU_TANH };
 enum Epilogue { STORE, ADD, GATED };
 
@@ -22,7 +22,12 @@ typedef struct {
     const uint16_t *scale;   /* float16 [panels][inputs / 32][32] */
     const uint16_t *minimum; /* float16, the same shape */
     const float *bias;       /* [outputs], padded, or null */
+    const uint8_t *const *rows; /* in blocks (see blocks.h): where each output's weights lie, null for padding */
+    const uint8_t *kinds;       /* and what they are in */
 } Matrix;
+
+/* Whether weights have one scale for each group of inputs: products with them may take bytes. */
+static inline int in_groups(const Matrix *m) { return m->storage == INT8 || m->storage == INT4; }
 
 typedef struct {
     Matrix qkv, output, gate_up, down; /* gate_up: sixteen of gate, sixteen of up, in turn */

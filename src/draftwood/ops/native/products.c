@@ -1,16 +1,9 @@
 #include "products.h"
 
+#include "blocks.h"
 #include "simd.h"
 
 #define CHUNK 64 /* inputs summed before they join the total: shorter sums round less */
-
-#ifdef __AVX512F__
-#define MAX_ROWS 12
-#define MAX_BYTE_ROWS 8
-#else
-#define MAX_ROWS 3
-#define MAX_BYTE_ROWS 3
-#endif
 
 #define UNROLL _Pragma("GCC unroll 12")
 /* Weights are read once a step, from end to end: fetch far ahead into the second-level cache, and from there into the
@@ -175,8 +168,6 @@ TILE(tile_bytes) {
     store_tile(out, total, R);
 }
 
-typedef void Tile(const Matrix *, int64_t, const Rows *, int64_t, float[][PANEL]);
-
 #define COMPILE(name, body, bits, R) \
     static void name##_##R(const Matrix *m, int64_t p, const Rows *x, int64_t row, float out[][PANEL]) { \
         body(m, p, x, row, R, out, bits); \
@@ -199,6 +190,7 @@ FOR_ALL_ROWS(byte4_tiles, tile_bytes, 4)
 static const int64_t bits_of[] = {[FLOAT32] = 32, [BFLOAT16] = 16, [INT8] = 8, [INT4] = 4};
 
 static Tile *const *tiles_for(const Matrix *m, const Rows *x) {
+    if (m->storage == BLOCKS) return block_tiles;
     if (m->storage == FLOAT32) return float32_tiles;
     if (m->storage == BFLOAT16) return bfloat16_tiles;
     if (m->storage == INT8) return x->bytes ? byte8_tiles : int8_tiles;
@@ -247,7 +239,7 @@ static void finish(const Matrix *m, int64_t panel, float tile[][PANEL], int64_t 
 
 void multiply(const Matrix *m, const Rows *x, const Target *t, const Team *team) {
     Tile *const *tiles = tiles_for(m, x);
-    const int64_t most = x->bytes && m->storage >= INT8 ? MAX_BYTE_ROWS : MAX_ROWS;
+    const int64_t most = x->bytes && in_groups(m) ? MAX_BYTE_ROWS : MAX_ROWS;
     const int64_t parts = (x->rows + most - 1) / most;
     int64_t helped = 0;
     for (int64_t item; (item = take(team, m->outputs / PANEL * parts, &helped)) >= 0;) {
@@ -293,6 +285,10 @@ static float weight_at(const Matrix *m, int64_t panel, int64_t lane, int64_t k, 
 }
 
 void read_output(const Matrix *m, int64_t index, float *out) {
+    if (m->storage == BLOCKS) {
+        read_block_row(m, index, out);
+        return;
+    }
     const int64_t panel = index / PANEL, lane = index % PANEL;
     for (int64_t g = 0; g < m->inputs / GROUP; g++) {
         const int64_t at = (panel * (m->inputs / GROUP) + g) * PANEL + lane / LANES * LANES;

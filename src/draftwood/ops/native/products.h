@@ -21,6 +21,17 @@ typedef struct {
     int64_t activation;
 } Target;
 
+#ifdef __AVX512F__
+#define MAX_ROWS 12
+#define MAX_BYTE_ROWS 8
+#else
+#define MAX_ROWS 3
+#define MAX_BYTE_ROWS 3
+#endif
+
+/* Up to MAX_ROWS rows times the outputs of one panel. */
+typedef void Tile(const Matrix *, int64_t panel, const Rows *, int64_t row, float out[][PANEL]);
+
 /* Called by every thread of a team; they share the work, and none returns before all are done. */
 void multiply(const Matrix *matrix, const Rows *rows, const Target *target, const Team *team);
 

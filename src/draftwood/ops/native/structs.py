@@ -14,6 +14,7 @@ class Matrix(Structure):
     _fields_ = [
         ("storage", c_int64), ("outputs", c_int64), ("inputs", c_int64),
         ("words", c_void_p), ("scale", c_void_p), ("minimum", c_void_p), ("bias", c_void_p),
+        ("rows", c_void_p), ("kinds", c_void_p),
     ]  # fmt: skip
 
 
@@ -97,6 +98,8 @@ SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "dw_verdict_greatest": (None, [c_void_p]),
     "dw_verdict_match": (None, [c_void_p]),
     "dw_verdict_longest": (None, [c_void_p]),
+    "dw_decode_rows": (None, [c_int64, c_void_p, *[c_int64] * 3, c_void_p]),
+    "dw_block_product": (None, [c_void_p, c_void_p, c_int64, c_void_p]),
     "dw_pack_codes": (None, [c_int64, *[c_void_p] * 3, c_int64, c_int64, *[c_void_p] * 3, c_int64]),
 }
 

@@ -1,0 +1,65 @@
+"""The safetensors of a model folder: which file holds which tensor."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from ..errors import CheckpointError
+from . import store
+from .files import read_json
+
+
+def tensor_files(folder: Path) -> dict[str, Path]:
+    """Which file holds each tensor: by the index where there is one, else by looking into the files."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        return _indexed_files(folder, index)
+    files = store.folder_files(folder)
+    if not files:
+        raise _no_weights(folder)
+    return {name: file for file in files for name in open_safetensors(file).keys()}  # noqa: SIM118
+
+
+def _indexed_files(folder: Path, index: Path) -> dict[str, Path]:
+    content = read_json(index)
+    names = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+        raise CheckpointError(f"{index} has no weight_map of names. Download or convert the model again.")
+    outside = sorted(file for file in set(names.values()) if Path(str(file)).name != file)
+    if outside:
+        raise CheckpointError(f"{index} points outside its folder, to {outside[0]}; it is not to be trusted.")
+    missing = sorted(file for file in set(names.values()) if not (folder / file).is_file())
+    if missing:
+        raise CheckpointError(
+            f"{folder} lacks {len(missing)} of its {len(set(names.values()))} weight files: "
+            f"{', '.join(missing[:4])}{' ...' if len(missing) > 4 else ''}. Download the model again."
+        )
+    return {name: folder / file for name, file in names.items()}
+
+
+def _no_weights(folder: Path) -> CheckpointError:
+    pickles = [file for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern)]
+    if pickles:
+        return CheckpointError(
+            f"{folder} has its weights only as pickles ({pickles[0].name}), which can run any code when "
+            "loaded, so they are not read. Convert them to safetensors: with transformers, "
+            "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)."
+        )
+    return CheckpointError(f"{folder} has a config.json but no *.safetensors file; download the weights too.")
+
+
+def open_safetensors(path: Path) -> Any:
+    """Open one file; it is checked against its header's promises when tensors are read."""
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is damaged or truncated ({first_line(error)}). Download it again.") from error
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, or its name."""
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__).rstrip(" .")
