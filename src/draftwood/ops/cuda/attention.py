@@ -99,6 +99,8 @@ class TreeAttention:
 
         `num_splits` programs share the chunks of a tile of `largest_tile` lines; None: as is fastest.
         """
+        if shape.softcap is not None or shape.sinks:
+            raise ValueError("The attention kernels know neither capped scores nor sinks; use `plan_attention`.")
         depth = batch.ancestors.shape[1] * BITS if max_depth is None else max_depth
         rows = batch.tokens.shape[0] if max_rows is None else max_rows
         largest_tile = largest_tile or (TALLEST_EXACT if exact else TALL if rows <= FEW_ROWS else TALLEST)
@@ -114,8 +116,8 @@ class TreeAttention:
         """Chunks that the longest sequence these block tables can hold has."""
         return -(-self.batch.block_table.shape[1] * self.cache.page_size // CHUNK)
 
-    def run(self, layer: int, query: Tensor, out: Tensor | None = None) -> Tensor:
-        """[N, heads, D] -> [N, heads * D]."""
+    def run(self, layer: int, query: Tensor, out: Tensor | None = None, *, sinks: Tensor | None = None) -> Tensor:
+        """[N, heads, D] -> [N, heads * D]. Sinks and capped scores are not for these kernels: `plan` refuses them."""
         num_rows, heads, dim = query.shape
         kv_heads = self.cache.store.shape[2]
         tiling = Tiling.choose(self, heads // kv_heads, kv_heads)
