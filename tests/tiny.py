@@ -31,6 +31,7 @@ from draftwood.engine.text import TextStream
 from draftwood.engine.worker import Companion
 from draftwood.model.checkpoint import expected_shape
 from draftwood.model.config import ModelConfig
+from draftwood.model.names import tensor_shapes
 from draftwood.model.runner import ModelRunner
 from draftwood.model.weights import FORMATS
 from draftwood.nets.dflash import BlockNet, BlockSpec, HiddenCorrection, Markov
@@ -85,15 +86,8 @@ def hf_config(family: str = "llama", vocab_size: int = 13, layers: int = 2, **ch
 
 
 def tensor_names(config: ModelConfig) -> list[str]:
-    """Every tensor a checkpoint of this config has, by Hugging Face name."""
-    parts = ["input_layernorm.weight", "post_attention_layernorm.weight"]
-    parts += [f"self_attn.{p}_proj.weight" for p in "qkvo"] + [f"mlp.{p}_proj.weight" for p in ("gate", "up", "down")]
-    parts += [f"self_attn.{p}_proj.bias" for p in "qkv"] if config.qkv_bias else []
-    parts += ["self_attn.o_proj.bias"] if config.output_bias else []
-    parts += [f"mlp.{p}_proj.bias" for p in ("gate", "up", "down")] if config.mlp_bias else []
-    parts += ["self_attn.q_norm.weight", "self_attn.k_norm.weight"] if config.qk_norm else []
-    names = ["model.embed_tokens.weight", "model.norm.weight"] + ([] if config.tied_head else ["lm_head.weight"])
-    return names + [f"model.layers.{i}.{part}" for i in range(config.num_layers) for part in parts]
+    """Every tensor a checkpoint of this config has, by our name for it."""
+    return list(tensor_shapes(config))
 
 
 def _gaussian(name: str, seed: int, shape: tuple[int, ...]) -> Tensor:
