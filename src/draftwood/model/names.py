@@ -41,6 +41,19 @@ def count_parameters(config: ModelConfig) -> int:
     return sum(_product(shape) for shape in tensor_shapes(config).values())
 
 
+def parameters_by_kind(config: ModelConfig) -> tuple[int, int, int]:
+    """Those in the layers' matrices; in embedding and head; in vectors, and in tables of positions."""
+    layers = ends = vectors = 0
+    for name, shape in tensor_shapes(config).items():
+        if len(shape) == 2 and name.startswith("model.layers."):
+            layers += _product(shape)
+        elif name in (f"{EMBEDDING}.weight", f"{HEAD}.weight"):
+            ends += _product(shape)
+        else:
+            vectors += _product(shape)
+    return layers, ends, vectors
+
+
 def count_active_parameters(config: ModelConfig) -> int:
     """Those that one token makes use of: of experts, as many as the router takes."""
     total = 0
