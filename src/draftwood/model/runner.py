@@ -15,6 +15,7 @@ from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.config import ModelConfig
 from draftwood.model.isa import avoid_broken_amx
 from draftwood.model import native
+from draftwood.model.gpu_limits import refuses as gpu_refuses
 from draftwood.model.native import NativeTransformer, Progress
 from draftwood.model.transformer import Transformer
 from draftwood.model.weights import FORMATS, WeightFormat
@@ -68,9 +69,9 @@ def load_model(
 ) -> Model:
     """The fastest decoder there is for this device and dtype that can run the model."""
     if device.type == "cuda" and dtype != torch.float64:
-        from draftwood.model.cuda import CudaTransformer, refuses  # Triton is there where CUDA is
+        if _is_taken("GPU", gpu_refuses(checkpoint.config), checkpoint):
+            from draftwood.model.cuda import CudaTransformer  # Triton is there where CUDA is
 
-        if _is_taken("GPU", refuses(checkpoint.config), checkpoint):
             return CudaTransformer(checkpoint, dtype, device, weights, strict, progress)
     library = kernels() if device.type == "cpu" and dtype == torch.float32 else None
     if library is not None and _is_taken("CPU", native.refuses(checkpoint.config), checkpoint):
@@ -78,6 +79,13 @@ def load_model(
     if dtype == torch.bfloat16 and device.type == "cpu":
         avoid_broken_amx()
     return Transformer(checkpoint, dtype, device, weights)
+
+
+def implementations(config: ModelConfig) -> dict[str, str]:
+    """What would run a model on a CPU and on a GPU, in words."""
+    ours, torch_only = "our own kernels", "torch's own operations: our kernels do not know"
+    reasons = {"CPU": native.refuses(config), "GPU": gpu_refuses(config)}
+    return {device: ours if reason is None else f"{torch_only} {reason}" for device, reason in reasons.items()}
 
 
 def _is_taken(kernels: str, reason: str | None, checkpoint: Checkpoint) -> bool:
@@ -95,6 +103,9 @@ def require_strict(model: Model) -> None:
     if model.strict:
         return
     if model.device.type != "cpu":
+        unknown = gpu_refuses(model.config)
+        if unknown is not None:
+            raise InvalidRequest(f"Strict mode needs our own kernels, and those for a GPU do not know {unknown}.")
         raise InvalidRequest(f"Strict mode needs our own kernels, and on a GPU they do not compute in {model.dtype}.")
     reason = f"there are none here: {why_missing()}" if why_missing() else f"they compute in float32, not {model.dtype}"
     if not why_missing() and model.dtype == torch.float32:
