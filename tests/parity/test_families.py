@@ -147,5 +147,3 @@ def test_every_family_is_tried() -> None:
 
     elsewhere = {"llama", "mistral", "qwen2", "qwen3"}  # test_transformer.py
     assert {raw["model_type"] for raw in FAMILIES.values()} | elsewhere == set(known)
-
-

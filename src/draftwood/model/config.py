@@ -22,6 +22,9 @@ GGUF_CONTROL = 3  # the token type of markers such as <|im_end|>
 _END_TOKENS = {"</s>", "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<end_of_turn>"}
 
 
+_PLAIN = StreamSpec()
+
+
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A decoder. Without `layers` all of them are plain: norm, attention, add; norm, gated MLP, add."""
@@ -47,7 +50,7 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     layers: tuple[LayerSpec, ...] = ()  # what each is, if they are not plain
-    stream: StreamSpec = StreamSpec()
+    stream: StreamSpec = _PLAIN
 
     def __post_init__(self) -> None:
         for name, most in SIZES.items():
@@ -79,9 +82,8 @@ class ModelConfig:
         if not self.layers:
             self.rope.inverse_frequencies(self.head_dim)  # refuses a wrong number of factors here and now
             return
-        require(
-            len(self.layers) == self.num_layers, f"{len(self.layers)} layers are described, and it has {self.num_layers}"
-        )
+        described = len(self.layers)
+        require(described == self.num_layers, f"{described} layers are described, and it has {self.num_layers}")
         for layer in self.layers:
             rotated = layer.attention.rotated
             require(rotated <= self.head_dim, f"{rotated} of {self.head_dim} dimensions of a head are to be rotated")
@@ -89,7 +91,7 @@ class ModelConfig:
     @property
     def is_plain(self) -> bool:
         """Whether the values above describe all of it."""
-        return not self.layers and self.stream == StreamSpec()
+        return not self.layers and self.stream == _PLAIN
 
     @property
     def layer_specs(self) -> tuple[LayerSpec, ...]:
@@ -125,7 +127,7 @@ class ModelConfig:
 
     def with_layers(self, count: int) -> ModelConfig:
         """So many plain layers of these sizes, each of which sees all of the text."""
-        return replace(self, num_layers=count, windows=(None,) * count, layers=(), stream=StreamSpec())
+        return replace(self, num_layers=count, windows=(None,) * count, layers=(), stream=_PLAIN)
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:

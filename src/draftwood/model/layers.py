@@ -71,6 +71,11 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def softcapped(x: Tensor, cap: float) -> Tensor:
+    """cap tanh(x / cap)."""
+    return torch.tanh(x / cap) * cap
+
+
 def pair_adjacent(rows: Tensor, head_dim: int, rotated: int | None = None) -> Tensor:
     """Reorder each head's output rows so that the two halves of a rotation lie side by side.
 

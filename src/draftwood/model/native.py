@@ -50,7 +50,6 @@ Turning = tuple[RopeConfig, int]  # and how many dimensions of a head it turns
 Progress = Callable[[int, int], None]  # matrices packed, of how many
 
 
-
 def refuses(config: ModelConfig) -> str | None:
     """What these kernels cannot compute of a model, if there is something."""
     if config.has_experts:
@@ -287,7 +286,7 @@ class NativeTransformer:
         self._library.dw_products(ctypes.byref(self._model), ctypes.byref(scratch), rows, logits.data_ptr())
 
     def _tables(self, length: int) -> ctypes.Array[ctypes.c_void_p]:
-        """Cosines, then sines, of all positions below `length` and more, for each way of turning. [positions, rotated]."""
+        """For each way of turning: cosines, then sines, of all positions below `length` and more."""
         for i, rotary in enumerate(self._rotaries):
             if length > len(self._rotations[i]):
                 table = torch.view_as_real(rotary.table(length))
@@ -319,9 +318,7 @@ def _layer(packer: _Packer, config: ModelConfig, storage: Storage | None, i: int
     if isinstance(spec.mlp, ExpertsSpec):
         raise InvalidRequest("The kernels for a CPU do not run mixtures of experts; torch's operations do.")
     mlp, gates = spec.mlp, [f"{inner}.gate_proj", f"{inner}.up_proj"]
-    norms = [
-        packer.norm(f"{name}.{norm}", spec.norm if norm in spec.wiring.norms else None) for norm in _LAYER_NORMS
-    ]
+    norms = [packer.norm(f"{name}.{norm}", spec.norm if norm in spec.wiring.norms else None) for norm in _LAYER_NORMS]
     return structs.Layer(
         packer.matrix([f"{own}.{part}_proj" for part in "qkv"], storage, attention.qkv_bias),
         packer.matrix([f"{own}.o_proj"], storage, attention.output_bias),

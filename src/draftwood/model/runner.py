@@ -10,12 +10,12 @@ from torch import Tensor
 
 from draftwood.cache.kv import KVCache
 from draftwood.errors import InvalidRequest
+from draftwood.model import native
 from draftwood.model.batch import ForwardBatch, ForwardOutput, Pages
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.config import ModelConfig
-from draftwood.model.isa import avoid_broken_amx
-from draftwood.model import native
 from draftwood.model.gpu_limits import refuses as gpu_refuses
+from draftwood.model.isa import avoid_broken_amx
 from draftwood.model.native import NativeTransformer, Progress
 from draftwood.model.transformer import Transformer
 from draftwood.model.weights import FORMATS, WeightFormat
@@ -68,11 +68,11 @@ def load_model(
     strict: bool = False,
 ) -> Model:
     """The fastest decoder there is for this device and dtype that can run the model."""
-    if device.type == "cuda" and dtype != torch.float64:
-        if _is_taken("GPU", gpu_refuses(checkpoint.config), checkpoint):
-            from draftwood.model.cuda import CudaTransformer  # Triton is there where CUDA is
+    on_gpu = device.type == "cuda" and dtype != torch.float64
+    if on_gpu and _is_taken("GPU", gpu_refuses(checkpoint.config), checkpoint):
+        from draftwood.model.cuda import CudaTransformer  # Triton is there where CUDA is
 
-            return CudaTransformer(checkpoint, dtype, device, weights, strict, progress)
+        return CudaTransformer(checkpoint, dtype, device, weights, strict, progress)
     library = kernels() if device.type == "cpu" and dtype == torch.float32 else None
     if library is not None and _is_taken("CPU", native.refuses(checkpoint.config), checkpoint):
         return NativeTransformer(library, checkpoint, weights, progress)

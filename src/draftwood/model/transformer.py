@@ -14,7 +14,7 @@ from torch import Tensor
 from draftwood.model.batch import AttentionShape, ForwardBatch, ForwardOutput, Pages
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.experts import Experts
-from draftwood.model.layers import ACTIVATIONS, Norm, Rotary, gated, rotate, tensors_of, write_over
+from draftwood.model.layers import ACTIVATIONS, Norm, Rotary, gated, rotate, softcapped, tensors_of, write_over
 from draftwood.model.loading import WeightLoader
 from draftwood.model.rope import RopeConfig
 from draftwood.model.spec import (
@@ -181,11 +181,6 @@ class Transformer:
         config = self.config
         turning = config.num_heads + config.num_kv_heads
         return rotary.at(batch.positions, config.max_positions - 1, turning, config.num_kv_heads)
-
-
-def softcapped(x: Tensor, cap: float) -> Tensor:
-    """cap tanh(x / cap)."""
-    return torch.tanh(x / cap) * cap
 
 
 def _added(hidden: Tensor, part: Linear | Experts, x: Tensor, norm: Norm | None, scale: float) -> Tensor:

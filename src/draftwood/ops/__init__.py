@@ -24,8 +24,7 @@ def plan_attention(batch: ForwardBatch, cache: Pages, shape: AttentionShape) -> 
     """The fastest attention there is for the batch's device."""
     if batch.tokens.device.type == "cpu":
         return SegmentedAttention.plan(batch, cache, shape)
-    simple = shape.softcap is None and not shape.sinks
-    if batch.tokens.device.type == "cuda" and cache.dtype != torch.float64 and simple:
+    if batch.tokens.device.type == "cuda" and cache.dtype != torch.float64 and not shape.sinks:
         from draftwood.ops.cuda.attention import TreeAttention  # Triton is there where CUDA is
 
         return TreeAttention.plan(

@@ -1,7 +1,7 @@
 """What every family's file is made of: how its configuration is read, and where its tensors lie.
 
-A family is one file with one `Family` in it. `read` turns a `config.json` into a `ModelConfig`, most often the plain one
-(`plain`) with some layers changed (`with_layers_changed`). `tensors` maps our names within a layer to the checkpoint's:
+A family is one file with one `Family` in it. `read` turns a `config.json` into a `ModelConfig`, most often the plain
+one (`plain`) with some layers changed (`with_layers_changed`). `tensors` maps our names within a layer to theirs:
 
     our module, or module.weight / module.bias   ->   their module; a `Stored` with their whole tensor names and what
                                                       is done with them; or several of these, of which the first is

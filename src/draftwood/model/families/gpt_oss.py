@@ -1,4 +1,4 @@
-"""gpt-oss: sinks in attention, every other layer slides, experts with biases; their weights are 4-bit floats (MXFP4)."""
+"""gpt-oss: sinks in attention, every other layer slides, experts with biases, stored as 4-bit floats (MXFP4)."""
 
 from __future__ import annotations
 
