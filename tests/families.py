@@ -31,8 +31,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 3.0,
     },
     "gemma3": {"model_type": "gemma3_text", **_LLAMA_LIKE, **_GEMMA},
-    "phi3": {"model_type": "phi3", **_LLAMA_LIKE, "sliding_window": 6},
-    "phi4-mini": {"model_type": "phi3", **_LLAMA_LIKE, "partial_rotary_factor": 0.5, "tie_word_embeddings": True},
+    "phi3": {
+        "model_type": "phi3",
+        **_LLAMA_LIKE,
+        "sliding_window": 6,
+        "original_max_position_embeddings": 64,
+    },
+    "phi4-mini": {
+        "model_type": "phi3",
+        **_LLAMA_LIKE,
+        "partial_rotary_factor": 0.5,
+        "tie_word_embeddings": True,
+        "original_max_position_embeddings": 64,
+    },
     "smollm3": {"model_type": "smollm3", **_LLAMA_LIKE, "no_rope_layers": [1, 0]},
     "olmo2": {"model_type": "olmo2", **_LLAMA_LIKE},
     "granite": {

@@ -58,12 +58,13 @@ class SegmentedAttention:
 
     def run(self, layer: int, query: Tensor, *, sinks: Tensor | None = None) -> Tensor:
         """[N, heads, D], [heads] -> [N, heads * D]."""
-        attend = self._attend if self.shape.softcap is None and sinks is None else self._written_out
         if len(self.segments) == 1:
-            return attend(self.segments[0], layer, query, sinks)
-        return torch.cat([attend(segment, layer, query[segment.rows], sinks) for segment in self.segments])
+            return self._attend(self.segments[0], layer, query, sinks)
+        return torch.cat([self._attend(segment, layer, query[segment.rows], sinks) for segment in self.segments])
 
-    def _attend(self, segment: _Segment, layer: int, query: Tensor, sinks: None) -> Tensor:
+    def _attend(self, segment: _Segment, layer: int, query: Tensor, sinks: Tensor | None) -> Tensor:
+        if self.shape.softcap is not None or sinks is not None:
+            return self._written_out(segment, layer, query, sinks)
         keys, values = segment.keys_and_values(layer)
         scale = self.shape.scale
         rows, heads, dim = query.shape

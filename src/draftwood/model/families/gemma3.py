@@ -47,7 +47,11 @@ def _ropes(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     else:
         local = {"rope_theta": config.get("rope_local_base_freq") or _LOCAL_THETA}
         everywhere = {"rope_theta": config.get("rope_theta") or _GLOBAL_THETA, **(config.get("rope_scaling") or {})}
-    return tuple({"rope_scaling": None, "rope_theta": None, "rope_parameters": rope} for rope in (local, everywhere))
+    return _rope_entries(local), _rope_entries(everywhere)
+
+
+def _rope_entries(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"rope_scaling": None, "rope_theta": None, "rope_parameters": parameters}
 
 
 def _of(
