@@ -55,7 +55,8 @@ def test_published_models_have_their_size(family: str) -> None:
 
 
 def test_every_family_has_its_file() -> None:
-    assert {raw["model_type"] for raw in FAMILIES.values()} | {"llama", "mistral", "qwen2", "qwen3"} == set(KNOWN)
+    elsewhere = {"llama", "mistral", "qwen2", "qwen3", "gemma3"}
+    assert {raw["model_type"] for raw in FAMILIES.values()} | elsewhere == set(KNOWN)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt2", "gpt_oss", "qwen2_moe"])
@@ -143,12 +144,16 @@ GGUF_NAMES = {
 }
 
 
-def test_a_gguf_file_of_gemma_3_is_the_folder_of_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["gemma2", "gemma3"])
+def test_a_gguf_file_is_the_folder_of_it(tmp_path: Path, family: str) -> None:
     """The same configuration, but for what GGUF does not say; norms hold the one already."""
-    raw = FAMILIES["gemma3"] | {"num_hidden_layers": 6, "layer_types": None, "query_pre_attn_scalar": 12}
-    theirs = ModelConfig.from_hf(raw | {"sliding_window_pattern": 6})
+    raw = FAMILIES[family] | {"num_hidden_layers": 6, "layer_types": None, "query_pre_attn_scalar": 12}
+    theirs = ModelConfig.from_hf(raw | {"rope_theta": 1e6})
     source = TinyCheckpoint(theirs)
-    writer = GGUFWriter(tmp_path / "g.gguf", "gemma3")
+    writer = GGUFWriter(tmp_path / "g.gguf", family)
+    if family == "gemma2":
+        writer.add_attn_logit_softcapping(2.0)
+        writer.add_final_logit_softcapping(3.0)
     writer.add_block_count(6)
     writer.add_context_length(64)
     writer.add_embedding_length(32)
@@ -173,6 +178,7 @@ def test_a_gguf_file_of_gemma_3_is_the_folder_of_it(tmp_path: Path) -> None:
     for mine, other in zip(ours.config.layer_specs, theirs.layer_specs, strict=True):
         assert mine.wiring == other.wiring
         assert mine.attention.window == other.attention.window
+        assert mine.attention.softcap == other.attention.softcap
         assert mine.attention.scale == pytest.approx(other.attention.scale)
         assert mine.attention.rope is not None
         assert other.attention.rope is not None

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from draftwood.cache.kv import NodeRows
 from draftwood.model.checkpoint import SafetensorsCheckpoint
+from draftwood.model.experts import Experts
 from draftwood.model.runner import ModelRunner
 from draftwood.model.transformer import Transformer
 from draftwood.protocols import Span
@@ -140,3 +141,35 @@ def test_greedy_tokens_are_those_of_generate(theirs: Callable[[str], tuple[Any, 
         start = len(tokens)
         tokens.append(int(runner.forward(batch).logits[-1].argmax()))
     assert tokens == want
+
+
+def test_the_text_of_a_model_that_sees_images(tmp_path: Path) -> None:
+    """Gemma 3 from 4B on: the folder has a vision tower, which is not read."""
+    from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+    text = {**FAMILIES["gemma3"], "vocab_size": 40}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(
+        text_config=text, vision_config={**vision, "image_size": 28, "patch_size": 14}, mm_tokens_per_image=1,
+        image_token_index=39, boi_token_index=38, eoi_token_index=37,
+    )  # fmt: skip
+    config._attn_implementation = config.text_config._attn_implementation = "eager"
+    with everything_wide():
+        model = Gemma3ForConditionalGeneration(config).double().eval()
+        model.save_pretrained(tmp_path)
+        with torch.no_grad():
+            want = model(input_ids=torch.tensor([TEXT]), use_cache=False).logits[0]
+    got = paged_logits(runner_of(tmp_path, torch.float64), TEXT, 5)
+    assert (got - want).abs().max() <= 1e-9
+
+
+def test_experts_on_a_device_are_those_on_a_cpu(
+    theirs: Callable[[str], tuple[Any, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gathered weights, for which nothing asks the host, and products expert by expert."""
+    for name in ("gpt_oss", "qwen2_moe"):
+        runner = runner_of(theirs(name)[1], torch.float64)
+        want = paged_logits(runner, TEXT, 4)
+        monkeypatch.setattr(Experts, "_few", lambda self, x, chosen: True)
+        assert (paged_logits(runner, TEXT, 4) - want).abs().max() <= 1e-9
+        monkeypatch.undo()

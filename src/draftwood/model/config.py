@@ -136,8 +136,8 @@ class ModelConfig:
 
         with refusing_malformed("its config.json"):
             family = family_of(config.get("model_type"))
-            _refuse_variants(config, family.reads_quantised)
-            return family.read(config)
+            _refuse_variants(config, family.reads_quantised, "ForConditionalGeneration" if family.within else "LMHead")
+            return family.read(_text_of(config, family.within))
 
     @classmethod
     def from_gguf(
@@ -205,14 +205,24 @@ def gguf_eos_ids(fields: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(sorted({index for index in (*named, *known) if index is not None}))
 
 
-def _refuse_variants(config: Mapping[str, Any], reads_quantised: str | None) -> None:
+def _text_of(config: Mapping[str, Any], within: str | None) -> Mapping[str, Any]:
+    """The part of a configuration that describes a text model."""
+    if within is None:
+        return config
+    text = config.get(within)
+    require(isinstance(text, Mapping), f"its {within} is {shown(text)} where a table is needed")
+    shared = ("eos_token_id", "bos_token_id", "tie_word_embeddings")
+    return {**{key: config[key] for key in shared if key in config}, **text}  # pyright: ignore[reportGeneralTypeIssues]
+
+
+def _refuse_variants(config: Mapping[str, Any], reads_quantised: str | None, also: str) -> None:
     architectures = config.get("architectures") or []
     require(
         isinstance(architectures, list) and all(isinstance(name, str) for name in architectures),
         f"its architectures are {shown(architectures)} where a list of names is needed",
     )
     require(
-        not architectures or any("ForCausalLM" in name or "LMHead" in name for name in architectures),
+        not architectures or any("ForCausalLM" in name or also in name for name in architectures),
         f"it is a {', '.join(architectures)[:200]}, which has no language-model head; use a ForCausalLM checkpoint",
     )
     quantised = config.get("quantization_config")

@@ -43,6 +43,7 @@ _ALL = (
     gemma.FAMILY,
     gemma2.FAMILY,
     gemma3.FAMILY,
+    gemma3.WITH_IMAGES,
     phi3.FAMILY,
     smollm3.FAMILY,
     olmo2.FAMILY,

@@ -79,6 +79,7 @@ class Family:
     norm_offset: float = 0.0  # added to the weights of norms; GGUF files have them added already
     interleaved: bool = False  # rotates neighbours, 0 with 1, where we turn i with i + rotated / 2
     reads_quantised: str | None = None  # the `quant_method` it can read
+    within: str | None = None  # the entry of the configuration that describes the text model, where it has others too
     gguf: str | None = None  # its name in GGUF files
     read_gguf: Callable[[ModelConfig, Mapping[str, Any]], ModelConfig] = _unchanged
 

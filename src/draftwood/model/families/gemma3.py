@@ -1,4 +1,7 @@
-"""Gemma 3, its text models: five layers that slide and turn fast for each that sees all and turns slowly."""
+"""Gemma 3, its text models and the text of those that see images.
+
+Five layers slide and turn fast for each that sees all and turns slowly.
+"""
 
 from __future__ import annotations
 
@@ -79,6 +82,18 @@ def _read_gguf(decoder: ModelConfig, own: Mapping[str, Any]) -> ModelConfig:
 
 _LAYERS_OF_27B = 62  # which divides scores by √(hidden / heads), and its files do not say so
 
+# Published models that see images, too: their text model alone.
+_TOP = {"model.embed_tokens": "embed_tokens", "model.norm": "norm"}
+WITH_IMAGES = Family(
+    "gemma3",
+    lambda config: replace(_read(config), family="gemma3"),
+    layer="layers.{}.",
+    tensors=TENSORS,
+    top=_TOP,
+    prefixes=("language_model.model.", "model.language_model."),
+    norm_offset=1.0,
+    within="text_config",
+)
 FAMILY = Family(
     "gemma3_text", _read, tensors=TENSORS, norm_offset=1.0, gguf="gemma3", read_gguf=_read_gguf
 )  # fmt: skip
