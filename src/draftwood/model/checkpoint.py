@@ -21,8 +21,12 @@ from ..errors import CheckpointError
 from ..machine import why_unwritable
 from . import store
 from .config import ModelConfig
+from .families import FAMILIES, Place
+from .families.base import LAYER_NAME
 from .files import read_json, read_object
 from .gguf import GgufFile, read_gguf, read_groups
+from .names import expected_shape
+from .rope import refusing_malformed
 from .weights import Matrix
 
 if TYPE_CHECKING:
@@ -133,9 +137,10 @@ class SafetensorsCheckpoint:
         self._folder = folder
         config = ModelConfig.from_hf(_read_config(folder))
         self.config = dataclasses.replace(config, eos_token_ids=folder_eos_ids(folder))
+        self._family = FAMILIES[config.family]
         self._files = _tensor_files(folder)
         self._opened: dict[Path, Any] = {}
-        if not self.config.tied_head and "lm_head.weight" not in self._files:
+        if not self.config.tied_head and not self.has("lm_head.weight"):
             raise _missing("lm_head.weight", self.name)
 
     @property
@@ -145,19 +150,27 @@ class SafetensorsCheckpoint:
 
     def has(self, name: str) -> bool:
         """Whether the tensor is there; a tied model's copy of its head is not counted."""
-        return name in self._files and not (name == "lm_head.weight" and self.config.tied_head)
+        return self._place(name) is not None and not (name == "lm_head.weight" and self.config.tied_head)
 
     def tensor(self, name: str) -> Tensor:
-        """Read one tensor, and nothing else of its file."""
-        if not self.has(name):
+        """Read one tensor of ours, and nothing else of its files."""
+        place = self._place(name)
+        if place is None or not self.has(name):
             raise _missing(name, self.name)
-        value = self._read(name)
+        with refusing_malformed(f"its tensor {place.names[0]}"):
+            stored = [self._read(theirs, place.entry) for theirs in place.names]
+            value = stored[0] if place.change is None else place.change(self.config, *stored)
         if value.dtype not in _FLOATS:
             raise CheckpointError(
                 f"{name} in {self.name} is stored as {value.dtype}, a quantised form that is not supported; "
                 "use the original checkpoint, or a GGUF file."
             )
         return _checked(name, value, self.config)
+
+    def _place(self, name: str) -> Place | None:
+        """Where a tensor of ours lies, None if it is not there."""
+        places = self._family.places(name, self.config)
+        return next((place for place in places if all(theirs in self._files for theirs in place.names)), None)
 
     def matrix(self, name: str) -> Matrix:
         """The tensor: these files hold no groups."""
@@ -173,12 +186,13 @@ class SafetensorsCheckpoint:
 
         return Tokenizer.from_folder(self._folder)
 
-    def _read(self, name: str) -> Tensor:
+    def _read(self, name: str, entry: int | None) -> Tensor:
         path = self._files[name]
         if path not in self._opened:
             self._opened[path] = _open_safetensors(path)
         try:
-            return self._opened[path].get_tensor(name)
+            file = self._opened[path]
+            return file.get_tensor(name) if entry is None else file.get_slice(name)[entry]
         except SafetensorError as error:  # the index promised what the file does not hold
             raise _missing(name, str(path)) from error
 
@@ -303,6 +317,8 @@ _GGUF_TOP = {
 _GGUF_LAYER = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
+    "attention_output_norm": "post_attention_norm",
+    "mlp_output_norm": "post_ffw_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
@@ -313,12 +329,11 @@ _GGUF_LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-_LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 
 
 def gguf_name(name: str) -> str | None:
     """The GGUF name of a Hugging Face tensor name, None where GGUF has no such thing."""
-    match = _LAYER_NAME.fullmatch(name)
+    match = LAYER_NAME.fullmatch(name)
     if match is None:
         return _GGUF_TOP.get(name)
     layer, module, kind = match.groups()
@@ -357,36 +372,3 @@ def _checked(name: str, value: Tensor, config: ModelConfig) -> Tensor:
             "configuration do not belong together. Download or convert the model again."
         )
     return value
-
-
-def expected_shape(name: str, config: ModelConfig) -> tuple[int, ...] | None:
-    """The shape a tensor must have by the configuration; None for names that are not the decoder's."""
-    hidden, queries = config.hidden_size, config.num_heads * config.head_dim
-    keys = config.num_kv_heads * config.head_dim
-    if name in ("model.embed_tokens.weight", "lm_head.weight"):
-        return (config.vocab_size, hidden)
-    if name == "model.norm.weight":
-        return (hidden,)
-    matrices = {
-        "self_attn.q_proj": (queries, hidden),
-        "self_attn.k_proj": (keys, hidden),
-        "self_attn.v_proj": (keys, hidden),
-        "self_attn.o_proj": (hidden, queries),
-        "mlp.gate_proj": (config.intermediate_size, hidden),
-        "mlp.up_proj": (config.intermediate_size, hidden),
-        "mlp.down_proj": (hidden, config.intermediate_size),
-    }
-    norms = {
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-        "self_attn.q_norm": (config.head_dim,),
-        "self_attn.k_norm": (config.head_dim,),
-    }
-    match = _LAYER_NAME.fullmatch(name)
-    if match is None:
-        return None
-    _, module, kind = match.groups()
-    if module in norms:
-        return norms[module]
-    shape = matrices.get(module)
-    return shape if shape is None or kind == "weight" else shape[:1]
