@@ -62,7 +62,7 @@ HF_CONFIGS = {
         "max_window_layers": 1,
     },
     "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 12},
-    "gemma2": {"model_type": "gemma2", "sliding_window": 5, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0},
+    "gemma2": {"model_type": "gemma2", "head_dim": 12, "sliding_window": 5, "attn_logit_softcapping": 2.0},
     "olmo2": {"model_type": "olmo2"},
     "gpt_oss": {
         "model_type": "gpt_oss",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,12 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGUFWriter
+from rich.console import Console
 from safetensors.torch import save_file
 from transformers import AutoConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from draftwood.cli.about import about_table
 from draftwood.engine.memory import weight_bytes
 from draftwood.errors import CheckpointError
 from draftwood.model.checkpoint import GgufCheckpoint, SafetensorsCheckpoint
@@ -188,3 +192,15 @@ def test_a_gguf_file_is_the_folder_of_it(tmp_path: Path, family: str) -> None:
     for name in tensor_shapes(theirs):
         assert torch.equal(ours.tensor(name), source.tensor(name).float()), name
     assert Transformer(ours, torch.float32, CPU, FORMATS["stored"]).num_bytes > 0
+
+
+def test_a_model_is_described_before_it_is_loaded(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(FAMILIES["mixtral"]))
+    save_file({"lm_head.weight": torch.zeros(13, 32)}, tmp_path / "model.safetensors")
+    console = Console(file=StringIO(), width=200)
+    console.print(about_table(str(tmp_path)))
+    said = console.file.getvalue()  # type: ignore[attr-defined]
+    assert re.search(r"family +mixtral", said)
+    assert "2 with a sliding window, 2 with 2 of 4 experts" in said
+    assert "on a CPU" in said
+    assert "torch's own operations: our kernels do not know mixtures of experts" in said

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from .reading import SIZES, gguf_rope, integer, layer_count, number, optional_integer, token_ids
@@ -96,20 +97,7 @@ class ModelConfig:
     @property
     def layer_specs(self) -> tuple[LayerSpec, ...]:
         """What each layer is."""
-        return self.layers or tuple(map(self._plain_layer, self.windows))
-
-    def _plain_layer(self, window: int | None) -> LayerSpec:
-        norm = NormSpec(self.norm_eps)
-        attention = AttentionSpec(
-            scale=self.head_dim**-0.5,
-            rotated=self.head_dim,
-            rope=self.rope,
-            window=window,
-            qkv_bias=self.qkv_bias,
-            output_bias=self.output_bias,
-            head_norm=HeadNormSpec(norm) if self.qk_norm else None,
-        )
-        return LayerSpec(attention, MlpSpec(self.intermediate_size, self.activation, bias=self.mlp_bias), norm)
+        return self.layers or _plain_layers(self)
 
     @property
     def final_norm(self) -> NormSpec:
@@ -191,6 +179,23 @@ class ModelConfig:
             bos_token_id=optional_integer(fields, "tokenizer.ggml.bos_token_id"),
         )
         return family.read_gguf(plain, own)
+
+
+@lru_cache(maxsize=32)
+def _plain_layers(config: ModelConfig) -> tuple[LayerSpec, ...]:
+    """Layers that the values of a configuration describe."""
+    norm = NormSpec(config.norm_eps)
+    seeing_all = AttentionSpec(
+        scale=config.head_dim**-0.5,
+        rotated=config.head_dim,
+        rope=config.rope,
+        qkv_bias=config.qkv_bias,
+        output_bias=config.output_bias,
+        head_norm=HeadNormSpec(norm) if config.qk_norm else None,
+    )
+    mlp = MlpSpec(config.intermediate_size, config.activation, bias=config.mlp_bias)
+    kinds = {window: LayerSpec(replace(seeing_all, window=window), mlp, norm) for window in set(config.windows)}
+    return tuple(kinds[window] for window in config.windows)
 
 
 def gguf_eos_ids(fields: Mapping[str, Any]) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftwood.batch import AttentionShape, ForwardBatch, Pages
-from draftwood.ops.reference import mix, visible_keys
+from draftwood.ops.reference import visible_keys, weigh
 
 _blocked = F.scaled_dot_product_attention  # torch's blocked kernel, which never writes all scores out
 
@@ -79,11 +79,15 @@ class SegmentedAttention:
 
     def _written_out(self, segment: _Segment, layer: int, query: Tensor, sinks: Tensor | None) -> Tensor:
         """With what torch's kernel does not know: capped scores, and sinks."""
-        keys, values = segment.keys_and_values(layer)
-        grouped = query.unflatten(1, (keys.shape[1], -1))  # [N, H, G, D]
-        scores = torch.matmul(grouped, keys.transpose(-1, -2)) * self.shape.scale
+        (keys,), (values,) = segment.keys_and_values(layer)  # [H, keys, D]
+        heads, rows = len(keys), len(query)
+        grouped = query.unflatten(1, (heads, -1)).transpose(0, 1).flatten(1, 2)  # [H, N * G, D]: keys are read once
+        scores = torch.matmul(grouped, keys.transpose(-1, -2)).unflatten(1, (rows, -1)) * self.shape.scale
         seen = scores.new_zeros(1, 1) if segment.mask is None else segment.mask
-        return mix(scores, seen[:, None, None] == 0, values, self.shape.softcap, sinks).flatten(1)
+        sinks = None if sinks is None else sinks.view(heads, 1, -1, 1)
+        weights = weigh(scores, seen[:, None] == 0, self.shape.softcap, sinks)
+        mixed = torch.matmul(weights.flatten(1, 2), values).unflatten(1, (rows, -1))
+        return mixed.transpose(0, 1).flatten(1)
 
 
 def _slots_of(pages: list[int], count: int, page_size: int) -> slice | Tensor:

@@ -68,19 +68,20 @@ class DenseAttention:
         v = gather_pages(values, self.batch.block_table, self.cache.page_size)[self.owner]
         q = query.unflatten(1, (keys.shape[0], -1))  # [N, H, G, D]
         scores = torch.einsum("nhgd,nhkd->nhgk", q, k) * self.shape.scale
-        return mix(scores, self.mask[:, None, None], v, self.shape.softcap, sinks).flatten(1)
+        sinks = None if sinks is None else sinks.view(*scores.shape[1:3], 1)
+        weights = weigh(scores, self.mask[:, None, None], self.shape.softcap, sinks)
+        return torch.einsum("nhgk,nhkd->nhgd", weights, v).flatten(1)
 
 
-def mix(scores: Tensor, mask: Tensor, values: Tensor, softcap: float | None, sinks: Tensor | None) -> Tensor:
-    """Values weighed by the softmax of what each row sees. -> [N, H, G, D].
+def weigh(scores: Tensor, mask: Tensor, softcap: float | None, sinks: Tensor | None) -> Tensor:
+    """How much of each key a row takes: the softmax of what it sees, capped, beside a sink. [..., keys].
 
-    scores [N, H, G, keys], mask [N or 1, 1, 1, keys], values [N or 1, H, keys, D], sinks [heads].
+    `mask` [..., keys] and `sinks` [..., 1] are of a shape that spreads over the scores.
     """
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     scores = scores.masked_fill(~mask, float("-inf"))
-    if sinks is not None:
-        sink = sinks.view(1, *scores.shape[1:3], 1).to(scores.dtype).expand(len(scores), -1, -1, 1)
-        scores = torch.cat([scores, sink], -1)
-    weights = scores.softmax(-1)[..., : values.shape[2]]
-    return torch.matmul(weights, values)
+    if sinks is None:
+        return scores.softmax(-1)
+    sink = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
