@@ -32,6 +32,7 @@ from draftwood.engine.text import TextStream
 from draftwood.engine.worker import Companion
 from draftwood.model.checkpoint import expected_shape
 from draftwood.model.config import ModelConfig
+from draftwood.model.names import tensor_shapes
 from draftwood.model.runner import ModelRunner
 from draftwood.model.weights import FORMATS
 from draftwood.nets.dflash import BlockNet, BlockSpec, HiddenCorrection, Markov
@@ -61,6 +62,15 @@ HF_CONFIGS = {
         "max_window_layers": 1,
     },
     "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 12},
+    "gemma2": {"model_type": "gemma2", "head_dim": 12, "sliding_window": 5, "attn_logit_softcapping": 2.0},
+    "olmo2": {"model_type": "olmo2"},
+    "gpt_oss": {
+        "model_type": "gpt_oss",
+        "head_dim": 12,
+        "sliding_window": 5,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
 }
 
 
@@ -86,15 +96,8 @@ def hf_config(family: str = "llama", vocab_size: int = 13, layers: int = 2, **ch
 
 
 def tensor_names(config: ModelConfig) -> list[str]:
-    """Every tensor a checkpoint of this config has, by Hugging Face name."""
-    parts = ["input_layernorm.weight", "post_attention_layernorm.weight"]
-    parts += [f"self_attn.{p}_proj.weight" for p in "qkvo"] + [f"mlp.{p}_proj.weight" for p in ("gate", "up", "down")]
-    parts += [f"self_attn.{p}_proj.bias" for p in "qkv"] if config.qkv_bias else []
-    parts += ["self_attn.o_proj.bias"] if config.output_bias else []
-    parts += [f"mlp.{p}_proj.bias" for p in ("gate", "up", "down")] if config.mlp_bias else []
-    parts += ["self_attn.q_norm.weight", "self_attn.k_norm.weight"] if config.qk_norm else []
-    names = ["model.embed_tokens.weight", "model.norm.weight"] + ([] if config.tied_head else ["lm_head.weight"])
-    return names + [f"model.layers.{i}.{part}" for i in range(config.num_layers) for part in parts]
+    """Every tensor a checkpoint of this config has, by our name for it."""
+    return list(tensor_shapes(config))
 
 
 def _gaussian(name: str, seed: int, shape: tuple[int, ...]) -> Tensor:

@@ -83,6 +83,8 @@ class AttentionShape:
 
     window: int | None  # a row sees only keys less than this many positions before it
     scale: float
+    softcap: float | None = None  # scores become cap tanh(score / cap)
+    sinks: bool = False  # `run` is given one more score for each head, behind which no value stands
 
 
 @dataclass(frozen=True)

@@ -254,10 +254,10 @@ def test_cancelled_requests_leave_the_others_alone(name: str, law: str, temperat
     assert harness.engine.scheduler.tables.pool.num_available == regime.num_pages, "pages leaked"
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "olmo2", "gpt_oss"])
 @pytest.mark.parametrize("name", ["scripted-bushy", "model-beam", "ngram-tree"])
 def test_every_family_under_a_tree(family: str, name: str) -> None:
-    """Sliding windows shorter than the text, biases and head norms, under tree attention and path commits."""
+    """Sliding windows, biases, norms wherever they stand, capped scores, sinks and experts, under trees and commits."""
     asks = requests(1.0)
     config = tiny_config(family)
     wanted = generated(Harness(tiny_runner(config), no_drafter(torch.float64), LAWS["match"]()).run(asks))

@@ -14,7 +14,6 @@ from draftwood.engine.memory import (
     MemoryPlan,
     automatic_cache_tokens,
     check,
-    count_parameters,
     device_memory,
     explain_out_of_memory,
     plan_memory,
@@ -22,6 +21,7 @@ from draftwood.engine.memory import (
     weight_bytes,
 )
 from draftwood.errors import InvalidRequest
+from draftwood.model.names import count_parameters
 from tiny import TinyCheckpoint, tensor_names, tiny_config, tiny_runner
 
 GIB = 1 << 30

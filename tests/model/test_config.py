@@ -133,9 +133,9 @@ def test_mistral_without_window_attends_to_everything() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"model_type": "gpt_neox"}, "supported are llama, mistral, qwen2, qwen3"),
+        ({"model_type": "mamba"}, "supported are llama, mistral, qwen2, qwen3"),
         ({"model_type": None}, "architecture is None"),
-        ({"hidden_act": "relu"}, "activation 'relu'"),
+        ({"hidden_act": "mish"}, "activation 'mish'"),
         ({"rope_scaling": {"type": "mrope"}}, "'mrope' is not supported"),
         ({"num_local_experts": 8}, "mixture of experts"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised"),

@@ -125,12 +125,13 @@ def check_parity(
     window: int | None = None,
     page_size: int = 16,
     rows: list[int] | None = None,  # these alone, of the first part
+    softcap: float | None = None,
     **options: int | bool,
 ) -> Tensor:
     batch, num_pages = make_batch(parts, page_size)
     batch = batch if rows is None else only_rows(batch, rows, 0)
     cache, query = make_inputs(batch, num_pages, heads, dtype, page_size)
-    shape = AttentionShape(window, heads.dim**-0.5)
+    shape = AttentionShape(window, heads.dim**-0.5, softcap)
     got = TreeAttention.plan(batch, cache, shape, **options).run(1, query)  # type: ignore[arg-type]
     dense = DenseAttention.plan(batch, Pages(cache.store.float(), page_size), shape)
     expected = torch.cat(  # it gathers all keys for every row
@@ -152,6 +153,13 @@ MIXED = [Part(30, 13), Part(100, 1), Part(259, 1, bush(8)), Part(0, 3), Part(62,
 def test_mixed_batch(dtype: torch.dtype) -> None:
     for splits in (1, 3) if dtype == PLAIN else (2,):
         check_parity(MIXED, Heads(), dtype, num_splits=splits)
+
+
+@pytest.mark.parametrize(
+    ("window", "options"), [(None, {"num_splits": 1}), (40, {"num_splits": 3}), (None, {"exact": False})], ids=str
+)
+def test_capped_scores(window: int | None, options: dict[str, int]) -> None:
+    check_parity(MIXED[1:], Heads(1, 3, 64), PLAIN, window, softcap=0.5, **options)
 
 
 @pytest.mark.parametrize("heads", [Heads(2, 1, 64), Heads(1, 4, 96), Heads(1, 7, 128), Heads(1, 2, 256)], ids=str)

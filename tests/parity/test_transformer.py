@@ -136,6 +136,11 @@ def test_cpu_attention_equals_the_reference(rows: int, window: int | None) -> No
         want = DenseAttention.plan(batch, pages, shape).run(layer, query)
         got = SegmentedAttention.plan(batch, pages, shape).run(layer, query)
         assert (got - want).abs().max() <= 1e-12
+    for softcap, sinks in ((0.7, None), (None, query[0, :, 0]), (0.7, query[0, :, 0])):
+        capped = AttentionShape(window, 0.5, softcap, sinks is not None)
+        want = DenseAttention.plan(batch, pages, capped).run(0, query, sinks=sinks)
+        got = SegmentedAttention.plan(batch, pages, capped).run(0, query, sinks=sinks)
+        assert (got - want).abs().max() <= 1e-12
 
 
 def test_a_long_chain_of_nodes_needs_more_than_one_word_of_ancestors() -> None:

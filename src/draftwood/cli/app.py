@@ -271,24 +271,21 @@ def laws(
 @command
 def models(
     model: Annotated[
-        str | None,
-        typer.Argument(
-            help="A model to describe instead: what it is stored in, and what it will need.", metavar="MODEL"
-        ),
+        str | None, typer.Argument(help="A folder, a .gguf file, a hub id or an alias: say what it is.")
     ] = None,
     fetch: Annotated[
         str | None,
         typer.Option("--fetch", metavar="NAME", help="Download a model, so that later runs need no network."),
     ] = None,
 ) -> None:
-    """Models that can be had by a short name: what is here, what it takes, under which licence."""
+    """Models that can be had by a short name, or what a model is: its family, what runs it, what memory it takes."""
     from draftwood.cli.parts import models_table
     from draftwood.model import store
 
     if model is not None:
-        from draftwood.cli.inspect import model_table
+        from draftwood.cli.about import about_table
 
-        stdout().print(model_table(model))
+        stdout().print(about_table(model))
         return
     if fetch is None:
         stdout().print(models_table())

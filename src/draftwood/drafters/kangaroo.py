@@ -31,7 +31,7 @@ class ShallowModel:
         self.trunk, self.net = target.first(net.exit_layer), net
         trunk = self.trunk.config
         windows = trunk.windows + net.config.windows
-        self.config = replace(trunk, num_layers=len(windows), windows=windows)
+        self.config = replace(trunk, num_layers=len(windows), windows=windows, layers=())
         self.dtype, self.device = target.dtype, target.device
         self.weights, self.implementation = target.weights, target.implementation
 

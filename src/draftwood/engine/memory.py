@@ -13,6 +13,7 @@ import torch
 from draftwood.config import EngineConfig
 from draftwood.errors import InvalidRequest
 from draftwood.model.config import ModelConfig
+from draftwood.model.names import parameters_by_kind
 from draftwood.model.weights import FORMATS, GROUP, ON_ACCELERATORS, Storage
 
 SMALLER_FORMATS = ("int8", "fp8", "int4")  # what may be recommended, largest first
@@ -60,32 +61,13 @@ class MemoryPlan:
         return self.cache // self.token - SPARE_PAGES * self.page_size if self.token else 0
 
 
-def count_parameters(config: ModelConfig) -> int:
-    """Weights of a model, a tied head counted once."""
-    return sum(_parameters(config))
-
-
-def _parameters(config: ModelConfig) -> tuple[int, int, int]:
-    """In the layers' matrices; in embedding and head; in vectors: norms and biases."""
-    hidden, inner = config.hidden_size, config.intermediate_size
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    matrices = hidden * (2 * queries + 2 * keys + 3 * inner)
-    vectors = 2 * hidden
-    vectors += queries + 2 * keys if config.qkv_bias else 0
-    vectors += hidden if config.output_bias else 0
-    vectors += 2 * inner + hidden if config.mlp_bias else 0
-    vectors += 2 * config.head_dim if config.qk_norm else 0
-    ends = config.vocab_size * hidden * (1 if config.tied_head else 2)
-    return config.num_layers * matrices, ends, config.num_layers * vectors + hidden
-
-
 def weight_bytes(config: ModelConfig, weights: str, dtype: torch.dtype) -> int:
     """Memory of a model's weights in a format; `stored` and whatever is not a matrix have the type computed in.
 
     So has the token embedding, of which a step reads a few rows only. It is the head itself where both are the same.
     """
     form = {**FORMATS, **ON_ACCELERATORS}[weights]
-    layers, _, vectors = _parameters(config)
+    layers, _, vectors = parameters_by_kind(config)
     head = config.vocab_size * config.hidden_size
     shared = config.tied_head and _bytes(form.head, dtype) == dtype.itemsize
     plain = vectors + (0 if shared else head)

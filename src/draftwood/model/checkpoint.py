@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -22,11 +22,15 @@ from ..machine import why_unwritable
 from . import store
 from .blocks import NUMBERS, Blocks, warn_of_expanded
 from .config import ModelConfig
+from .families import FAMILIES, Place
+from .families.base import LAYER_NAME
 from .files import read_object
 from .folder import first_line, open_safetensors, tensor_files
 from .gguf import GgufFile, read_groups
 from .gguf_split import part_paths, read_whole_gguf
+from .names import expected_shape
 from .quantised import Scaled, read_scaled, scheme_of, stored_under
+from .rope import refusing_malformed
 from .weights import Matrix
 
 if TYPE_CHECKING:
@@ -122,6 +126,13 @@ def _from_hub(name: str) -> Path:
         raise CheckpointError(f"{name} could not be downloaded: {first_line(error)}; or {advice}.") from error
 
 
+def _family_reads_it(stated: Mapping[str, Any]) -> bool:
+    """Whether a family knows its own quantised tensors, as gpt-oss does."""
+    family, quantised = FAMILIES.get(str(stated.get("model_type"))), stated.get("quantization_config")
+    known = None if family is None else family.reads_quantised
+    return known is not None and isinstance(quantised, Mapping) and quantised.get("quant_method") == known
+
+
 class SafetensorsCheckpoint:
     """A Hugging Face folder: config.json, and one or several safetensors files."""
 
@@ -131,13 +142,14 @@ class SafetensorsCheckpoint:
         self.name = name or str(folder)
         self._folder = folder
         stated = _read_config(folder)
-        self._scheme = scheme_of(stated, self.name)
+        self._scheme = None if _family_reads_it(stated) else scheme_of(stated, self.name)
         plain = {key: value for key, value in stated.items() if key != "quantization_config"}
         config = ModelConfig.from_hf(stated if self._scheme is None else plain)
         self.config = dataclasses.replace(config, eos_token_ids=folder_eos_ids(folder))
+        self._family = FAMILIES[config.family]
         self._files = tensor_files(folder)
         self._opened: dict[Path, Any] = {}
-        if not self.has("lm_head.weight") and not self.config.tied_head:
+        if not self.config.tied_head and not self.has("lm_head.weight"):
             raise _missing("lm_head.weight", self.name)
 
     @property
@@ -147,21 +159,42 @@ class SafetensorsCheckpoint:
 
     def has(self, name: str) -> bool:
         """Whether the tensor is there; a tied model's copy of its head is not counted."""
-        there = name in self._files or (self._scheme and any(other in self._files for other in stored_under(name)))
-        return bool(there) and not (name == "lm_head.weight" and self.config.tied_head)
+        there = self._place(name) is not None or self._quantised_name(name) is not None
+        return there and not (name == "lm_head.weight" and self.config.tied_head)
 
     def tensor(self, name: str) -> Tensor:
-        """Read one tensor, and nothing else of its file."""
+        """Read one tensor of ours, and nothing else of its files."""
         if not self.has(name):
             raise _missing(name, self.name)
         scaled = self._scaled(name)
-        value = self._read(name) if scaled is None else scaled.numbers()
+        value = self._plain(name) if scaled is None else scaled.numbers()
         if value.dtype not in _FLOATS:
             raise CheckpointError(
                 f"{name} in {self.name} is stored as {value.dtype}, a quantised form that is not supported; "
                 "use the original checkpoint, or a GGUF file."
             )
         return _checked(name, value, self.config)
+
+    def _place(self, name: str) -> Place | None:
+        """Where a tensor of ours lies, None if it is not there."""
+        places = self._family.places(name, self.config)
+        return next((place for place in places if all(theirs in self._files for theirs in place.names)), None)
+
+    def _plain(self, name: str) -> Tensor:
+        """A tensor of ours that is not quantised."""
+        place = self._place(name)
+        if place is None:
+            raise _missing(name, self.name)
+        with refusing_malformed(f"its tensor {place.names[0]}"):
+            stored = [self._read(theirs, place.entry) for theirs in place.names]
+            return stored[0] if place.change is None else place.change(self.config, *stored)
+
+    def _quantised_name(self, name: str) -> str | None:
+        """What the file calls a quantised matrix of ours; None if there is none, or if it is a part of one there."""
+        if self._scheme is None:
+            return None
+        whole = [own.names[0] for own in self._family.places(name, self.config) if own.is_whole]
+        return next((own for own in whole if any(other in self._files for other in (own, *stored_under(own)))), None)
 
     def matrix(self, name: str) -> Matrix:
         """The tensor: these files hold no groups of ours."""
@@ -178,10 +211,10 @@ class SafetensorsCheckpoint:
         return Blocks("F16", value.contiguous().view(torch.uint8).numpy(), value.shape[1])
 
     def _scaled(self, name: str) -> Scaled | None:
-        shape = expected_shape(name, self.config)
-        if self._scheme is None or shape is None or len(shape) != 2:
+        shape, stored = expected_shape(name, self.config), self._quantised_name(name)
+        if self._scheme is None or stored is None or shape is None or len(shape) != 2:
             return None
-        return read_scaled(self._scheme, lambda n: self._read(n) if n in self._files else None, name, shape)
+        return read_scaled(self._scheme, lambda n: self._read(n) if n in self._files else None, stored, shape)
 
     def forget(self) -> None:
         """Close the files; they are opened again when something is asked for."""
@@ -193,12 +226,13 @@ class SafetensorsCheckpoint:
 
         return Tokenizer.from_folder(self._folder)
 
-    def _read(self, name: str) -> Tensor:
+    def _read(self, name: str, entry: int | None = None) -> Tensor:
         path = self._files[name]
         if path not in self._opened:
             self._opened[path] = open_safetensors(path)
         try:
-            return self._opened[path].get_tensor(name)
+            file = self._opened[path]
+            return file.get_tensor(name) if entry is None else file.get_slice(name)[entry]
         except SafetensorError as error:  # the index promised what the file does not hold
             raise _missing(name, str(path)) from error
 
@@ -287,6 +321,8 @@ _GGUF_TOP = {
 _GGUF_LAYER = {
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
+    "attention_output_norm": "post_attention_norm",
+    "mlp_output_norm": "post_ffw_norm",
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
@@ -297,12 +333,11 @@ _GGUF_LAYER = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
-_LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
 
 
 def gguf_name(name: str) -> str | None:
     """The GGUF name of a Hugging Face tensor name, None where GGUF has no such thing."""
-    match = _LAYER_NAME.fullmatch(name)
+    match = LAYER_NAME.fullmatch(name)
     if match is None:
         return _GGUF_TOP.get(name)
     layer, module, kind = match.groups()
@@ -345,36 +380,3 @@ def _check_shape(name: str, shape: tuple[int, ...], config: ModelConfig) -> None
             f"{name} has shape {shape} where the configuration says {expected}: weights and "
             "configuration do not belong together. Download or convert the model again."
         )
-
-
-def expected_shape(name: str, config: ModelConfig) -> tuple[int, ...] | None:
-    """The shape a tensor must have by the configuration; None for names that are not the decoder's."""
-    hidden, queries = config.hidden_size, config.num_heads * config.head_dim
-    keys = config.num_kv_heads * config.head_dim
-    if name in ("model.embed_tokens.weight", "lm_head.weight"):
-        return (config.vocab_size, hidden)
-    if name == "model.norm.weight":
-        return (hidden,)
-    matrices = {
-        "self_attn.q_proj": (queries, hidden),
-        "self_attn.k_proj": (keys, hidden),
-        "self_attn.v_proj": (keys, hidden),
-        "self_attn.o_proj": (hidden, queries),
-        "mlp.gate_proj": (config.intermediate_size, hidden),
-        "mlp.up_proj": (config.intermediate_size, hidden),
-        "mlp.down_proj": (hidden, config.intermediate_size),
-    }
-    norms = {
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-        "self_attn.q_norm": (config.head_dim,),
-        "self_attn.k_norm": (config.head_dim,),
-    }
-    match = _LAYER_NAME.fullmatch(name)
-    if match is None:
-        return None
-    _, module, kind = match.groups()
-    if module in norms:
-        return norms[module]
-    shape = matrices.get(module)
-    return shape if shape is None or kind == "weight" else shape[:1]

@@ -16,11 +16,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftwood.batch import ForwardBatch, ForwardOutput, GivenRows, Pages
+from draftwood.errors import InvalidRequest
 from draftwood.machine import zeroed_memory
 from draftwood.model.blocks import NUMBERS, Blocks, BlockSource, stay_blocks
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.config import ModelConfig
 from draftwood.model.layers import Rotary
+from draftwood.model.rope import RopeConfig
+from draftwood.model.spec import (
+    ATTENTION_NORM,
+    ATTENTION_OUTPUT_NORM,
+    MLP_NORM,
+    MLP_OUTPUT_NORM,
+    ExpertsSpec,
+    HeadNorms,
+    NormSpec,
+)
 from draftwood.model.weights import (
     GROUP,
     Matrix,
@@ -34,8 +45,20 @@ from draftwood.model.weights import (
 )
 from draftwood.ops.native import Kernels, structs
 
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "relu": 3, "relu2": 4}
+_HEAD_NORMS = {HeadNorms.EACH: 0, HeadNorms.OWN: 1, HeadNorms.WHOLE: 2}
+Turning = tuple[RopeConfig, int]  # and how many dimensions of a head it turns
 Progress = Callable[[int, int], None]  # matrices packed, of how many
+
+
+def refuses(config: ModelConfig) -> str | None:
+    """What these kernels cannot compute of a model, if there is something."""
+    if config.has_experts:
+        return "mixtures of experts"
+    if any(layer.attention.sinks for layer in config.layers):
+        return "attention sinks"
+    return None
+
 
 _ARENA = 32 << 20
 _FORGET_AFTER = 32 << 20  # bytes read, or weights where only those are known
@@ -88,6 +111,14 @@ class _Packer:
     def floats(self, name: str, present: bool = True) -> int | None:
         """A vector in float32, by its address."""
         return self._keep(self._checkpoint.tensor(name).float()) if present else None
+
+    def norm(self, name: str, spec: NormSpec | None) -> structs.Norm:
+        """A norm, or none."""
+        if spec is None:
+            return structs.Norm(None, None, 0, 0.0)
+        return structs.Norm(
+            self.floats(f"{name}.weight"), self.floats(f"{name}.bias", spec.bias), spec.centred, spec.eps
+        )  # fmt: skip
 
     def matrix(self, names: Sequence[str], storage: Storage | None, bias: bool = False) -> structs.Matrix:
         """Matrices that share their inputs, one below the other; `storage` None keeps them as they are stored."""
@@ -224,9 +255,9 @@ class NativeTransformer:
         self._words = self._pack_words(checkpoint, progress)
         self._model = self._pack_layers(checkpoint, progress)
         self._scratch = _Scratch(library, self._model)
-        frequencies, scale = config.rope.inverse_frequencies(config.head_dim)
-        self._rotary = Rotary(frequencies, scale, torch.float32, self.device)
-        self._rotation = torch.empty(0, config.head_dim)
+        turnings = _turnings(config)
+        self._rotaries = [_rotary(turning) for turning in turnings]
+        self._rotations = [torch.empty(0, rotated) for _, rotated in turnings]
 
     @property
     def num_bytes(self) -> int:
@@ -266,10 +297,12 @@ class NativeTransformer:
         self._layers = (structs.Layer * config.num_layers)(
             *(_layer(packer, config, weights.layers, i) for i in range(config.num_layers))
         )
+        stream = config.stream
         return structs.Model(
-            *self._words, self._layers, packer.floats("model.norm.weight"), config.num_layers, config.hidden_size,
-            config.intermediate_size, config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size,
-            ACTIVATIONS[config.activation], weights.byte_activations, config.norm_eps,
+            *self._words, self._layers, packer.norm("model.norm", config.final_norm),
+            packer.floats("model.embed_positions.weight", stream.learned_positions), config.num_layers,
+            config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size,
+            weights.byte_activations, stream.embedding_scale, stream.logit_scale, stream.logit_softcap or 0,
         )  # fmt: skip
 
     def forward(
@@ -282,9 +315,10 @@ class NativeTransformer:
         logits = torch.empty(len(batch.logit_rows), self.config.vocab_size)
         features = torch.empty(len(needs), len(batch.tokens), self.config.hidden_size)
         arrays = [getattr(batch, name).contiguous() for name in _ARRAYS]
+        tables = self._tables(num_keys)
         struct = structs.Batch(
             len(batch.tokens), len(batch.tree_base), batch.ancestors.shape[1], batch.block_table.shape[1],
-            len(batch.logit_rows), *(array.data_ptr() for array in arrays), self._rotations(num_keys).data_ptr(),
+            len(batch.logit_rows), *(array.data_ptr() for array in arrays), ctypes.addressof(tables),
             cache.store.data_ptr(), cache.store.shape[3], cache.page_size, logits.data_ptr(), wanted.data_ptr(),
             len(needs), features.data_ptr(), _address(given and given.residual), _address(given and given.wide),
         )  # fmt: skip
@@ -298,12 +332,24 @@ class NativeTransformer:
         logits = torch.empty(rows, self.config.vocab_size)
         self._library.dw_products(ctypes.byref(self._model), ctypes.byref(scratch), rows, logits.data_ptr())
 
-    def _rotations(self, length: int) -> Tensor:
-        """Cosines, then sines, of all positions below `length` and more. [positions, head_dim]."""
-        if length > len(self._rotation):
-            table = torch.view_as_real(self._rotary.table(length))
-            self._rotation = table.transpose(1, 2).flatten(1).contiguous()
-        return self._rotation
+    def _tables(self, length: int) -> ctypes.Array[ctypes.c_void_p]:
+        """For each way of turning: cosines, then sines, of all positions below `length` and more."""
+        for i, rotary in enumerate(self._rotaries):
+            if length > len(self._rotations[i]):
+                table = torch.view_as_real(rotary.table(length))
+                self._rotations[i] = table.transpose(1, 2).flatten(1).contiguous()
+        return (ctypes.c_void_p * len(self._rotations))(*(table.data_ptr() for table in self._rotations))
+
+
+def _turnings(config: ModelConfig) -> list[Turning]:
+    """The ways in which layers turn queries and keys."""
+    found = ((layer.attention.rope, layer.attention.rotated) for layer in config.layer_specs)
+    return list(dict.fromkeys((rope, rotated) for rope, rotated in found if rope is not None))
+
+
+def _rotary(turning: Turning) -> Rotary:
+    rope, rotated = turning
+    return Rotary(*rope.inverse_frequencies(rotated), torch.float32, torch.device("cpu"))
 
 
 _ARRAYS = (
@@ -313,19 +359,28 @@ _ARRAYS = (
 
 
 def _layer(packer: _Packer, config: ModelConfig, storage: Storage | None, i: int) -> structs.Layer:
-    name = f"model.layers.{i}"
-    attention, mlp = f"{name}.self_attn", f"{name}.mlp"
+    name, spec = f"model.layers.{i}", config.layer_specs[i]
+    attention, heads = spec.attention, spec.attention.head_norm
+    own, inner = f"{name}.self_attn", f"{name}.mlp"
+    if isinstance(spec.mlp, ExpertsSpec):
+        raise InvalidRequest("The kernels for a CPU do not run mixtures of experts; torch's operations do.")
+    mlp, gates = spec.mlp, [f"{inner}.gate_proj", f"{inner}.up_proj"]
+    norms = [packer.norm(f"{name}.{norm}", spec.norm if norm in spec.wiring.norms else None) for norm in _LAYER_NORMS]
     return structs.Layer(
-        packer.matrix([f"{attention}.{part}_proj" for part in "qkv"], storage, config.qkv_bias),
-        packer.matrix([f"{attention}.o_proj"], storage, config.output_bias),
-        packer.gated([f"{mlp}.gate_proj", f"{mlp}.up_proj"], storage, config.mlp_bias),
-        packer.matrix([f"{mlp}.down_proj"], storage, config.mlp_bias),
-        packer.floats(f"{name}.input_layernorm.weight"),
-        packer.floats(f"{name}.post_attention_layernorm.weight"),
-        packer.floats(f"{attention}.q_norm.weight", config.qk_norm),
-        packer.floats(f"{attention}.k_norm.weight", config.qk_norm),
-        config.windows[i] or 0,
-    )
+        packer.matrix([f"{own}.{part}_proj" for part in "qkv"], storage, attention.qkv_bias),
+        packer.matrix([f"{own}.o_proj"], storage, attention.output_bias),
+        packer.gated(gates, storage, mlp.bias) if mlp.gated else packer.matrix(gates[1:], storage, mlp.bias),
+        packer.matrix([f"{inner}.down_proj"], storage, mlp.bias),
+        *norms,
+        *(packer.norm(f"{own}.{part}_norm", heads and heads.norm) for part in "qk"),
+        _HEAD_NORMS[heads.over] if heads else 0, bool(heads and heads.after_rope), attention.window or 0,
+        _turnings(config).index((attention.rope, attention.rotated)) if attention.rope else -1, attention.rotated,
+        mlp.gated, ACTIVATIONS[mlp.activation], spec.wiring.parallel,
+        attention.scale, attention.softcap or 0, spec.residual_scale,
+    )  # fmt: skip
+
+
+_LAYER_NORMS = (ATTENTION_NORM, ATTENTION_OUTPUT_NORM, MLP_NORM, MLP_OUTPUT_NORM)  # in the struct's order
 
 
 class _Scratch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Protocol
 
 import torch
@@ -9,13 +10,17 @@ import torch
 from draftwood.batch import ForwardBatch, ForwardOutput, Pages
 from draftwood.cache.kv import KVCache
 from draftwood.errors import InvalidRequest
+from draftwood.model import native
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.config import ModelConfig
+from draftwood.model.gpu_limits import refuses as gpu_refuses
 from draftwood.model.isa import avoid_broken_amx
 from draftwood.model.native import NativeTransformer, Progress
 from draftwood.model.transformer import Transformer
 from draftwood.model.weights import FORMATS, WeightFormat
 from draftwood.ops.native import kernels, why_missing
+
+log = logging.getLogger(__name__)
 
 
 class Model(Protocol):
@@ -61,17 +66,35 @@ def load_model(
     progress: Progress = lambda *_: None,
     strict: bool = False,
 ) -> Model:
-    """The fastest decoder there is for this device and dtype."""
-    if device.type == "cuda" and dtype != torch.float64:
+    """The fastest decoder there is for this device and dtype that can run the model."""
+    on_gpu = device.type == "cuda" and dtype != torch.float64
+    if on_gpu and _is_taken("GPU", gpu_refuses(checkpoint.config), checkpoint):
         from draftwood.model.cuda import CudaTransformer  # Triton is there where CUDA is
 
         return CudaTransformer(checkpoint, dtype, device, weights, strict, progress)
     library = kernels() if device.type == "cpu" and dtype == torch.float32 else None
-    if library is not None:
+    if library is not None and _is_taken("CPU", native.refuses(checkpoint.config), checkpoint):
         return NativeTransformer(library, checkpoint, weights, progress)
     if dtype == torch.bfloat16 and device.type == "cpu":
         avoid_broken_amx()
     return Transformer(checkpoint, dtype, device, weights)
+
+
+def implementations(config: ModelConfig) -> dict[str, str]:
+    """What would run a model on a CPU and on a GPU, in words."""
+    ours, torch_only = "our own kernels", "torch's own operations: our kernels do not know"
+    reasons = {"CPU": native.refuses(config), "GPU": gpu_refuses(config)}
+    return {device: ours if reason is None else f"{torch_only} {reason}" for device, reason in reasons.items()}
+
+
+def _is_taken(kernels: str, reason: str | None, checkpoint: Checkpoint) -> bool:
+    """Whether a backend runs the model; if not, that is said."""
+    if reason is not None:
+        log.warning(
+            "%s: our %s kernels do not know %s; it runs on torch's own operations, which is slower.",
+            checkpoint.name, kernels, reason,
+        )  # fmt: skip
+    return reason is None
 
 
 def require_strict(model: Model) -> None:
@@ -79,8 +102,13 @@ def require_strict(model: Model) -> None:
     if model.strict:
         return
     if model.device.type != "cpu":
+        unknown = gpu_refuses(model.config)
+        if unknown is not None:
+            raise InvalidRequest(f"Strict mode needs our own kernels, and those for a GPU do not know {unknown}.")
         raise InvalidRequest(f"Strict mode needs our own kernels, and on a GPU they do not compute in {model.dtype}.")
     reason = f"there are none here: {why_missing()}" if why_missing() else f"they compute in float32, not {model.dtype}"
+    if not why_missing() and model.dtype == torch.float32:
+        reason = f"they do not know {native.refuses(model.config)}"
     raise InvalidRequest(f"Strict mode needs our own kernels, and {reason}.")
 
 

@@ -1,4 +1,4 @@
-"""One decoder for the Llama, SmolLM, Mistral, Qwen2 and Qwen3 families; their differences are configuration.
+"""The decoder in torch: whatever `spec.py` can say, for every device and dtype; the definition of all families.
 
 Shapes: N rows of a forward · H heads · K key heads · D head size.
 """
@@ -6,7 +6,6 @@ Shapes: N rows of a forward · H heads · K key heads · D head size.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,30 +13,60 @@ from torch import Tensor
 
 from draftwood.batch import AttentionShape, ForwardBatch, ForwardOutput, Pages
 from draftwood.model.checkpoint import Checkpoint
-from draftwood.model.config import ModelConfig
-from draftwood.model.layers import ACTIVATIONS, RMSNorm, Rotary, pair_adjacent, rotate, tensors_of, write_over
-from draftwood.model.weights import FORMATS, Storage, WeightFormat, as_numbers, round_inputs, store_as
-from draftwood.ops import plan_attention
-from draftwood.ops.linear import Linear, RoundedInputs, make_linear, make_tied_head
+from draftwood.model.experts import Experts
+from draftwood.model.layers import ACTIVATIONS, Norm, Rotary, gated, rotate, softcapped, tensors_of, write_over
+from draftwood.model.loading import WeightLoader
+from draftwood.model.rope import RopeConfig
+from draftwood.model.spec import (
+    ATTENTION_NORM,
+    ATTENTION_OUTPUT_NORM,
+    MLP_NORM,
+    MLP_OUTPUT_NORM,
+    AttentionSpec,
+    ExpertsSpec,
+    LayerSpec,
+)
+from draftwood.model.weights import FORMATS, WeightFormat
+from draftwood.ops import Attention, plan_attention
+from draftwood.ops.linear import Linear
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """Up and down, perhaps through a gate: `gate_up` is both, one below the other."""
+
+    gate_up: Linear
+    down: Linear
+    activation: str
+    is_gated: bool
+
+    def inner(self, x: Tensor) -> Tensor:
+        """What `down` reads."""
+        if not self.is_gated:
+            return ACTIVATIONS[self.activation](self.gate_up(x))
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return gated(self.activation, gate, up)
 
 
 @dataclass(frozen=True)
 class Layer:
-    """The weights of one decoder layer, projections that share an input fused."""
+    """The weights of one decoder layer, projections that share an input fused. Norms are None where there are none."""
 
-    attention_norm: RMSNorm
+    attention_norm: Norm | None
     qkv: Linear  # -> [(H + 2 K) * D]
-    head_norm: RMSNorm | None  # of queries and keys, side by side
+    head_norm: Norm | tuple[Norm, Norm] | None  # of queries and keys side by side; or of whole rows of either
+    sinks: Tensor | None  # [H]
     output: Linear
-    mlp_norm: RMSNorm
-    gate_up: Linear
-    down: Linear
+    attention_output_norm: Norm | None
+    mlp_norm: Norm | None
+    mlp: Mlp | Experts
+    mlp_output_norm: Norm | None
 
 
 class Transformer:
     """Weights and the forward over paged keys and values."""
 
-    implementation = "torch"
+    implementation = "torch-2"
     strict = False  # torch's products choose their order of summation by the number of rows
 
     def __init__(
@@ -47,155 +76,155 @@ class Transformer:
         device: torch.device,
         weights: WeightFormat = FORMATS["stored"],
     ) -> None:
-        loader = _WeightLoader(checkpoint, dtype, device, weights)
         self.config = config = checkpoint.config
         self.dtype = dtype
         self.device = device
         self.weights = weights
+        self.specs = config.layer_specs
+        loader = WeightLoader(checkpoint, dtype, device, weights)
         # The largest tensors first: reading them needs a second copy, which costs least while nothing else is there.
         self.head, self.embedding = loader.head_and_embedding()
-        self.layers = [loader.layer(i) for i in range(config.num_layers)]
-        self.final_norm = loader.norm("model.norm")
-        frequencies, scale = config.rope.inverse_frequencies(config.head_dim)
-        self.rotary = Rotary(frequencies, scale, dtype, device)
-        self._activate = ACTIVATIONS[config.activation]
+        self.positions = loader.positions()
+        self.layers = [_layer(loader, i, spec) for i, spec in enumerate(self.specs)]
+        self.final_norm = loader.norm("model.norm", config.final_norm)
+        self.rotaries = {turn: self._rotary(*turn) for turn in map(_turning, self.specs) if turn is not None}
 
     @property
     def num_bytes(self) -> int:
         """Memory of all weights."""
-        tensors = list(tensors_of([self.head, self.final_norm, self.embedding, *self.layers]))
+        tensors = list(tensors_of([self.head, self.final_norm, self.embedding, self.positions, *self.layers]))
         return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
 
     def first(self, count: int) -> Transformer:
         """Its first layers as a model, in the same memory."""
         part = copy.copy(self)
-        part.config, part.layers = self.config.first(count), self.layers[:count]
+        part.config, part.layers, part.specs = self.config.first(count), self.layers[:count], self.specs[:count]
         return part
 
     def refresh(self, checkpoint: Checkpoint) -> None:
         """Compute with the layers and the last norm of `checkpoint` from now on; words stay."""
-        loader = _WeightLoader(checkpoint, self.dtype, self.device, self.weights)
-        fresh = [loader.layer(i) for i in range(self.config.num_layers)]
-        write_over([*self.layers, self.final_norm], [*fresh, loader.norm("model.norm")])
+        loader = WeightLoader(checkpoint, self.dtype, self.device, self.weights)
+        fresh = [_layer(loader, i, spec) for i, spec in enumerate(self.specs)]
+        write_over([*self.layers, self.final_norm], [*fresh, loader.norm("model.norm", self.config.final_norm)])
 
     def forward(self, batch: ForwardBatch, cache: Pages, needs: frozenset[int] = frozenset()) -> ForwardOutput:
         """Run the rows of `batch`, writing their keys and values to `cache`."""
-        config = self.config
-        attention = {
-            window: plan_attention(batch, cache, AttentionShape(window, config.head_dim**-0.5))
-            for window in set(config.windows)
-        }
-        turning = config.num_heads + config.num_kv_heads
-        rotation = self.rotary.at(batch.positions, config.max_positions - 1, turning, config.num_kv_heads)
-        hidden = self.embedding[batch.tokens]
+        shapes = [_shape(spec.attention) for spec in self.specs]
+        attention = {shape: plan_attention(batch, cache, shape) for shape in set(shapes)}
+        rotations = {turn: self._rotations(rotary, batch) for turn, rotary in self.rotaries.items()}
+        hidden = self._begin(batch)
         features: dict[int, Tensor] = {}
-        for i, layer in enumerate(self.layers):
-            query, key_value = self._project(layer, hidden, rotation)
+        for i, (layer, spec) in enumerate(zip(self.layers, self.specs, strict=True)):
+            turn = _turning(spec)
+            read = hidden if layer.attention_norm is None else layer.attention_norm(hidden)
+            query, key_value = self._project(layer, spec, read, None if turn is None else rotations[turn])
             cache.layers[i].index_copy_(1, batch.slots, key_value.transpose(0, 1))
-            mixed = attention[config.windows[i]].run(i, query)
-            hidden = layer.output.add_to(hidden, mixed)
-            hidden = self._feed_forward(layer, hidden)
+            mixed = _attend(attention[shapes[i]], i, query, layer.sinks)
+            hidden = self._finish(layer, spec, hidden, read, mixed)
             if i in needs:
                 features[i] = hidden
-        return ForwardOutput(self.head(self.final_norm(hidden[batch.logit_rows])), features)
+        return ForwardOutput(self._logits(self.final_norm(hidden[batch.logit_rows])), features)
 
-    def _project(self, layer: Layer, hidden: Tensor, rotation: Tensor) -> tuple[Tensor, ...]:
+    def _begin(self, batch: ForwardBatch) -> Tensor:
+        """The residual stream before the first layer. [N, hidden]."""
+        hidden, scale = self.embedding[batch.tokens], self.config.stream.embedding_scale
+        if scale != 1.0:
+            hidden = hidden * torch.tensor(scale, dtype=self.dtype)  # rounded to the model's type, as in training
+        return hidden if self.positions is None else hidden + self.positions[batch.positions]
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        logits, stream = self.head(hidden), self.config.stream
+        if stream.logit_scale != 1.0:
+            logits = logits * stream.logit_scale
+        return logits if stream.logit_softcap is None else softcapped(logits, stream.logit_softcap)
+
+    def _finish(self, layer: Layer, spec: LayerSpec, hidden: Tensor, read: Tensor, mixed: Tensor) -> Tensor:
+        """The stream behind a layer, from what attention has mixed."""
+        scale = spec.residual_scale
+        after = _added(hidden, layer.output, mixed, layer.attention_output_norm, scale)
+        if not spec.wiring.parallel:
+            read = after if layer.mlp_norm is None else layer.mlp_norm(after)
+        elif layer.mlp_norm is not None:
+            read = layer.mlp_norm(hidden)
+        if isinstance(layer.mlp, Experts):
+            return _added(after, layer.mlp, read, layer.mlp_output_norm, scale)
+        return _added(after, layer.mlp.down, layer.mlp.inner(read), layer.mlp_output_norm, scale)
+
+    def _project(self, layer: Layer, spec: LayerSpec, read: Tensor, rotation: Tensor | None) -> tuple[Tensor, ...]:
         """Queries [N, H, D], and keys and values [N, 2 K, D], turned to their positions."""
-        projected = layer.qkv(layer.attention_norm(hidden))
-        if layer.head_norm is not None:
-            heads = projected.view(hidden.shape[0], -1, self.config.head_dim)[:, : -self.config.num_kv_heads]
-            heads.copy_(layer.head_norm(heads))
-        turned = rotate(projected, rotation).view(hidden.shape[0], -1, self.config.head_dim)
-        return turned.split_with_sizes((self.config.num_heads, 2 * self.config.num_kv_heads), 1)
+        config, norms = self.config, spec.attention.head_norm
+        projected = layer.qkv(read)
+        if norms is not None and not norms.after_rope:
+            self._norm_heads(layer, projected)
+        turned = projected if rotation is None else rotate(projected, rotation)
+        if norms is not None and norms.after_rope:
+            self._norm_heads(layer, turned)
+        heads = turned.view(len(read), -1, config.head_dim)
+        return heads.split_with_sizes((config.num_heads, 2 * config.num_kv_heads), 1)
 
-    def _feed_forward(self, layer: Layer, hidden: Tensor) -> Tensor:
-        gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, -1)
-        return layer.down.add_to(hidden, self._activate(gate).mul_(up))
-
-
-class _WeightLoader:
-    """Reads a checkpoint tensor by tensor into the layout the forward wants.
-
-    Quantised formats are rounded and then held as the numbers they stand for: the definition of what they compute,
-    not a way to save memory. That is what `NativeTransformer` is for.
-    """
-
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, weights: WeightFormat) -> None:
-        self.checkpoint = checkpoint
-        self.config: ModelConfig = checkpoint.config
-        self.dtype = dtype
-        self.device = device
-        self.weights = weights
-
-    def tensor(self, name: str) -> Tensor:
-        return self.checkpoint.tensor(name).to(device=self.device, dtype=self.dtype)
-
-    def matrix(self, name: str, storage: Storage | None) -> Tensor:
-        weight = self.checkpoint.matrix(name)
-        rounded = as_numbers(weight if storage is None else store_as(storage, weight))
-        return rounded[:, : weight.shape[1]].to(device=self.device, dtype=self.dtype)
-
-    def linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        return self._with_inputs_rounded(make_linear(weight, bias))
-
-    def _with_inputs_rounded(self, linear: Linear) -> Linear:
-        return RoundedInputs(linear, round_inputs) if self.weights.byte_activations else linear
-
-    def maybe(self, name: str, present: bool) -> Tensor | None:
-        return self.tensor(name) if present else None
-
-    def norm(self, name: str) -> RMSNorm:
-        return RMSNorm(self.tensor(f"{name}.weight"), self.config.norm_eps)
-
-    def head_and_embedding(self) -> tuple[Linear, Tensor]:
-        """The output head and the token embedding [V, hidden], sharing memory where they are tied and can."""
-        embedding = self.matrix("model.embed_tokens.weight", self.weights.head)
-        if self.config.tied_head:
-            head, embedding = make_tied_head(embedding)
-            return self._with_inputs_rounded(head), embedding
-        return self.linear(self.matrix("lm_head.weight", self.weights.head)), embedding
-
-    def layer(self, i: int) -> Layer:
-        name = f"model.layers.{i}"
-        return Layer(
-            attention_norm=self.norm(f"{name}.input_layernorm"),
-            qkv=self._fused_qkv(f"{name}.self_attn"),
-            head_norm=self._head_norm(f"{name}.self_attn"),
-            output=self._linear(f"{name}.self_attn.o_proj", self.config.output_bias),
-            mlp_norm=self.norm(f"{name}.post_attention_layernorm"),
-            gate_up=self._fused_gate_up(f"{name}.mlp"),
-            down=self._linear(f"{name}.mlp.down_proj", self.config.mlp_bias),
-        )
-
-    def _linear(self, name: str, bias: bool) -> Linear:
-        return self.linear(self.matrix(f"{name}.weight", self.weights.layers), self.maybe(f"{name}.bias", bias))
-
-    def _fused_gate_up(self, name: str) -> Linear:
-        weights = [self.matrix(f"{name}.{part}_proj.weight", self.weights.layers) for part in ("gate", "up")]
-        biases = [self.maybe(f"{name}.{part}_proj.bias", self.config.mlp_bias) for part in ("gate", "up")]
-        return self.linear(torch.cat(weights), _joined(biases))
-
-    def _fused_qkv(self, name: str) -> Linear:
-        weights = [
-            self._turning(self.matrix(f"{name}.{part}_proj.weight", self.weights.layers), part) for part in "qkv"
-        ]
-        present = "qkv" if self.config.qkv_bias else ""
-        biases = [self._turning(self.tensor(f"{name}.{part}_proj.bias"), part) for part in present]
-        return self.linear(torch.cat(weights), _joined(biases))
-
-    def _turning(self, rows: Tensor, part: str) -> Tensor:
-        return rows if part == "v" else pair_adjacent(rows, self.config.head_dim)
-
-    def _head_norm(self, name: str) -> RMSNorm | None:
-        if not self.config.qk_norm:
-            return None
+    def _norm_heads(self, layer: Layer, projected: Tensor) -> None:
+        """Norm queries and keys in place. [N, (H + 2 K) * D]."""
         config = self.config
-        query = pair_adjacent(self.tensor(f"{name}.q_norm.weight"), config.head_dim)
-        key = pair_adjacent(self.tensor(f"{name}.k_norm.weight"), config.head_dim)
-        weights = [query.expand(config.num_heads, -1), key.expand(config.num_kv_heads, -1)]
-        return RMSNorm(torch.cat(weights), config.norm_eps)
+        if isinstance(layer.head_norm, tuple):
+            queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+            for part, norm in zip(projected.split_with_sizes((queries, keys, keys), 1), layer.head_norm, strict=False):
+                part.copy_(norm(part))
+        elif layer.head_norm is not None:
+            heads = projected.view(len(projected), -1, config.head_dim)[:, : -config.num_kv_heads]
+            heads.copy_(layer.head_norm(heads))
+
+    def _rotary(self, rope: RopeConfig, rotated: int) -> Rotary:
+        frequencies, scale = rope.inverse_frequencies(rotated)
+        return Rotary(frequencies, scale, self.dtype, self.device, (self.config.head_dim - rotated) // 2)
+
+    def _rotations(self, rotary: Rotary, batch: ForwardBatch) -> Tensor:
+        config = self.config
+        turning = config.num_heads + config.num_kv_heads
+        return rotary.at(batch.positions, config.max_positions - 1, turning, config.num_kv_heads)
 
 
-def _joined(biases: Sequence[Tensor | None]) -> Tensor | None:
-    present = [bias for bias in biases if bias is not None]
-    return torch.cat(present) if present else None
+def _added(hidden: Tensor, part: Linear | Experts, x: Tensor, norm: Norm | None, scale: float) -> Tensor:
+    """hidden + scale · norm(part(x)), in one pass where there is nothing between."""
+    if norm is None and scale == 1.0 and not isinstance(part, Experts):
+        return part.add_to(hidden, x)
+    made = part(x) if norm is None else norm(part(x))
+    return hidden + (made if scale == 1.0 else made * scale)
+
+
+def _attend(attention: Attention, layer: int, query: Tensor, sinks: Tensor | None) -> Tensor:
+    return attention.run(layer, query) if sinks is None else attention.run(layer, query, sinks=sinks)
+
+
+def _shape(attention: AttentionSpec) -> AttentionShape:
+    return AttentionShape(attention.window, attention.scale, attention.softcap, attention.sinks)
+
+
+def _turning(spec: LayerSpec) -> tuple[RopeConfig, int] | None:
+    attention = spec.attention
+    return None if attention.rope is None else (attention.rope, attention.rotated)
+
+
+def _layer(loader: WeightLoader, i: int, spec: LayerSpec) -> Layer:
+    name = f"model.layers.{i}"
+
+    def norm(which: str) -> Norm | None:
+        return loader.norm(f"{name}.{which}", spec.norm) if which in spec.wiring.norms else None
+
+    return Layer(
+        attention_norm=norm(ATTENTION_NORM),
+        qkv=loader.qkv(f"{name}.self_attn", spec.attention),
+        head_norm=loader.head_norm(f"{name}.self_attn", spec.attention),
+        sinks=loader.tensor(f"{name}.self_attn.sinks.weight") if spec.attention.sinks else None,
+        output=loader.linear_of(f"{name}.self_attn.o_proj", spec.attention.output_bias),
+        attention_output_norm=norm(ATTENTION_OUTPUT_NORM),
+        mlp_norm=norm(MLP_NORM),
+        mlp=_mlp(loader, f"{name}.mlp", spec),
+        mlp_output_norm=norm(MLP_OUTPUT_NORM),
+    )
+
+
+def _mlp(loader: WeightLoader, name: str, spec: LayerSpec) -> Mlp | Experts:
+    mlp = spec.mlp
+    if isinstance(mlp, ExpertsSpec):
+        return loader.experts(name, mlp)
+    return Mlp(loader.gate_up(name, mlp), loader.linear_of(f"{name}.down_proj", mlp.bias), mlp.activation, mlp.gated)

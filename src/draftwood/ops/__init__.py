@@ -15,8 +15,8 @@ from draftwood.ops.reference import DenseAttention
 class Attention(Protocol):
     """Attention planned for one forward; `run` is called once a layer, after its keys and values were written."""
 
-    def run(self, layer: int, query: Tensor) -> Tensor:
-        """[N, heads, D] -> [N, heads * D]."""
+    def run(self, layer: int, query: Tensor, *, sinks: Tensor | None = None) -> Tensor:
+        """[N, heads, D] -> [N, heads * D]; `sinks` [heads], where the shape has announced them."""
         ...
 
 
@@ -24,7 +24,7 @@ def plan_attention(batch: ForwardBatch, cache: Pages, shape: AttentionShape) -> 
     """The fastest attention there is for the batch's device."""
     if batch.tokens.device.type == "cpu":
         return SegmentedAttention.plan(batch, cache, shape)
-    if batch.tokens.device.type == "cuda" and cache.dtype != torch.float64:
+    if batch.tokens.device.type == "cuda" and cache.dtype != torch.float64 and not shape.sinks:
         from draftwood.ops.cuda.attention import TreeAttention  # Triton is there where CUDA is
 
         return TreeAttention.plan(

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftwood.batch import AttentionShape, ForwardBatch, Pages
-from draftwood.ops.reference import visible_keys
+from draftwood.ops.reference import visible_keys, weigh
 
 _blocked = F.scaled_dot_product_attention  # torch's blocked kernel, which never writes all scores out
 
@@ -39,7 +39,7 @@ class SegmentedAttention:
     """Attention planned once a forward and run once a layer."""
 
     segments: tuple[_Segment, ...]
-    scale: float
+    shape: AttentionShape
 
     @classmethod
     def plan(cls, batch: ForwardBatch, cache: Pages, shape: AttentionShape) -> SegmentedAttention:
@@ -54,25 +54,40 @@ class SegmentedAttention:
             rows = slice(offsets[i], offsets[i + 1])
             own = None if mask is None else _additive(mask[rows, :count], cache.dtype)
             segments.append(_Segment(rows, _slots_of(tables[i], count, cache.page_size), own, cache))
-        return cls(tuple(segments), shape.scale)
+        return cls(tuple(segments), shape)
 
-    def run(self, layer: int, query: Tensor) -> Tensor:
-        """[N, heads, D] -> [N, heads * D]."""
+    def run(self, layer: int, query: Tensor, *, sinks: Tensor | None = None) -> Tensor:
+        """[N, heads, D], [heads] -> [N, heads * D]."""
         if len(self.segments) == 1:
-            return self._attend(self.segments[0], layer, query)
-        return torch.cat([self._attend(segment, layer, query[segment.rows]) for segment in self.segments])
+            return self._attend(self.segments[0], layer, query, sinks)
+        return torch.cat([self._attend(segment, layer, query[segment.rows], sinks) for segment in self.segments])
 
-    def _attend(self, segment: _Segment, layer: int, query: Tensor) -> Tensor:
+    def _attend(self, segment: _Segment, layer: int, query: Tensor, sinks: Tensor | None) -> Tensor:
+        if self.shape.softcap is not None or sinks is not None:
+            return self._written_out(segment, layer, query, sinks)
         keys, values = segment.keys_and_values(layer)
+        scale = self.shape.scale
         rows, heads, dim = query.shape
         if rows == 1:
             # The queries that share a key head lie side by side: they are the rows of one small product.
             grouped = query.view(1, keys.shape[1], -1, dim)
-            return _blocked(grouped, keys, values, attn_mask=segment.mask, scale=self.scale).view(1, heads * dim)
+            return _blocked(grouped, keys, values, attn_mask=segment.mask, scale=scale).view(1, heads * dim)
         mixed = _blocked(
-            query.transpose(0, 1)[None], keys, values, attn_mask=segment.mask, scale=self.scale, enable_gqa=True
+            query.transpose(0, 1)[None], keys, values, attn_mask=segment.mask, scale=scale, enable_gqa=True
         )
         return mixed[0].transpose(0, 1).flatten(1)
+
+    def _written_out(self, segment: _Segment, layer: int, query: Tensor, sinks: Tensor | None) -> Tensor:
+        """With what torch's kernel does not know: capped scores, and sinks."""
+        (keys,), (values,) = segment.keys_and_values(layer)  # [H, keys, D]
+        heads, rows = len(keys), len(query)
+        grouped = query.unflatten(1, (heads, -1)).transpose(0, 1).flatten(1, 2)  # [H, N * G, D]: keys are read once
+        scores = torch.matmul(grouped, keys.transpose(-1, -2)).unflatten(1, (rows, -1)) * self.shape.scale
+        seen = scores.new_zeros(1, 1) if segment.mask is None else segment.mask
+        sinks = None if sinks is None else sinks.view(heads, 1, -1, 1)
+        weights = weigh(scores, seen[:, None] == 0, self.shape.softcap, sinks)
+        mixed = torch.matmul(weights.flatten(1, 2), values).unflatten(1, (rows, -1))
+        return mixed.transpose(0, 1).flatten(1)
 
 
 def _slots_of(pages: list[int], count: int, page_size: int) -> slice | Tensor:

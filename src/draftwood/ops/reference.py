@@ -48,7 +48,7 @@ class DenseAttention:
 
     batch: ForwardBatch
     cache: Pages
-    scale: float
+    shape: AttentionShape
     mask: Tensor  # [N, keys] bool
     owner: Tensor  # [N]
 
@@ -59,14 +59,29 @@ class DenseAttention:
         trees, rows = torch.arange(counts.shape[0], device=counts.device), len(batch.tokens)
         owner = torch.repeat_interleave(trees, counts, output_size=rows)
         num_keys = batch.block_table.shape[1] * cache.page_size
-        return cls(batch, cache, shape.scale, visible_keys(batch, num_keys, shape.window), owner)
+        return cls(batch, cache, shape, visible_keys(batch, num_keys, shape.window), owner)
 
-    def run(self, layer: int, query: Tensor) -> Tensor:
-        """[N, heads, D] -> [N, heads * D]."""
+    def run(self, layer: int, query: Tensor, *, sinks: Tensor | None = None) -> Tensor:
+        """[N, heads, D], [heads] -> [N, heads * D]."""
         keys, values = self.cache.store[layer]
         k = gather_pages(keys, self.batch.block_table, self.cache.page_size)[self.owner]  # [N, H, keys, D]
         v = gather_pages(values, self.batch.block_table, self.cache.page_size)[self.owner]
         q = query.unflatten(1, (keys.shape[0], -1))  # [N, H, G, D]
-        scores = torch.einsum("nhgd,nhkd->nhgk", q, k) * self.scale
-        scores = scores.masked_fill(~self.mask[:, None, None], float("-inf"))
-        return torch.einsum("nhgk,nhkd->nhgd", scores.softmax(-1), v).flatten(1)
+        scores = torch.einsum("nhgd,nhkd->nhgk", q, k) * self.shape.scale
+        sinks = None if sinks is None else sinks.view(*scores.shape[1:3], 1)
+        weights = weigh(scores, self.mask[:, None, None], self.shape.softcap, sinks)
+        return torch.einsum("nhgk,nhkd->nhgd", weights, v).flatten(1)
+
+
+def weigh(scores: Tensor, mask: Tensor, softcap: float | None, sinks: Tensor | None) -> Tensor:
+    """How much of each key a row takes: the softmax of what it sees, capped, beside a sink. [..., keys].
+
+    `mask` [..., keys] and `sinks` [..., 1] are of a shape that spreads over the scores.
+    """
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is None:
+        return scores.softmax(-1)
+    sink = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.cat([scores, sink], -1).softmax(-1)[..., :-1]

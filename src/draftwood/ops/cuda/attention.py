@@ -99,6 +99,8 @@ class TreeAttention:
 
         `num_splits` programs share the chunks of a tile of `largest_tile` lines; None: as is fastest.
         """
+        if shape.sinks:
+            raise ValueError("The attention kernels do not know sinks; use `plan_attention`.")
         depth = batch.ancestors.shape[1] * BITS if max_depth is None else max_depth
         rows = batch.tokens.shape[0] if max_rows is None else max_rows
         largest_tile = largest_tile or (TALLEST_EXACT if exact else TALL if rows <= FEW_ROWS else TALLEST)
@@ -114,8 +116,8 @@ class TreeAttention:
         """Chunks that the longest sequence these block tables can hold has."""
         return -(-self.batch.block_table.shape[1] * self.cache.page_size // CHUNK)
 
-    def run(self, layer: int, query: Tensor, out: Tensor | None = None) -> Tensor:
-        """[N, heads, D] -> [N, heads * D]."""
+    def run(self, layer: int, query: Tensor, out: Tensor | None = None, *, sinks: Tensor | None = None) -> Tensor:
+        """[N, heads, D] -> [N, heads * D]. There are no sinks: `plan` refuses them."""
         num_rows, heads, dim = query.shape
         kv_heads = self.cache.store.shape[2]
         tiling = Tiling.choose(self, heads // kv_heads, kv_heads)
@@ -143,6 +145,7 @@ class TreeAttention:
             batch.ancestors.shape[1], self.max_nodes,
             kv_heads, query.shape[1] // kv_heads, tiling.group_padded, dim, padded, self.cache.page_size,
             tiling.lines, tiling.one_tile, self.tails is not None, self._masked, tiling.num_splits > 1,
+            self._cap,
             num_warps=_warps(tiling.lines, padded), num_stages=_stages(keys, len(query)), enable_fp_fusion=False,
             **OVERLAPPING,
         )  # fmt: skip
@@ -155,7 +158,7 @@ class TreeAttention:
         finish_rows[(query.shape[0], kv_heads)](
             query, keys, values, batch.positions, batch.visible, tails.lengths, tails.slots, out, states, sums,
             self._scale, self._window, num_slots, states.shape[1], tails.slots.shape[1],
-            kv_heads, query.shape[1] // kv_heads, dim, _power_of_2(dim), split,
+            kv_heads, query.shape[1] // kv_heads, dim, _power_of_2(dim), split, self._cap,
             num_warps=4, num_stages=1, enable_fp_fusion=False, **OVERLAPPING,
         )  # fmt: skip
 
@@ -178,6 +181,10 @@ class TreeAttention:
     @property
     def _scale(self) -> float:
         return self.shape.scale * math.log2(math.e)
+
+    @property
+    def _cap(self) -> float:
+        return 0.0 if self.shape.softcap is None else self.shape.softcap * math.log2(math.e)
 
     @property
     def _window(self) -> int:

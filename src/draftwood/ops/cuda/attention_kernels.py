@@ -149,6 +149,7 @@ def _seen_with_tree(start, end, words, real, MASKED: tl.constexpr):
 def _blocks(
     q, first, until, begin, end, tile_end, pages, keys, values, scale, words, real,
     DIM: tl.constexpr, DIM_PADDED: tl.constexpr, PAGE: tl.constexpr, LINES: tl.constexpr, MASKED: tl.constexpr,
+    CAP: tl.constexpr,
 ):  # fmt: skip
     """The running softmax over keys first … until - 1; line i sees begin[i] … end[i] - 1 and, MASKED, its ancestors."""
     highest, total, acc = nothing(LINES, DIM_PADDED)
@@ -160,7 +161,7 @@ def _blocks(
             seen = _seen_with_tree(start, end, words, real, MASKED)
         else:
             seen = (key[None, :] >= begin[:, None]) & (key[None, :] < end[:, None])
-        highest, sums, acc = attend(q, k, v, seen, highest, sums, acc, scale)
+        highest, sums, acc = attend(q, k, v, seen, highest, sums, acc, scale, CAP)
     return highest, tl.max(sums, 1), acc
 
 
@@ -183,7 +184,7 @@ def _take_chunks(
     q, own, first, last, splits, tile_begin, begin, end, tile_end, pages, keys, values, scale, words, real,
     out, states, sums, line, num_states,
     DIM: tl.constexpr, DIM_PADDED: tl.constexpr, PAGE: tl.constexpr, LINES: tl.constexpr, MASKED: tl.constexpr,
-    HAS_TREE: tl.constexpr,
+    HAS_TREE: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """One of several programs: chunks own, own + splits, …, each left as a state; as the result, if there is but one
     chunk and no tree.
@@ -191,7 +192,7 @@ def _take_chunks(
     for chunk in range(own, last + 1, splits):
         highest, total, acc = _blocks(
             q, tl.maximum(chunk * _CHUNK, tile_begin), (chunk + 1) * _CHUNK, begin, end, tile_end, pages, keys,
-            values, scale, words, real, DIM, DIM_PADDED, PAGE, LINES, MASKED,
+            values, scale, words, real, DIM, DIM_PADDED, PAGE, LINES, MASKED, CAP,
         )  # fmt: skip
         if HAS_TREE or first < last:
             store_state(states, sums, line, real, num_states, chunk, highest, total, acc, DIM, DIM_PADDED)
@@ -230,6 +231,7 @@ def _walk(
     q, first, last, tile_begin, begin, end, tile_end, pages, keys, values, scale, words, real,
     out, states, sums, line, num_states,
     DIM: tl.constexpr, DIM_PADDED: tl.constexpr, PAGE: tl.constexpr, LINES: tl.constexpr, HAS_TREE: tl.constexpr,
+    CAP: tl.constexpr,
 ):  # fmt: skip
     """All chunks, one after the other, by one program."""
     all_highest, all_total, all_acc = nothing(LINES, DIM_PADDED)
@@ -238,7 +240,7 @@ def _walk(
         all_highest, all_total, all_acc = combine(all_highest, all_total, all_acc, highest, total, acc)
         highest, total, acc = _blocks(
             q, tl.maximum(chunk * _CHUNK, tile_begin), (chunk + 1) * _CHUNK, begin, end, tile_end, pages, keys, values,
-            scale, words, real, DIM, DIM_PADDED, PAGE, LINES, False,
+            scale, words, real, DIM, DIM_PADDED, PAGE, LINES, False, CAP,
         )  # fmt: skip
     _leave(
         out, states, sums, line, real, num_states, all_highest, all_total, all_acc, highest, total, acc,
@@ -254,7 +256,7 @@ def scan_linear(
     scale, window, num_sequences, table_width, num_slots, num_states, num_words, nodes,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr, PAGE: tl.constexpr, LINES: tl.constexpr, ONE_TILE: tl.constexpr,
-    HAS_TREE: tl.constexpr, MASKED: tl.constexpr, SPLIT: tl.constexpr,
+    HAS_TREE: tl.constexpr, MASKED: tl.constexpr, SPLIT: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Everything that a tile's rows share: the blocks of keys no draft node has a part in; MASKED, all blocks.
 
@@ -291,7 +293,7 @@ def scan_linear(
     if SPLIT:
         _take_chunks(
             q, own, first, last, splits, tile_begin, begin, end, tile_end, pages, keys, values, scale, words, real,
-            out, states, sums, line, num_states, DIM, DIM_PADDED, PAGE, LINES, MASKED, HAS_TREE,
+            out, states, sums, line, num_states, DIM, DIM_PADDED, PAGE, LINES, MASKED, HAS_TREE, CAP,
         )  # fmt: skip
         if not HAS_TREE:
             _join_chunks(
@@ -301,13 +303,13 @@ def scan_linear(
     elif MASKED:  # nobody asks for bits: no chunks
         _, total, acc = _blocks(
             q, tile_begin, tile_end, begin, end, tile_end, pages, keys, values,
-            scale, words, real, DIM, DIM_PADDED, PAGE, LINES, MASKED,
+            scale, words, real, DIM, DIM_PADDED, PAGE, LINES, MASKED, CAP,
         )  # fmt: skip
         store_rows(out, line, real, total, acc, DIM, DIM_PADDED)
     else:
         _walk(
             q, first, last, tile_begin, begin, end, tile_end, pages, keys, values, scale, words, real,
-            out, states, sums, line, num_states, DIM, DIM_PADDED, PAGE, LINES, HAS_TREE,
+            out, states, sums, line, num_states, DIM, DIM_PADDED, PAGE, LINES, HAS_TREE, CAP,
         )  # fmt: skip
 
 
@@ -316,6 +318,7 @@ def finish_rows(
     query, keys, values, positions, visible, lengths, tails, out, states, sums,
     scale, window, num_slots, num_states, tail_width,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, SPLIT: tl.constexpr,
+    CAP: tl.constexpr,
 ):  # fmt: skip
     """Combine the states of one row and key head, and go on with the keys only this draft node has."""
     make_way()
@@ -350,7 +353,7 @@ def finish_rows(
             slot = tl.load(slots + key, mask=there, other=0).to(tl.int64)
             k, v = _load_slots(keys, values, slot, there, DIM, DIM_PADDED)
             seen = tl.broadcast_to(((key >= begin) & there)[None, :], (_ROW_LINES, _BLOCK))
-            highest, wide, acc = attend(q, k, v, seen, highest, widened(total, _ROW_LINES), acc, scale)
+            highest, wide, acc = attend(q, k, v, seen, highest, widened(total, _ROW_LINES), acc, scale, CAP)
             total = tl.max(wide, 1)
     all_highest, all_total, all_acc = combine(all_highest, all_total, all_acc, highest, total, acc)
     store_rows(out, line, real, all_total, all_acc, DIM, DIM_PADDED)

@@ -62,7 +62,7 @@ class CudaLinear:
         """act(gate) * up, where W has gate's outputs and then up's. [N, in] -> [N, out / 2]."""
         return self._of_stream(x, Around(x.norm, self.bias, None, activation, then=then))
 
-    def add_to(self, residual: Tensor, x: Tensor, norm: Norm, then: Beginning | None = None) -> Stream:
+    def add_to(self, residual: Tensor, x: Tensor, norm: Norm | None, then: Beginning | None = None) -> Stream:
         """residual + (x W + b), to be read through `norm`; may be written over the residual. [N, out], [N, in]."""
         around = Around(None, self.bias, residual, next_norm=norm, then=then)
         if self.strict or self._few(x):

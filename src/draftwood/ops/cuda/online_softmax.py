@@ -13,16 +13,20 @@ import triton.language as tl
 BLOCK = 64  # keys a product
 
 _BLOCK = tl.constexpr(BLOCK)
+_LOG2E = tl.constexpr(1.4426950408889634)
 _SUMS = tl.constexpr(16)  # equal columns of the sum: the narrowest product there is
 
 
 @triton.jit
-def attend(q, k, v, seen, highest, total, acc, scale):
-    """A running softmax with one block of keys more. Lines do not touch each other, whatever tile they are in.
+def attend(q, k, v, seen, highest, total, acc, scale, CAP: tl.constexpr = 0.0):
+    """A running softmax with one block of keys more. Lines do not touch each other, whatever tile they are in. Scores
+    become CAP tanh(score / CAP), if that is not 0.
 
     The sum is a product with ones: the order of a plain sum would depend on how the compiler lays out a tile.
     """
     score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if CAP > 0:
+        score = CAP - (2 * CAP) / (tl.exp2(score * (2 * _LOG2E / CAP)) + 1.0)
     score = tl.where(seen, score, float("-inf"))
     before = highest
     highest = tl.maximum(before, tl.max(score, 1))

@@ -22,6 +22,7 @@ typedef struct {
     int64_t stride;                /* between rows of queries */
     float *scores;                 /* [queries][width] */
     int64_t width, num_linear, num_nodes;
+    float scale, softcap;
 } Block;
 
 INLINE int64_t padded(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
@@ -73,7 +74,7 @@ static void turn_keys(const Block *b, int64_t first, int64_t count, float *turne
 /* Scores of keys [first, first + count) for all queries, written from column `column` on. */
 static void score_keys(const Block *b, int64_t first, int64_t count, int64_t column, float *turned) {
     const int64_t dim = b->model->head_dim, queries = b->num_rows * b->num_heads;
-    const vf scale = splat(1.0f / sqrtf((float)dim));
+    const vf scale = splat(b->scale);
     for (int64_t done = 0; done < count; done += LANES) {
         turn_keys(b, first + done, count - done, turned);
         for (int64_t q = 0; q < queries; q += QUERIES) {
@@ -87,8 +88,11 @@ static void score_keys(const Block *b, int64_t first, int64_t count, int64_t col
                 vf key = load(turned + d * LANES);
                 for (int i = 0; i < QUERIES; i++) sum[i] = fma16(splat(query[i][d]), key, sum[i]);
             }
-            for (int i = 0; i < QUERIES && q + i < queries; i++)
-                store(b->scores + (q + i) * b->width + column + done, sum[i] * scale);
+            for (int i = 0; i < QUERIES && q + i < queries; i++) {
+                sum[i] *= scale;
+                if (b->softcap) sum[i] = softcap16(sum[i], b->softcap);
+                store(b->scores + (q + i) * b->width + column + done, sum[i]);
+            }
         }
     }
 }
@@ -245,6 +249,7 @@ void attend(const Model *model, const Layer *layer, const float *keys, const flo
                 .queries = qkv + begin * stride + head * model->head_dim, .stride = stride,
                 .scores = scratch->scores + team->index * scratch->score_size, .width = columns,
                 .num_linear = linear, .num_nodes = nodes,
+                .scale = (float)layer->scale, .softcap = (float)layer->softcap,
             };
             attend_block(&block, layer, mixed, width);
         }

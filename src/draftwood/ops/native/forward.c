@@ -9,14 +9,28 @@
 
 static int64_t padded(int64_t size) { return (size + GROUP - 1) / GROUP * GROUP; }
 
-static void norm_row(const float *x, const float *weight, int64_t size, float eps, float *out) {
+static void norm_row(const float *x, const Norm *norm, int64_t at, int64_t size, float *out) {
+    const float *weight = norm->weight + at;
+    float mean = 0, rest = 0;
     vf sum = splat(0);
-    float rest = 0;
     int64_t i = 0;
-    for (; i + LANES <= size; i += LANES) sum = fma16(load(x + i), load(x + i), sum);
-    for (; i < size; i++) rest = fmaf(x[i], x[i], rest);
-    const float factor = 1.0f / sqrtf((sum16(sum) + rest) / (float)size + eps);
-    for (i = 0; i < size; i++) out[i] = x[i] * factor * weight[i];
+    if (norm->centred) {
+        for (; i + LANES <= size; i += LANES) sum += load(x + i);
+        for (; i < size; i++) rest += x[i];
+        mean = (sum16(sum) + rest) / (float)size;
+        sum = splat(0);
+        rest = 0;
+        i = 0;
+    }
+    for (; i + LANES <= size; i += LANES) {
+        const vf off = load(x + i) - mean;
+        sum = fma16(off, off, sum);
+    }
+    for (; i < size; i++) rest = fmaf(x[i] - mean, x[i] - mean, rest);
+    const float factor = 1.0f / sqrtf((sum16(sum) + rest) / (float)size + (float)norm->eps);
+    for (i = 0; i < size; i++) out[i] = (x[i] - mean) * factor * weight[i];
+    if (norm->bias)
+        for (i = 0; i < size; i++) out[i] += norm->bias[at + i];
 }
 
 /* Whether products with this matrix take bytes, or the sums of groups. */
@@ -37,20 +51,6 @@ static Rows rows_for(const Model *m, const Matrix *w, const Scratch *s, const fl
                   .stride = w->inputs, .rows = count};
 }
 
-/* Norm, summary and product of all rows; the residual stream may be read through `index`. */
-static void normed_product(const Model *m, const Matrix *w, const float *weight, const Scratch *s, const int64_t *index,
-                           int64_t count, Target target, const Team *team) {
-    const int64_t stride = padded(m->hidden);
-    SHARE(team, row, count) {
-        const int64_t from = index ? index[row] : row;
-        norm_row(s->hidden + from * stride, weight, m->hidden, m->eps, s->input + row * stride);
-        summarise(m, w, s, s->input, row);
-    }
-    meet(team);
-    Rows rows = rows_for(m, w, s, s->input, count);
-    multiply(w, &rows, &target, team);
-}
-
 /* Product of rows that lie in `values`. */
 static void plain_product(const Model *m, const Matrix *w, const float *values, const Scratch *s, int64_t count,
                           Target target, const Team *team) {
@@ -62,17 +62,44 @@ static void plain_product(const Model *m, const Matrix *w, const float *values, 
     multiply(w, &rows, &target, team);
 }
 
-/* The same, added to the residual stream. */
-static void added_product(const Model *m, const Matrix *w, const float *values, const Scratch *s, int64_t count,
-                          const Team *team) {
+/* Norm, summary and product of all rows; the residual stream may be read through `index`. */
+static void normed_product(const Model *m, const Matrix *w, const Norm *norm, const Scratch *s, const int64_t *index,
+                           int64_t count, Target target, const Team *team) {
     const int64_t stride = padded(m->hidden);
-    Target target = {.kind = ADD, .out = s->hidden, .stride = stride, .limit = stride};
-    plain_product(m, w, values, s, count, target, team);
+    if (!norm->weight && !index) {
+        plain_product(m, w, s->hidden, s, count, target, team);
+        return;
+    }
+    SHARE(team, row, count) {
+        const int64_t from = index ? index[row] : row;
+        norm_row(s->hidden + from * stride, norm, 0, m->hidden, s->input + row * stride);
+        summarise(m, w, s, s->input, row);
+    }
+    meet(team);
+    Rows rows = rows_for(m, w, s, s->input, count);
+    multiply(w, &rows, &target, team);
 }
 
-/* Turn one head of one row to its position: dimension i with i + head_dim / 2. */
-static void turn(float *x, const float *rotation, int64_t dim) {
-    const int64_t half = dim / 2;
+/* The same, added to the residual stream; through a norm, if there is one. */
+static void added_product(const Model *m, const Layer *layer, const Matrix *w, const Norm *norm, const float *values,
+                          const Scratch *s, int64_t count, const Team *team) {
+    const int64_t stride = padded(m->hidden);
+    const float scale = (float)layer->residual_scale;
+    Target target = {.kind = ADD, .out = s->hidden, .stride = stride, .limit = stride, .scale = scale};
+    if (norm->weight) target.kind = STORE, target.out = s->input;
+    plain_product(m, w, values, s, count, target, team);
+    if (!norm->weight) return;
+    SHARE(team, row, count) {
+        float *made = s->input + row * stride, *out = s->hidden + row * stride;
+        norm_row(made, norm, 0, m->hidden, made);
+        for (int64_t i = 0; i < m->hidden; i++) out[i] += scale * made[i];
+    }
+    meet(team);
+}
+
+/* Turn the first dimensions of one head of one row to its position: dimension i with i + rotated / 2. */
+static void turn(float *x, const float *rotation, int64_t rotated) {
+    const int64_t half = rotated / 2;
     for (int64_t i = 0; i < half; i++) {
         const float a = x[i], b = x[i + half], cosine = rotation[i], sine = rotation[half + i];
         x[i] = fmaf(a, cosine, -(b * sine));
@@ -80,18 +107,38 @@ static void turn(float *x, const float *rotation, int64_t dim) {
     }
 }
 
+/* Norms of whole rows of queries, and of keys. */
+static void norm_rows(const Model *m, const Layer *layer, const Batch *b, const Scratch *s, const Team *team) {
+    const int64_t queries = m->num_heads * m->head_dim, keys = m->num_kv_heads * m->head_dim;
+    SHARE(team, row, b->num_rows) {
+        float *x = s->qkv + row * layer->qkv.outputs;
+        norm_row(x, &layer->query_norm, 0, queries, x);
+        norm_row(x + queries, &layer->key_norm, 0, keys, x + queries);
+    }
+    meet(team);
+}
+
+static void norm_head(const Model *m, const Layer *layer, int64_t head, float *x) {
+    const int is_query = head < m->num_heads;
+    const Norm *norm = is_query ? &layer->query_norm : &layer->key_norm;
+    const int64_t own = layer->head_norms == OWN_WEIGHTS ? head - (is_query ? 0 : m->num_heads) : 0;
+    if (norm->weight && layer->head_norms != WHOLE_ROWS) norm_row(x, norm, own * m->head_dim, m->head_dim, x);
+}
+
 /* Head norms and rotation of queries and keys, and the write of keys and values to their slots. */
 static void place(const Model *m, const Layer *layer, const Batch *b, const Scratch *s, int64_t index, const Team *team) {
     const int64_t dim = m->head_dim, heads = m->num_heads + 2 * m->num_kv_heads, stride = layer->qkv.outputs;
     const int64_t first_value = m->num_heads + m->num_kv_heads, head_size = b->num_slots * dim;
+    const float *table = layer->rotation < 0 ? NULL : b->rotations[layer->rotation];
     float *store = b->store + index * 2 * m->num_kv_heads * head_size;
+    if (layer->query_norm.weight && layer->head_norms == WHOLE_ROWS) norm_rows(m, layer, b, s, team);
     SHARE(team, item, b->num_rows * heads) {
         const int64_t row = item / heads, head = item % heads;
         float *x = s->qkv + row * stride + head * dim;
-        const float *norm = head < m->num_heads ? layer->query_norm : layer->key_norm;
         if (head < first_value) {
-            if (norm) norm_row(x, norm, dim, m->eps, x);
-            turn(x, b->rotation + b->positions[row] * dim, dim);
+            if (!layer->norms_turned) norm_head(m, layer, head, x);
+            if (table) turn(x, table + b->positions[row] * layer->rotated, layer->rotated);
+            if (layer->norms_turned) norm_head(m, layer, head, x);
         }
         if (head >= m->num_heads)
             memcpy(store + (head - m->num_heads) * head_size + b->slots[row] * dim, x, dim * sizeof(float));
@@ -99,21 +146,65 @@ static void place(const Model *m, const Layer *layer, const Batch *b, const Scra
     meet(team);
 }
 
-static void run_layer(const Model *m, const Batch *b, const Scratch *s, int64_t index, const Team *team) {
+static void run_attention(const Model *m, const Batch *b, const Scratch *s, int64_t index, const Team *team) {
     const Layer *layer = &m->layers[index];
     const int64_t head_size = b->num_slots * m->head_dim;
     const float *keys = b->store + index * 2 * m->num_kv_heads * head_size, *values = keys + m->num_kv_heads * head_size;
     Target qkv = {.kind = STORE, .out = s->qkv, .stride = layer->qkv.outputs, .limit = layer->qkv.outputs};
-    Target gated = {.kind = GATED, .out = s->gated, .stride = layer->down.inputs, .activation = m->activation};
     if (b->wide && index == 0)
         plain_product(m, &layer->qkv, b->wide, s, b->num_rows, qkv, team);
     else
-        normed_product(m, &layer->qkv, layer->attention_norm, s, NULL, b->num_rows, qkv, team);
+        normed_product(m, &layer->qkv, &layer->attention_norm, s, NULL, b->num_rows, qkv, team);
     place(m, layer, b, s, index, team);
     attend(m, layer, keys, values, b, s, s->qkv, layer->qkv.outputs, s->mixed, layer->output.inputs, team);
-    added_product(m, &layer->output, s->mixed, s, b->num_rows, team);
-    normed_product(m, &layer->gate_up, layer->mlp_norm, s, NULL, b->num_rows, gated, team);
-    added_product(m, &layer->down, s->gated, s, b->num_rows, team);
+}
+
+/* The MLP up to its middle. Beside attention it may read the very norm that attention has read, which still lies there. */
+static void run_up(const Model *m, const Layer *layer, const Batch *b, const Scratch *s, const Team *team) {
+    const int64_t width = layer->down.inputs;
+    Target target = {.kind = layer->gated ? GATED : ACTIVATED, .out = s->gated, .stride = width, .limit = width,
+                     .activation = layer->activation};
+    if (layer->parallel && !layer->mlp_norm.weight)
+        plain_product(m, &layer->gate_up, s->input, s, b->num_rows, target, team);
+    else
+        normed_product(m, &layer->gate_up, &layer->mlp_norm, s, NULL, b->num_rows, target, team);
+}
+
+static void run_layer(const Model *m, const Batch *b, const Scratch *s, int64_t index, const Team *team) {
+    const Layer *layer = &m->layers[index];
+    run_attention(m, b, s, index, team);
+    if (layer->parallel) run_up(m, layer, b, s, team);
+    added_product(m, layer, &layer->output, &layer->attention_output_norm, s->mixed, s, b->num_rows, team);
+    if (!layer->parallel) run_up(m, layer, b, s, team);
+    added_product(m, layer, &layer->down, &layer->mlp_output_norm, s->gated, s, b->num_rows, team);
+}
+
+/* What the residual stream of a row begins with. */
+static void begin_row(const Model *m, const Batch *b, int64_t row, float *begin) {
+    if (b->residual) {
+        memcpy(begin, b->residual + row * m->hidden, m->hidden * sizeof(float));
+        return;
+    }
+    const float scale = (float)m->embedding_scale;
+    read_output(&m->embedding, b->tokens[row], begin);
+    if (scale != 1.0f)
+        for (int64_t i = 0; i < m->hidden; i++) begin[i] *= scale;
+    if (m->positions)
+        for (int64_t i = 0; i < m->hidden; i++) begin[i] += m->positions[b->positions[row] * m->hidden + i];
+}
+
+/* Scale and cap logits, sixteen at a time; the last ones beside others that nobody reads. */
+static void finish_logits(const Model *m, float *logits) {
+    const float scale = (float)m->logit_scale, cap = (float)m->logit_softcap;
+    for (int64_t i = 0; i < m->vocabulary; i += LANES) {
+        float part[LANES] = {0};
+        const int64_t count = m->vocabulary - i < LANES ? m->vocabulary - i : LANES;
+        memcpy(part, logits + i, count * sizeof(float));
+        vf x = load(part) * scale;
+        if (cap) x = softcap16(x, cap);
+        store(part, x);
+        memcpy(logits + i, part, count * sizeof(float));
+    }
 }
 
 static void copy_features(const Model *m, const Batch *b, const Scratch *s, int64_t index, const Team *team) {
@@ -129,18 +220,16 @@ EXPORT void dw_forward(const Model *m, const Batch *b, const Scratch *s) {
 #pragma omp parallel num_threads(s->threads)
     {
         const Team me = {omp_get_thread_num(), omp_get_num_threads(), s->barrier}, *team = &me;
-        SHARE(team, row, b->num_rows) {
-            float *begin = s->hidden + row * padded(m->hidden);
-            if (b->residual) memcpy(begin, b->residual + row * m->hidden, m->hidden * sizeof(float));
-            else read_output(&m->embedding, b->tokens[row], begin);
-        }
+        SHARE(team, row, b->num_rows) begin_row(m, b, row, s->hidden + row * padded(m->hidden));
         meet(team);
         for (int64_t i = 0; i < m->num_layers; i++) {
             run_layer(m, b, s, i, team);
             copy_features(m, b, s, i, team); /* needs no barrier: nobody writes there before the next product's */
         }
         Target logits = {.kind = STORE, .out = b->logits, .stride = m->vocabulary, .limit = m->vocabulary};
-        if (b->num_logits) normed_product(m, &m->head, m->final_norm, s, b->logit_rows, b->num_logits, logits, team);
+        if (b->num_logits) normed_product(m, &m->head, &m->final_norm, s, b->logit_rows, b->num_logits, logits, team);
+        if (m->logit_scale != 1 || m->logit_softcap)
+            SHARE(team, row, b->num_logits) finish_logits(m, b->logits + row * m->vocabulary);
     }
 }
 
@@ -161,7 +250,8 @@ EXPORT void dw_products(const Model *m, const Scratch *s, int64_t count, float *
             for (int64_t j = 0; j < 4; j++) {
                 Rows rows = rows_for(m, matrices[j], s, inputs[j], count);
                 const int64_t width = j == 2 ? layer->down.inputs : matrices[j]->outputs;
-                Target target = {.kind = j == 2 ? GATED : STORE, .out = outputs[j], .stride = width, .limit = width};
+                const enum Epilogue kind = j != 2 ? STORE : layer->gated ? GATED : ACTIVATED;
+                Target target = {.kind = kind, .out = outputs[j], .stride = width, .limit = width};
                 multiply(matrices[j], &rows, &target, team);
             }
         }

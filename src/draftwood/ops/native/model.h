@@ -7,8 +7,9 @@
 #define GROUP 32 /* inputs that share a scale */
 
 enum Storage { FLOAT32, BFLOAT16, INT8, INT4, BLOCKS = 5 }; /* 4 is on accelerators alone */
-enum Activation { SILU, GELU, GELU_TANH };
-enum Epilogue { STORE, ADD, GATED };
+enum Activation { SILU, GELU, GELU_TANH, RELU, RELU_SQUARED };
+enum Epilogue { STORE, ADD, GATED, ACTIVATED };
+enum HeadNorms { EACH_HEAD, OWN_WEIGHTS, WHOLE_ROWS };
 
 /* A weight matrix [outputs, inputs], both padded with zeros to multiples of 32.
    By panels of 32 outputs; within a panel, for each input (float32), pair (bfloat16), four (int8) or eight (int4) of
@@ -29,28 +30,42 @@ typedef struct {
 /* Whether weights have one scale for each group of inputs: products with them may take bytes. */
 static inline int in_groups(const Matrix *m) { return m->storage == INT8 || m->storage == INT4; }
 
+/* A norm: of the root mean square, or, centred, with the mean taken off; none if there are no weights. */
 typedef struct {
-    Matrix qkv, output, gate_up, down; /* gate_up: sixteen of gate, sixteen of up, in turn */
-    const float *attention_norm, *mlp_norm;
-    const float *query_norm, *key_norm; /* [head_dim], or null */
-    int64_t window;                     /* 0: sees everything */
+    const float *weight, *bias; /* bias: or null */
+    int64_t centred;
+    double eps;
+} Norm;
+
+typedef struct {
+    Matrix qkv, output, gate_up, down; /* gate_up: sixteen of gate, sixteen of up, in turn; not gated: up alone */
+    Norm attention_norm, attention_output_norm, mlp_norm, mlp_output_norm;
+    Norm query_norm, key_norm;
+    int64_t head_norms;           /* over what those two are */
+    int64_t norms_turned;         /* whether they come behind the rotation */
+    int64_t window;               /* 0: sees everything */
+    int64_t rotation, rotated;    /* which table turns how many dimensions of a head; -1: none does */
+    int64_t gated, activation;
+    int64_t parallel;             /* the MLP reads what attention has read, or the stream before it */
+    double scale, softcap;        /* of scores; softcap 0: none */
+    double residual_scale;        /* of what attention and MLP add */
 } Layer;
 
 typedef struct {
     Matrix embedding, head;
     const Layer *layers;
-    const float *final_norm;
-    int64_t num_layers, hidden, intermediate, num_heads, num_kv_heads, head_dim, vocabulary;
-    int64_t activation;
+    Norm final_norm;
+    const float *positions; /* [positions][hidden], added to embeddings; or null */
+    int64_t num_layers, hidden, num_heads, num_kv_heads, head_dim, vocabulary;
     int64_t byte_activations; /* whether products with int8 and int4 weights round their inputs to bytes */
-    float eps;
+    double embedding_scale, logit_scale, logit_softcap;
 } Model;
 
 typedef struct {
     int64_t num_rows, num_sequences, num_words, pages_per_sequence, num_logits;
     const int64_t *tokens, *positions, *slots, *visible, *ancestors;
     const int64_t *row_offsets, *tree_base, *num_keys, *block_table, *logit_rows;
-    const float *rotation;      /* [positions][2][head_dim / 2]: cosines, then sines */
+    const float *const *rotations; /* tables [positions][2][rotated / 2]: cosines, then sines */
     float *store;               /* [layers, 2, kv heads, slots, head_dim] */
     int64_t num_slots, page_size;
     float *logits;              /* [num_logits, vocabulary] */

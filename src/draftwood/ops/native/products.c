@@ -199,6 +199,10 @@ static Tile *const *tiles_for(const Matrix *m, const Rows *x) {
 
 INLINE vf activate(vf x, int64_t kind) {
     if (kind == SILU) return x / (1.0f + exp16(-x));
+    if (kind == RELU || kind == RELU_SQUARED) {
+        x = either(x > 0.0f, x, splat(0));
+        return kind == RELU ? x : x * x;
+    }
     vf out;
     for (int i = 0; i < LANES; i++) {
         float v = x[i];
@@ -222,9 +226,13 @@ static void finish(const Matrix *m, int64_t panel, float tile[][PANEL], int64_t 
             continue;
         }
         out += column;
+        if (t->kind == ACTIVATED) {
+            a = activate(a, t->activation);
+            b = activate(b, t->activation);
+        }
         if (t->kind == ADD) {
-            a += load(out);
-            b += load(out + LANES);
+            a = a * t->scale + load(out);
+            b = b * t->scale + load(out + LANES);
         }
         if (column + PANEL <= t->limit) {
             store(out, a);

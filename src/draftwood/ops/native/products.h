@@ -19,6 +19,7 @@ typedef struct {
     float *out;
     int64_t stride, limit; /* of `limit` columns */
     int64_t activation;
+    float scale; /* of what is added */
 } Target;
 
 #ifdef __AVX512F__

@@ -110,6 +110,12 @@ INLINE vf exp16(vf x) {
     return either(x < -87.3f, splat(0.0f), p * (vf)power);
 }
 
+/* cap tanh(x / cap), to about one unit in the last place of cap. */
+INLINE vf softcap16(vf x, float cap) {
+    vf e = exp16(x * (2.0f / cap)); /* never beyond e^88 */
+    return cap - (2.0f * cap) / (e + 1.0f);
+}
+
 /* Sum and largest of the lanes, by halves. */
 INLINE float sum16(vf v) {
 #ifdef __AVX512F__

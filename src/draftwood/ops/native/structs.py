@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_double, c_float, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_double, c_int64, c_void_p
 
 PANEL = 32  # outputs whose weights lie side by side
 
@@ -18,13 +18,22 @@ class Matrix(Structure):
     ]  # fmt: skip
 
 
+class Norm(Structure):
+    """A norm; without weights there is none."""
+
+    _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("centred", c_int64), ("eps", c_double)]  # fmt: skip
+
+
 class Layer(Structure):
     """A decoder layer."""
 
     _fields_ = [
         ("qkv", Matrix), ("output", Matrix), ("gate_up", Matrix), ("down", Matrix),
-        ("attention_norm", c_void_p), ("mlp_norm", c_void_p), ("query_norm", c_void_p), ("key_norm", c_void_p),
-        ("window", c_int64),
+        ("attention_norm", Norm), ("attention_output_norm", Norm), ("mlp_norm", Norm), ("mlp_output_norm", Norm),
+        ("query_norm", Norm), ("key_norm", Norm), ("head_norms", c_int64), ("norms_turned", c_int64),
+        ("window", c_int64), ("rotation", c_int64), ("rotated", c_int64),
+        ("gated", c_int64), ("activation", c_int64), ("parallel", c_int64),
+        ("scale", c_double), ("softcap", c_double), ("residual_scale", c_double),
     ]  # fmt: skip
 
 
@@ -32,10 +41,11 @@ class Model(Structure):
     """A decoder."""
 
     _fields_ = [
-        ("embedding", Matrix), ("head", Matrix), ("layers", POINTER(Layer)), ("final_norm", c_void_p),
-        ("num_layers", c_int64), ("hidden", c_int64), ("intermediate", c_int64),
+        ("embedding", Matrix), ("head", Matrix), ("layers", POINTER(Layer)), ("final_norm", Norm),
+        ("positions", c_void_p), ("num_layers", c_int64), ("hidden", c_int64),
         ("num_heads", c_int64), ("num_kv_heads", c_int64), ("head_dim", c_int64), ("vocabulary", c_int64),
-        ("activation", c_int64), ("byte_activations", c_int64), ("eps", c_float),
+        ("byte_activations", c_int64),
+        ("embedding_scale", c_double), ("logit_scale", c_double), ("logit_softcap", c_double),
     ]  # fmt: skip
 
 
@@ -48,7 +58,7 @@ class Batch(Structure):
         ("tokens", c_void_p), ("positions", c_void_p), ("slots", c_void_p), ("visible", c_void_p),
         ("ancestors", c_void_p), ("row_offsets", c_void_p), ("tree_base", c_void_p), ("num_keys", c_void_p),
         ("block_table", c_void_p), ("logit_rows", c_void_p),
-        ("rotation", c_void_p), ("store", c_void_p), ("num_slots", c_int64), ("page_size", c_int64),
+        ("rotations", c_void_p), ("store", c_void_p), ("num_slots", c_int64), ("page_size", c_int64),
         ("logits", c_void_p), ("wanted", c_void_p), ("num_wanted", c_int64), ("features", c_void_p),
         ("residual", c_void_p), ("wide", c_void_p),
     ]  # fmt: skip

@@ -1,0 +1,77 @@
+"""What a model folder, file or hub id is, before anything of it is loaded: `draftwood models PATH`."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from draftwood.model.checkpoint import files_of, open_checkpoint
+from draftwood.model.config import ModelConfig
+from draftwood.model.described import Held, held_formats
+from draftwood.model.names import count_active_parameters, count_parameters
+from draftwood.model.runner import implementations
+from draftwood.model.spec import ExpertsSpec
+
+CACHE = 4096  # tokens, as an example
+_UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+
+
+def about_table(name: str) -> Table:
+    """A model's family, size, how it is stored, what runs it and what memory it takes."""
+    checkpoint = open_checkpoint(name)
+    config, files = checkpoint.config, files_of(checkpoint)
+    formats = held_formats(files)
+    table = Table(show_header=False, box=None, title=checkpoint.name, title_justify="left")
+    table.add_column(style="bold")
+    table.add_column()
+    table.add_row("family", config.family)
+    table.add_row("parameters", _parameters(config))
+    table.add_row("layers", _layers(config))
+    table.add_row("context", f"{config.max_positions:,} tokens")
+    for device, runs in implementations(config).items():
+        table.add_row(f"on a {device}", runs)
+    if files:
+        parts = f" in {len(files)} files" if len(files) > 1 else ""
+        table.add_row("stored", f"{files[0].suffix[1:]}, {_bytes(sum(file.stat().st_size for file in files))}{parts}")
+    for held in formats:
+        if held.matrices:
+            table.add_row("", _held(held))
+    table.add_row("weights on a CPU", f"{_bytes(sum(held.loaded for held in formats))} as they are stored")
+    for kind, size in (("bfloat16", 2), ("int8", 1.0625), ("int4", 0.625)):
+        table.add_row(f"weights as {kind}", f"about {_bytes(count_parameters(config) * size)}")
+    token = _token_bytes(config)
+    cache = f"{CACHE:,} tokens of cache: {_bytes(CACHE * token)} in bfloat16, twice that in float32"
+    table.add_row("cache", f"{_bytes(token)} a token in bfloat16; {cache}")
+    return table
+
+
+def _held(held: Held) -> str:
+    count = "1 matrix" if held.matrices == 1 else f"{held.matrices} matrices"
+    note = ": not multiplied as stored, dequantised to float32" if held.expanded else ""
+    return f"{count} in {held.type}, {_bytes(held.stored)}{note}"
+
+
+def _parameters(config: ModelConfig) -> str:
+    total, active = count_parameters(config), count_active_parameters(config)
+    said = f"{total / 1e6:,.0f} million"
+    return said if active == total else f"{said}, {active / 1e6:,.0f} million of which a token makes use of"
+
+
+def _layers(config: ModelConfig) -> str:
+    specs = config.layer_specs
+    said = [f"{config.num_layers} of {config.hidden_size} numbers, {config.num_heads} heads"]
+    sliding = sum(spec.attention.window is not None for spec in specs)
+    if sliding:
+        said.append(f"{sliding} with a sliding window")
+    experts = [spec.mlp for spec in specs if isinstance(spec.mlp, ExpertsSpec)]
+    if experts:
+        said.append(f"{len(experts)} with {experts[0].top_k} of {experts[0].count} experts")
+    return ", ".join(said)
+
+
+def _token_bytes(config: ModelConfig) -> int:
+    return 4 * config.num_layers * config.num_kv_heads * config.head_dim
+
+
+def _bytes(size: float) -> str:
+    unit, name = next(((unit, name) for unit, name in _UNITS if size >= unit), _UNITS[-1])
+    return f"{size / unit:,.1f} {name}"

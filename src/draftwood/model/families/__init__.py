@@ -1,0 +1,89 @@
+"""Families of models, one file each: what their configurations say and where their tensors lie."""
+
+from __future__ import annotations
+
+from ..rope import require, shown
+from . import (
+    cohere,
+    exaone4,
+    gemma,
+    gemma2,
+    gemma3,
+    glm,
+    gpt2,
+    gpt_neox,
+    gpt_oss,
+    granite,
+    hunyuan,
+    llama,
+    mistral,
+    mixtral,
+    nemotron,
+    olmo2,
+    opt,
+    phi3,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+    seed_oss,
+    smollm3,
+    stablelm,
+    starcoder2,
+)
+from .base import Family, Place
+
+__all__ = ["FAMILIES", "Family", "Place", "family_of", "gguf_family"]
+
+_ALL = (
+    llama.FAMILY,
+    mistral.FAMILY,
+    qwen2.FAMILY,
+    qwen3.FAMILY,
+    gemma.FAMILY,
+    gemma2.FAMILY,
+    gemma3.FAMILY,
+    gemma3.WITH_IMAGES,
+    phi3.FAMILY,
+    smollm3.FAMILY,
+    olmo2.FAMILY,
+    granite.FAMILY,
+    starcoder2.FAMILY,
+    gpt_neox.FAMILY,
+    opt.FAMILY,
+    gpt2.FAMILY,
+    cohere.FAMILY,
+    cohere.SECOND,
+    stablelm.FAMILY,
+    glm.FAMILY,
+    glm.FOURTH,
+    mixtral.FAMILY,
+    qwen2_moe.FAMILY,
+    qwen3_moe.FAMILY,
+    gpt_oss.FAMILY,
+    exaone4.FAMILY,
+    seed_oss.FAMILY,
+    hunyuan.FAMILY,
+    nemotron.FAMILY,
+)
+FAMILIES = {family.name: family for family in _ALL}
+_GGUF = {family.gguf: family for family in _ALL if family.gguf}
+
+
+def family_of(name: object) -> Family:
+    """The family of a `model_type`."""
+    require(isinstance(name, str) and name in FAMILIES, _unsupported(name, list(FAMILIES)))
+    return FAMILIES[str(name)]
+
+
+def gguf_family(name: object) -> Family:
+    """The family of a GGUF file's `general.architecture`."""
+    require(isinstance(name, str) and name in _GGUF, _unsupported(name, [str(known) for known in _GGUF]))
+    return _GGUF[str(name)]
+
+
+def _unsupported(name: object, known: list[str]) -> str:
+    return (
+        f"its architecture is {shown(name)}; supported are {', '.join(known)} (text only), "
+        "which also cover SmolLM2, TinyLlama and other models in the Llama format"
+    )

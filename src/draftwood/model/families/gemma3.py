@@ -1,0 +1,99 @@
+"""Gemma 3, its text models and the text of those that see images.
+
+Five layers slide and turn fast for each that sees all and turns slowly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ..config import ModelConfig
+from ..reading import every_nth_full, hf_rope, integer, layer_count, number, optional_integer, optional_number
+from ..rope import RopeConfig, require
+from ..spec import LayerSpec, StreamSpec, Wiring
+from .base import Family, PlainChoices, plain, with_layers_changed
+from .gemma2 import TENSORS
+
+DEFAULTS = {
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
+    "max_position_embeddings": 131_072,
+}
+_LOCAL_THETA, _GLOBAL_THETA = 10_000.0, 1_000_000.0
+_PATTERN = 6  # the last of so many layers sees all
+
+
+def _read(config: Mapping[str, Any]) -> ModelConfig:
+    require(not config.get("use_bidirectional_attention"), "it looks ahead (use_bidirectional_attention)")
+    config = {**DEFAULTS, **config, "hidden_act": config.get("hidden_activation", "gelu_pytorch_tanh")}
+    local, everywhere = _ropes(config)
+    biases = bool(config.get("attention_bias"))
+    pattern = integer(config, "sliding_window_pattern", _PATTERN)
+    windows = every_nth_full(config, layer_count(config, "num_hidden_layers"), pattern)
+    decoder = plain({**config, **everywhere}, "gemma3_text", PlainChoices(256, biases, biases, qk_norm=True), windows)
+    rope = hf_rope({**config, **local}, decoder.max_positions)
+    scale = number(config, "query_pre_attn_scalar", None) ** -0.5
+    capped = optional_number(config, "final_logit_softcapping")
+    return _of(decoder, rope, scale, optional_number(config, "attn_logit_softcapping"), capped)
+
+
+def _ropes(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Rotary embedding of layers that slide and of those that see all, as entries of a usual configuration."""
+    nested = config.get("rope_parameters") or {}
+    if "full_attention" in nested or "sliding_attention" in nested:
+        local = {"rope_theta": _LOCAL_THETA, **(nested.get("sliding_attention") or {})}
+        everywhere = {"rope_theta": _GLOBAL_THETA, **(nested.get("full_attention") or {})}
+    else:
+        local = {"rope_theta": config.get("rope_local_base_freq") or _LOCAL_THETA}
+        everywhere = {"rope_theta": config.get("rope_theta") or _GLOBAL_THETA, **(config.get("rope_scaling") or {})}
+    return _rope_entries(local), _rope_entries(everywhere)
+
+
+def _rope_entries(parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"rope_scaling": None, "rope_theta": None, "rope_parameters": parameters}
+
+
+def _of(
+    decoder: ModelConfig, local: RopeConfig, scale: float, softcap: float | None, logit_softcap: float | None
+) -> ModelConfig:
+    """What makes a plain decoder, with norms of queries and keys and with windows, a Gemma 3."""
+
+    def change(i: int, layer: LayerSpec) -> LayerSpec:
+        rope = layer.attention.rope if layer.attention.window is None else local
+        attention = replace(layer.attention, scale=scale, softcap=softcap, rope=rope)
+        return replace(layer, wiring=Wiring.SANDWICH, attention=attention)
+
+    stream = StreamSpec(embedding_scale=decoder.hidden_size**0.5, logit_softcap=logit_softcap)
+    return with_layers_changed(decoder, change, stream)
+
+
+def _read_gguf(decoder: ModelConfig, own: Mapping[str, Any]) -> ModelConfig:
+    window = optional_integer(own, "attention.sliding_window")
+    windows = tuple(window if (i + 1) % _PATTERN else None for i in range(decoder.num_layers))
+    per_head = decoder.hidden_size // decoder.num_heads if decoder.num_layers == _LAYERS_OF_27B else decoder.head_dim
+    local = RopeConfig(number(own, "rope.freq_base_swa", _LOCAL_THETA), max_positions=decoder.max_positions)
+    decoder = replace(decoder, windows=windows, activation="gelu_pytorch_tanh")
+    return _of(decoder, local, per_head**-0.5, None, optional_number(own, "final_logit_softcapping"))
+
+
+_LAYERS_OF_27B = 62  # which divides scores by √(hidden / heads), and its files do not say so
+
+# Published models that see images, too: their text model alone.
+_TOP = {"model.embed_tokens": "embed_tokens", "model.norm": "norm"}
+WITH_IMAGES = Family(
+    "gemma3",
+    lambda config: replace(_read(config), family="gemma3"),
+    layer="layers.{}.",
+    tensors=TENSORS,
+    top=_TOP,
+    prefixes=("language_model.model.", "model.language_model."),
+    norm_offset=1.0,
+    within="text_config",
+)
+FAMILY = Family(
+    "gemma3_text", _read, tensors=TENSORS, norm_offset=1.0, gguf="gemma3", read_gguf=_read_gguf
+)  # fmt: skip

@@ -1,0 +1,157 @@
+"""What a decoder is made of, said and not coded: a family's file writes these records, a backend reads them.
+
+Every record is frozen and hashable. A tensor's name and shape follow from them (`names.py`); whether a backend can
+compute what they say, it says itself (`refuses`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from .rope import RopeConfig, require
+
+ACTIVATIONS = {  # as files spell them, and what they mean
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_pytorch_tanh",
+    "gelu_new": "gelu_pytorch_tanh",
+    "gelu_fast": "gelu_pytorch_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+}
+CLAMPED = "clamped_swiglu"  # gpt-oss: gate and up within ±7, gate σ(1.702 gate) (up + 1)
+
+
+class Wiring(StrEnum):
+    """Where norms stand around attention and MLP, and what those read."""
+
+    PRE = "norm, part, add"
+    SANDWICH = "norm, part, norm, add"
+    POST = "part, norm, add"
+    PARALLEL = "attention and MLP read the same stream, each through a norm of its own"
+    PARALLEL_SHARED = "attention and MLP read the same norm"
+
+    @property
+    def norms(self) -> tuple[str, ...]:
+        """The layer's norms of the residual stream, by our names."""
+        return _NORMS[self]
+
+    @property
+    def parallel(self) -> bool:
+        """Whether attention's result is no input of the MLP."""
+        return self in (Wiring.PARALLEL, Wiring.PARALLEL_SHARED)
+
+
+ATTENTION_NORM, MLP_NORM = "input_layernorm", "post_attention_layernorm"
+ATTENTION_OUTPUT_NORM, MLP_OUTPUT_NORM = "attention_output_norm", "mlp_output_norm"
+_NORMS = {
+    Wiring.PRE: (ATTENTION_NORM, MLP_NORM),
+    Wiring.SANDWICH: (ATTENTION_NORM, MLP_NORM, ATTENTION_OUTPUT_NORM, MLP_OUTPUT_NORM),
+    Wiring.POST: (ATTENTION_OUTPUT_NORM, MLP_OUTPUT_NORM),
+    Wiring.PARALLEL: (ATTENTION_NORM, MLP_NORM),
+    Wiring.PARALLEL_SHARED: (ATTENTION_NORM,),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class NormSpec:
+    """A norm; an offset of its weights (Gemma's 1 + w) is added when they are read."""
+
+    eps: float
+    centred: bool = False  # a layer norm, which takes the mean off; else the root mean square alone
+    bias: bool = False
+
+
+class HeadNorms(StrEnum):
+    """Over what queries and keys are normed."""
+
+    EACH = "each head, all with the same weights"
+    OWN = "each head, with weights of its own"
+    WHOLE = "all heads of a row together"
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNormSpec:
+    """Norms of queries and keys."""
+
+    norm: NormSpec
+    over: HeadNorms = HeadNorms.EACH
+    after_rope: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionSpec:
+    """Attention of a layer. Its heads and their size are the model's."""
+
+    scale: float
+    rotated: int  # the first so many dimensions of a head are turned, i with i + rotated / 2
+    rope: RopeConfig | None  # None: nothing is turned
+    window: int | None = None  # the token itself included; None: sees everything
+    softcap: float | None = None  # scores become cap tanh(score / cap)
+    sinks: bool = False  # one more score for each head, behind which no value stands
+    qkv_bias: bool = False
+    output_bias: bool = False
+    head_norm: HeadNormSpec | None = None
+
+    def __post_init__(self) -> None:
+        require(self.window is None or self.window > 0, f"an attention window is {self.window}; it must be positive")
+        require(self.rotated > 0 and self.rotated % 2 == 0, f"{self.rotated} dimensions are rotated; it must be even")
+        require(self.softcap is None or self.softcap > 0, f"an attention softcap is {self.softcap}, not positive")
+        if self.rope is not None:
+            self.rope.inverse_frequencies(self.rotated)  # refuses a wrong number of factors here and now
+
+
+@dataclass(frozen=True, slots=True)
+class MlpSpec:
+    """down(activate(gate) · up), or, not gated, down(activate(up))."""
+
+    width: int
+    activation: str
+    gated: bool = True
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.width > 0, f"an MLP is {self.width} wide, which must be positive")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """A router, which weighs its `top_k` best of `count` MLPs by a softmax, and perhaps one MLP that always runs."""
+
+    count: int
+    top_k: int
+    expert: MlpSpec
+    normalised: bool = True  # the weights of those chosen add up to one
+    router_bias: bool = False
+    shared: MlpSpec | None = None  # weighed by a gate of its own, σ of one number
+
+    def __post_init__(self) -> None:
+        require(0 < self.top_k <= self.count, f"{self.top_k} of {self.count} experts are asked for each token")
+        require(self.count <= _MOST_EXPERTS, f"it has {self.count} experts; {_MOST_EXPERTS} are the most supported")
+
+
+_MOST_EXPERTS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One layer."""
+
+    attention: AttentionSpec
+    mlp: MlpSpec | ExpertsSpec
+    norm: NormSpec
+    wiring: Wiring = Wiring.PRE
+    residual_scale: float = 1.0  # of what attention and MLP add
+
+
+@dataclass(frozen=True, slots=True)
+class StreamSpec:
+    """What happens before the first layer and behind the last."""
+
+    embedding_scale: float = 1.0
+    learned_positions: bool = False
+    final_norm: NormSpec | None = None  # None: as the plain layers'
+    logit_scale: float = 1.0
+    logit_softcap: float | None = None
