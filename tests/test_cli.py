@@ -190,7 +190,7 @@ def test_json_says_by_which_law_and_what_it_did(
 
 
 def test_json_knows_no_nan(folder: str, draft_folder: str) -> None:
-    """What nobody knows is null, on one line of JSON that every reader takes."""
+    """What is not known is null, on one line of JSON that every reader takes."""
     flags = ("-d", f"model:{draft_folder}", "--tree", "sampled-chain", "--law", "lenient", "-t", "1", "-n", "9")
     text = run("generate", "Hello", "-m", folder, "--json", *flags).stdout
     assert '"drift": null' in text
@@ -214,7 +214,7 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (
             "typical",
-            ("NOT the model’s own words", "the law 'typical' moved their distribution", "nobody knows how far"),
+            ("NOT the model’s own words", "the law 'typical' moved their distribution", "not known how far"),
         ),
         (
             "mixture:weight=0.5",
@@ -237,7 +237,7 @@ def test_figures_say_what_a_lossy_law_did() -> None:
     known = SpeculationStats(law="mixture", lossless=False, drift=0.125)
     assert "own words: the law 'mixture' moved their distribution, by 0.125 in total variation" in figures(known)
     unknown = SpeculationStats(law="relaxed", lossless=False, drift=None)
-    assert "the law 'relaxed' moved their distribution, nobody knows how far" in figures(unknown)
+    assert "the law 'relaxed' moved their distribution, not known how far" in figures(unknown)
     assert "words" not in figures(SpeculationStats(law="block"))
 
 

@@ -261,7 +261,7 @@ def _trained_folder(spec: str) -> Path:
 def load_trained(
     path: str | Path, tree: str | None, target: Checkpoint, config: EngineConfig, *, allow_pickle: bool
 ) -> Drafter:
-    """Whatever network somebody trained for the target, recognised from its files."""
+    """A network trained for the target, recognised from its files."""
     files = open_drafter(path, allow_pickle=allow_pickle)
     with misfit_explained(files, target):
         return _load_files(path, files, tree, target, config)
@@ -287,7 +287,7 @@ def _load_files(
 
 @dataclass(frozen=True)
 class UsualTree:
-    """The tree a network gets where nobody asks for one: more guesses cost a CPU time, and a GPU hardly any."""
+    """The tree a network gets where none is asked for: more guesses cost a CPU time, and a GPU hardly any."""
 
     on_cpu: str
     on_gpu: str

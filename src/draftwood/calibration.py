@@ -81,7 +81,7 @@ def default_controller(target: ModelRunner, drafter: Drafter, costs: StepCosts |
 def calibrate(target: ModelRunner, say: Say = lambda _: None) -> StepCosts:
     """Measure, and keep the result. Takes a few seconds; the target must have no requests meanwhile.
 
-    A doubtful result never replaces one that is not; it is kept otherwise, but nobody budgets by it, and it is
+    A doubtful result never replaces one that is not; it is kept otherwise, but no budget goes by it, and it is
     measured again at the next opportunity.
     """
     costs = _on_gpu(target, say) if target.device.type == "cuda" else _on_cpu(target, say)

@@ -63,8 +63,8 @@ def zeroed_memory(num_bytes: int, *, large_pages: bool) -> mmap.mmap:
 def reading_ahead(files: Sequence[Path]) -> Iterator[None]:
     """Have the system read files into its memory during the block, in several places at once, if it has that much.
 
-    Who maps a file and takes one page after the other lets the disk wait, and it could be at work before anybody asks.
-    A file that is being read ahead already is left alone, and one that is not there is somebody else's to tell of.
+    Mapping a file and taking one page after the other lets the disk wait, although it could read ahead.
+    A file that is being read ahead already is left alone, and one that is not there is reported elsewhere.
     """
     wanted = [path for path in files if path.is_file() and path.resolve() not in _being_read]
     sizes = {path: path.stat().st_size for path in wanted}

@@ -182,7 +182,7 @@ class SamplingParams:
 
     @property
     def steers_guesses(self) -> bool:
-        """Whether it wants other guesses than everybody else."""
+        """Whether it wants other drafts than the engine's default."""
         return bool(self.drafter or self.prediction) or self.max_nodes is not None or self.max_depth is not None
 
     @property
@@ -274,7 +274,7 @@ class SpeculationStats:
     first_token_seconds: float = 0.0
     law: str = "match"
     lossless: bool = True  # whether the law keeps the model's own distribution
-    drift: float | None = 0.0  # how far it may have moved it: total variation of the whole text; None: nobody knows
+    drift: float | None = 0.0  # how far it may have moved it: total variation of the whole text; None: not known
     seed: int = 0  # of its draws
     reproducible: bool = True  # whether the same seed gives the same tokens, whatever the load and the other requests
 

@@ -185,7 +185,7 @@ def pick_reference(weights: Tensor, keys: Tensor) -> Tensor:
     """What `KeyedRng.pick` must be."""
     borders = weights.cumsum(-1, dtype=torch.float64)
     total = borders[:, -1]
-    # Rounding must not reach the end: behind it there is nobody.
+    # Rounding must not reach the end: there is nothing behind it.
     aim = torch.minimum(uniforms_reference(keys) * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(borders, aim[:, None], right=True)[:, 0].clamp(max=weights.shape[-1] - 1)
 

@@ -105,7 +105,7 @@ class Chat:
         self._messages = [] if system is None else [{"role": "system", "content": system}]
 
     def _or_explain(self, do: Callable[[], None], advice: str = "") -> None:
-        """Somebody at a terminal can mend a mistake; a script cannot, and must hear of it."""
+        """A user at a terminal can mend a mistake; a script cannot, and must hear of it."""
         try:
             do()
         except DraftwoodError as error:

@@ -17,7 +17,7 @@ from draftwood.errors import DraftwoodError
 from draftwood.request import Event, FinishReason, SpeculationStats
 
 GUESSED = "green"  # tokens that a drafter had guessed
-WIDE = 160  # columns of a table nobody looks at in a terminal
+WIDE = 160  # columns of a table that is not shown in a terminal
 # A model may emit escape sequences; a terminal must not obey them.
 _CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])
 
@@ -131,7 +131,7 @@ def seed_note(stats: SpeculationStats) -> str:
 def lossy_note(stats: SpeculationStats) -> str:
     """What a lossy law may have done to an answer."""
     how_far = (
-        "nobody knows how far" if stats.drift is None else f"by {stats.drift:.3g} in total variation, all steps added"
+        "not known how far" if stats.drift is None else f"by {stats.drift:.3g} in total variation, all steps added"
     )
     return f"the law '{stats.law}' moved their distribution, {how_far}"
 

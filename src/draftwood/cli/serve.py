@@ -144,7 +144,7 @@ def _serve(engine: EngineFlags, flags: ServeFlags, config: ServerConfig, sockets
     server = DrainingServer(app)
     server.run(sockets)
     if server.engine_died or not server.started:
-        raise typer.Exit(1)  # nobody waits for a thread that may never come back
+        raise typer.Exit(1)  # do not wait for a thread that may never come back
     if adapter is not None and flags.adapt is not None:
         say(f"The drafter, adopted anew {adapter.progress.adopted} times, is in {adapter.save(flags.adapt)}")
     llm.close()

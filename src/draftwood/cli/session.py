@@ -50,7 +50,7 @@ def _load(flags: EngineFlags, offers: Sequence[str] | None, max_running: int) ->
 
 
 def check_parts(flags: EngineFlags) -> None:
-    """Refuse names nobody knows."""
+    """Refuse unknown names."""
     from draftwood.assembly import AUTO, build_grower, build_verifier
 
     if flags.law != AUTO:
@@ -84,7 +84,7 @@ def fetch_quietly(model: str) -> None:
 
 @contextmanager
 def loading(model: str) -> Iterator[Progress]:
-    """A spinner where somebody can see it, and what to tell it."""
+    """A spinner where there is a terminal, and what to tell it."""
     console = stderr()
     if not console.is_terminal:
         yield lambda done, total: None
@@ -147,7 +147,7 @@ def setting(flags: EngineFlags) -> dict[str, Any]:
 
 
 def report(transcript: Transcript, flags: EngineFlags, params: SamplingParams, *, as_json: bool) -> None:
-    """The figures of an answer: one JSON line, or a line for whoever watches."""
+    """The figures of an answer: one JSON line, or a line for a person."""
     if as_json:
         write_json(transcript.record() | setting(flags))
         return

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from draftwood.train.loop import Summary, TrainConfig
     from draftwood.train.run import Outcome, TrainJob
 
-VOCABULARY = 8192  # tokens a draft may guess where nobody says how many
+VOCABULARY = 8192  # tokens a draft may guess where no number is given
 MUON_LR = 0.04  # this, a sixth of it for AdamW, and half of the steps decaying did best on SmolLM2
 ADAMW_SHARE = 6
 ADAMW_LR = 1e-3  # where it takes matrices too

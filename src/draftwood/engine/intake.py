@@ -30,7 +30,7 @@ class Guessers:
     """Who guesses, and by which laws."""
 
     drafts: DraftLaw  # of the engine's own drafter
-    offered: OfferedDrafters | None  # whom a request may name; None: nobody, and no predictions either
+    offered: OfferedDrafters | None  # whom a request may name; None: none, and no predictions either
     laws: ByRequest
     suits_itself: bool  # the engine's law was chosen for its drafter, so a request with other guesses gets another
     strict: bool  # the target's logits do not depend on what else is computed in a step
@@ -39,7 +39,7 @@ class Guessers:
         """The same with a law that is exact for the guesses it will get; refused where there is none."""
         drafts = self._drafts(params)
         if self.offered is not None and self.offered.drafter_of(params.drafter) is self.offered.default:
-            params = replace(params, drafter=None)  # no wish of its own: it may run where everybody runs
+            params = replace(params, drafter=None)  # no wish of its own: it runs in the same steps as others
         if params.law == AUTO or (params.law is None and self.suits_itself):
             params = replace(params, law=self._suited_law(params, drafts))
         law = self.laws.law_of(params.law)

@@ -158,7 +158,7 @@ class LLM:
         self._allow_pickle = allow_pickle  # of a drafter's files that exist in no other form; tensors only, even then
         self._progress = progress
         if isinstance(law, str) and law != AUTO:
-            build_verifier(law)  # refuse a name nobody knows before anything is read
+            build_verifier(law)  # refuse an unknown name before anything is read
         self.checkpoint = open_checkpoint(model) if isinstance(model, str | Path) else model
         self.config = settle(config, self.checkpoint, drafter)
         self.tokenizer = self.checkpoint.tokenizer()
@@ -239,7 +239,7 @@ class LLM:
         return ComputeThread.shared().call(lambda: known_costs(self.engine.target)) is not None
 
     def accompany(self, companion: Companion | None) -> None:
-        """Let a companion hear how answers end and work between steps; None: nobody any more."""
+        """Let a companion hear how answers end and work between steps; None: none any more."""
         self._worker.accompany(companion)
 
     def close(self) -> None:
@@ -400,6 +400,6 @@ class LLM:
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Event) -> None:
-    """Call `function` in its loop; a loop that is gone has nobody waiting in it."""
+    """Call `function` in its loop; in a loop that is gone no task waits."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(function, *arguments)

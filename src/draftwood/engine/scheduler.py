@@ -2,7 +2,7 @@
 
 There is no prefill phase and no decode phase: every sequence catches up with its own tokens, a chunk at a time, and
 samples when it has caught up. When pages run out the youngest gives its own back and starts over later; draft nodes
-never push anybody out.
+never preempt a sequence.
 """
 
 from __future__ import annotations

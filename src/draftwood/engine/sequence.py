@@ -42,7 +42,7 @@ class Sequence:
     steps: int = 0
     drafted: int = 0
     accepted: int = 0
-    drift: float = 0.0  # nan once nobody knows
+    drift: float = 0.0  # nan once it is not known
     admitted: float | None = None
     first_token: float | None = None
     prompt_logprobs: list[TokenLogprob | None] = field(init=False)  # of the prompt's first tokens; [] unless asked for

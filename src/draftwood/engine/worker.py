@@ -40,13 +40,13 @@ class Companion(Protocol):
         ...
 
     def work(self) -> None:
-        """Do a piece of work that nobody minds waiting for."""
+        """Do a short piece of work: requests wait for it."""
         ...
 
 
 @dataclass
 class Pulse:
-    """Signs of life of an engine, written by the compute thread and read by anybody."""
+    """Signs of life of an engine, written by the compute thread and read from any thread."""
 
     steps: int = 0
     failures: int = 0  # steps that ended in an exception
@@ -93,7 +93,7 @@ class ComputeThread:
 
     @property
     def alive(self) -> bool:
-        """Whether anybody still does what it is told."""
+        """Whether the thread still runs."""
         return self._thread.is_alive()
 
     def enlist(self, worker: Worker) -> None:
@@ -114,7 +114,7 @@ class ComputeThread:
                 worker.turn()
 
     def _obey(self) -> None:
-        """Carry out the next order; until there is one, whoever wants to may use the time."""
+        """Carry out the next order; until there is one, workers may use the time."""
         patience = 0.0
         while patience <= 0 and self._orders.empty():
             patience = min((worker.rest() for worker in self._workers), default=math.inf)
@@ -148,7 +148,7 @@ class Worker:
         self._thread.post(lambda: self._end(request_id, FinishReason.CANCELLED))
 
     def accompany(self, companion: Companion | None) -> None:
-        """Let a companion hear of answers and work between steps, instead of the one before; None: nobody."""
+        """Let a companion hear of answers and work between steps, instead of the one before; None: no companion."""
         self._thread.post(lambda: self._let_in(companion))
 
     def close(self) -> None:
@@ -204,7 +204,7 @@ class Worker:
 
     @contextmanager
     def _parting(self) -> Iterator[None]:
-        """A companion that fails has been one: nobody's answer may depend on it."""
+        """Detach a background task that raised: no answer may depend on it."""
         try:
             yield
         except Exception:
@@ -231,11 +231,11 @@ class Worker:
             self._tell(event)
 
     def _give_up(self, failure: Exception) -> list[Event]:
-        """A step failed: nobody can say whose fault it was, so all running answers end with the reason."""
+        """A step failed: which request caused it is not known, so all running answers end with the reason."""
         error = f"The engine failed: {type(failure).__name__}: {failure}"
         self.pulse.failures += 1
         self.pulse.failure = error
-        # If it failed before anybody ran, it would fail for those who wait again and again.
+        # If it failed before a sequence ran, it would fail for waiting ones again and again.
         requests = {seq.request_id for seq in self._engine.scheduler.running or self._engine.scheduler.waiting}
         return [
             event

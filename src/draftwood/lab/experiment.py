@@ -109,7 +109,7 @@ def _record_trees(
 
 
 def replay(rows: Iterator[Rows], setting: Setting, save: Path | None = None, say: Say = lambda _: None) -> Results:
-    """Every law on every tree; rows are kept only where somebody wants them."""
+    """Every law on every tree; rows are kept only where they are wanted."""
     results = Results()
     if save is not None:
         save.mkdir(parents=True, exist_ok=True)

@@ -136,7 +136,7 @@ class GrammarState:
         self._read = len(answer)
 
     def _visit(self, node: int, tokens: Sequence[int], children: Sequence[Sequence[int]], rows: Tensor) -> None:
-        """Rows of a node and of those behind it that the grammar lets one reach; nobody gets to the others."""
+        """Rows of a node and of those behind it that the grammar lets one reach; the others are not reachable."""
         row = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8) > 0
         if self._matcher.is_error() or not bool(row.any()):
             reason = _first_line(self._matcher.get_error()) or "no token of the vocabulary goes on"

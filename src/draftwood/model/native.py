@@ -184,7 +184,7 @@ class _Packer:
         )  # fmt: skip
 
     def _has_read(self, num_bytes: int) -> None:
-        """Pages of the file would count as our memory until somebody else needs it."""
+        """Pages of the file would count as our memory until another process needs it."""
         self._read += num_bytes
         if self._read > _FORGET_AFTER:
             self._read = 0

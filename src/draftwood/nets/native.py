@@ -20,7 +20,7 @@ from draftwood.ops.native import Kernels, kernels
 
 ROUNDED = "w8a8"  # a draft may be wrong: bytes cost little acceptance and a quarter of the time
 
-_HEAD = "model.embed_tokens.weight"  # the head's rows stand for the embedding too, which nobody asks
+_HEAD = "model.embed_tokens.weight"  # the head's rows stand for the embedding too, which is not asked for
 
 
 class ContextWriter(Protocol):

@@ -51,7 +51,7 @@ class Norm(nn.RMSNorm):
 
 
 class SelfAttention(nn.Module):
-    """Projections around an attention that is somebody else's."""
+    """Projections around an attention that the caller provides."""
 
     def __init__(self, config: ModelConfig, width: int | None = None) -> None:
         super().__init__()

@@ -67,7 +67,7 @@ class BareTensors:
         return self._tensors[name]
 
     def forget(self) -> None:
-        """They are somebody else's."""
+        """They are the target's."""
 
     def tokenizer(self) -> Tokenizer:
         """There is none."""

@@ -121,7 +121,7 @@ class Ticket:
         self._cancel_rest()
 
     def close(self) -> None:
-        """Nobody listens any more: whatever still runs ends before the next step."""
+        """The client has gone: whatever still runs ends before the next step."""
         self.closed = True
         self._cancel_rest()
 
@@ -246,7 +246,7 @@ class Admission:
             self._mean_seconds += 0.1 * (time.monotonic() - ticket.since - self._mean_seconds)
 
     def close_for(self, reason: ApiError) -> None:
-        """Take nobody in any more; those under way go on."""
+        """Take no more requests; those under way go on."""
         self.closed_for = reason
 
     def fail_all(self, reason: ApiError) -> None:

@@ -157,7 +157,7 @@ def usage(choices: list[Choice], n: int, prompt_tokens: int) -> dict[str, Any]:
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion,
         "total_tokens": prompt_tokens + completion,
-        # Further answers share the first one's prompt, which is nobody's saving.
+        # Further answers share the first one's prompt, which saves nothing.
         "prompt_tokens_details": {"cached_tokens": sum(choice.stats.cached_prompt_tokens for choice in choices[::n])},
         "completion_tokens_details": {
             "accepted_prediction_tokens": sum(accepted),

@@ -1,6 +1,6 @@
 """What the engine is doing right now, as a stream of events: one sampler, however many people watch.
 
-The sampler runs while somebody listens. Listeners who want news as often get the same bytes; whoever is slow misses
+The sampler runs while there are listeners. Listeners who want news as often get the same bytes; a slow one misses
 some, and nothing is ever queued.
 """
 
@@ -47,13 +47,13 @@ class _Channel:
         return await asyncio.shield(self._next)  # one listener who leaves takes nothing from the others
 
     def publish(self, event: bytes | None) -> None:
-        """Tell everybody who is waiting."""
+        """Tell all who are waiting."""
         told, self._next = self._next, asyncio.get_running_loop().create_future()
         told.set_result(event)
 
 
 class Live:
-    """Samples the engine while anybody listens."""
+    """Samples the engine while there are listeners."""
 
     def __init__(self, llm: LLM, metrics: Metrics, admission: Admission, monitor: Monitor) -> None:
         self._llm = llm
@@ -91,7 +91,7 @@ class Live:
         channel = self._channels.setdefault(ticks, _Channel())
         channel.listeners += 1
         if self._sampling is None or self._sampling.done():
-            self._samples.clear()  # what was before nobody knows
+            self._samples.clear()  # what was before is not known
             self._samples.append(self._sample())
             self._sampling = asyncio.create_task(self._run())
         return channel
@@ -109,7 +109,7 @@ class Live:
             await asyncio.sleep(TICK)
             try:
                 self._publish(tick)
-            except Exception:  # without a sampler everybody would wait for ever
+            except Exception:  # without a sampler all listeners would wait for ever
                 log.exception("the live figures have failed")
                 return self._end_streams()
 

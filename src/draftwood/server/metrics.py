@@ -1,6 +1,6 @@
 """Figures for Prometheus: vLLM's names under our prefix, and under its own if that is wanted.
 
-Everything is counted from the engine's events, so nothing is added to a step; gauges are read when somebody asks.
+Everything is counted from the engine's events, so nothing is added to a step; gauges are read when they are asked for.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ class _Alias(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Every other figure of the registry, renamed."""
-        if self._asking:  # the registry asks everybody, this one too
+        if self._asking:  # the registry asks every collector, this one too
             return
         self._asking = True
         try:

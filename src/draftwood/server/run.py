@@ -17,7 +17,7 @@ from draftwood.server.service import Service
 
 
 class DrainingServer(uvicorn.Server):
-    """SIGTERM and Ctrl-C close the door and wait for answers under way; the second time, nobody waits."""
+    """SIGTERM and Ctrl-C close the door and wait for answers under way; the second time, nothing is waited for."""
 
     def __init__(self, app: FastAPI) -> None:
         self._service: Service = app.state.service
@@ -42,7 +42,7 @@ class DrainingServer(uvicorn.Server):
         await super().serve(sockets)
 
     async def shutdown(self, sockets=None) -> None:  # type: ignore[no-untyped-def]
-        """Nobody waits for streams that have no end of their own."""
+        """Streams that have no end of their own are not waited for."""
         self._service.live.close()
         await super().shutdown(sockets)
 
@@ -63,7 +63,7 @@ class DrainingServer(uvicorn.Server):
         self._draining = asyncio.create_task(self.drain())
 
     async def drain(self) -> None:
-        """Take nobody in any more, wait, end what is left, stop."""
+        """Take no more requests, wait, end what is left, stop."""
         admission, seconds = self._service.admission, self._service.config.drain_seconds
         admission.close_for(ApiError(503, "The server is going down.", DRAINING, headers={"Retry-After": "5"}))
         if not await admission.drained(seconds):

@@ -145,7 +145,7 @@ class ToolCall(Open):
 
 
 class Message(Open):
-    """Something somebody said."""
+    """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Items[ContentPart] | None = None

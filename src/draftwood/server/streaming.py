@@ -1,4 +1,4 @@
-"""From a ticket to an HTTP response: at once, or as server-sent events. Whoever hangs up is noticed without a token."""
+"""From a ticket to an HTTP response: at once, or as server-sent events. A hang-up is noticed without a token."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Reply:
 
     @property
     def metrics(self) -> dict[str, Any] | None:
-        """What speculation did, if that was asked for; of several answers it would be nobody's."""
+        """What speculation did, if that was asked for; of several answers it would belong to none."""
         if self.report == "none":
             return None
         only = self.choices[0].figures if len(self.choices) == 1 else None
@@ -137,7 +137,7 @@ class EventStream(Response):
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._parts = parts
-        self._close = close  # whatever is behind the parts, once nobody listens any more
+        self._close = close  # whatever is behind the parts, once the client has gone
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send until the end of the parts or of the connection."""

@@ -159,7 +159,9 @@ lk = Loss(
 )
 
 LOSSES: Mapping[str, Loss] = MappingProxyType({loss.name: loss for loss in (ce, kl, rkl, jsd, tv, nla, lk)})
-END_TO_END = "e2e"  # the one loss of whole drafts instead of rows: `chain_loss`, whoever knows which rows are of one
+END_TO_END = (
+    "e2e"  # the one loss of whole drafts instead of rows: `chain_loss`, where it is known which rows are of one
+)
 
 
 @dataclass(frozen=True)

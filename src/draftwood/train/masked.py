@@ -30,7 +30,7 @@ class Masks:
     """Which masks are run with a batch."""
 
     place: Tensor  # [B, M] int64 of the token that is the last each mask sees
-    depth: Tensor  # [B, M] int64, 1 …; 0: nobody's, to fill a row up
+    depth: Tensor  # [B, M] int64, 1 …; 0: padding of a row
 
     @classmethod
     def of(cls, kept: Tensor) -> Masks:

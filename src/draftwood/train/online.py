@@ -1,8 +1,8 @@
 """A drafter that goes on learning from the answers it helps to give, between the engine's steps.
 
 Speculation is exact for any drafter, so nothing here can change a token: a step begins and ends with the same weights.
-What the target has written is put to the test before it is learnt from. Whoever guesses it best (the weights that run,
-those learnt since, or those it all began with) runs from then on, and learning goes on from there.
+What the target has written is put to the test before it is learnt from. The best of the contestants (the weights that
+run, those learnt since, or those it all began with) runs from then on, and learning goes on from there.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Contest:
         self.means: dict[str, float] = {}  # of the last window
 
     def enter(self, scores: Mapping[str, float]) -> str | None:
-        """Scores of everybody in one lesson; the winner, if that completes a window."""
+        """Scores of all contestants in one lesson; the winner, if that completes a window."""
         for name, score in scores.items():
             self._scores.setdefault(name, []).append(score)
         if len(self._scores[RUNNING]) < self._window:
@@ -152,7 +152,7 @@ class Adapter:
         self._target, self._clock = target, clock
         length = min(config.length, engine.target.model.config.max_positions)
         self._traffic = Traffic(length, config.lessons)
-        # Pages of its own: it takes none from those who are answered, and evicts nobody's prefix.
+        # Pages of its own: it takes none from running requests, and evicts no prefix.
         runner = ModelRunner(engine.target.model, -(-3 * length // PAGE), PAGE)
         net, words = _trainable(self._drafter.module), self._drafter.words.to(torch.float32)
         self._teacher = _Attentive(runner, getattr(net, "reads", ()))
@@ -177,7 +177,7 @@ class Adapter:
         self._counts["answers"] += 1
 
     def wants(self, *, busy: bool) -> float:
-        """As soon as it has saved the time for it, rather while nobody is answered."""
+        """As soon as it has saved the time for it, rather while no request runs."""
         return self._pace.wait(busy=busy) if self._owed or self._traffic.num_fresh else math.inf
 
     def work(self) -> None:
@@ -240,7 +240,7 @@ class Adapter:
         self._counts["steps"] += 1
 
     def _test(self, lesson: TextBatch) -> None:
-        """What would everybody have guessed of a lesson that nobody has learnt from?"""
+        """What would each contestant have drafted of a lesson that none has learnt from?"""
         with self._wearing(self._running):
             scores = {RUNNING: self._score(lesson)}
         scores[LEARNT] = self._score(lesson)

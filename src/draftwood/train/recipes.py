@@ -319,11 +319,11 @@ def method_of(
 
 
 def recipe_of(net: nn.Module) -> Recipe:
-    """The one that makes networks of this kind, whoever made this one."""
+    """The one that makes networks of this kind, however this one was made."""
     if isinstance(net, HeadStack):
         return RECIPES["hydra" if net.grounded else "medusa"]
     if type(net) not in RECIPE_OF:
-        raise InvalidRequest(f"Nobody knows how a {type(net).__name__} learns.")
+        raise InvalidRequest(f"There is no training recipe for a {type(net).__name__}.")
     return RECIPES[RECIPE_OF[type(net)]]
 
 

@@ -47,7 +47,7 @@ from draftwood.train.teacher import Teacher
 
 PAGE = 64
 ANSWERING = 1 << 18  # tokens of a GPU's cache while the target answers; what comes next needs memory too
-HELD_OUT = 200  # texts at most, where nobody says how many
+HELD_OUT = 200  # texts at most, where no number is given
 SHARE_HELD_OUT = 10  # one text of so many
 DRAFTER, JOB = "drafter", "job.json"
 Say = Callable[[str], None]

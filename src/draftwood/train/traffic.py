@@ -13,7 +13,7 @@ Piece = tuple[Sequence[int], Sequence[int]]  # what is given, and what the targe
 
 
 class Traffic:
-    """The latest lessons: those that nobody has looked at yet, and those that are known, as batches of one row."""
+    """The latest lessons: those that have not been looked at yet, and those that are known, as batches of one row."""
 
     def __init__(self, length: int, lessons: int) -> None:
         if length < 4 * SHORTEST or lessons < 1:
@@ -36,7 +36,7 @@ class Traffic:
 
     @property
     def num_fresh(self) -> int:
-        """Complete lessons that nobody has looked at."""
+        """Complete lessons that have not been looked at."""
         return len(self._fresh)
 
     def take(self) -> TextBatch:

@@ -54,7 +54,7 @@ def misfit_explained(files: DrafterFiles, target: Checkpoint) -> Iterator[None]:
 
 
 class Tensors:
-    """A drafter's tensors under the names of our networks; those that nobody asks for are refused at the end."""
+    """A drafter's tensors under the names of our networks; those that are never asked for are refused at the end."""
 
     def __init__(self, files: DrafterFiles, rename: Callable[[str], str | None]) -> None:
         """`rename` gives our name for theirs, None where a tensor is not the drafter's to load."""

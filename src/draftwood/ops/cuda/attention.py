@@ -11,7 +11,7 @@ later as a committed token; in a tile of any height; with one program for all it
                   └── scan_linear: rows in tiles ──┘ └ finish_rows: row by row, with its own keys
 
 Products are at most 32 lines high if their bits have to be the same. Up to there Triton uses the warp's matrix
-instruction for every height; from 64 on the warp group's, whose bits nobody promises to be the same.
+instruction for every height; from 64 on the warp group's, whose bits are not promised to be the same.
 """
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportCallIssue=false
 # pyright: reportArgumentType=false
@@ -71,8 +71,8 @@ class TreeAttention:
     batch: ForwardBatch
     cache: Pages
     shape: AttentionShape
-    tails: Tails | None  # None: no row is a draft node, or nobody asks for its bits
-    max_nodes: int  # that may lie behind a sequence's linear keys, where masks are bits; 0: nobody looks there
+    tails: Tails | None  # None: no row is a draft node, or its bits are not asked for
+    max_nodes: int  # that may lie behind a sequence's linear keys, where masks are bits; 0: none
     max_rows: int
     largest_tile: int
     num_splits: int | None

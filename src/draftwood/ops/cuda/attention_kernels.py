@@ -129,8 +129,8 @@ def _word(words, number, real, MASKED: tl.constexpr):
 
 @triton.jit
 def _seen_with_tree(start, end, words, real, MASKED: tl.constexpr):
-    """Whether each line sees each key of a block: those before `end`, and those its bits have. Nobody asks where lines
-    begin: with a window, nodes are not masked where they lie.
+    """Whether each line sees each key of a block: those before `end`, and those its bits have. Bits are not read where
+    lines begin: with a window, nodes are not masked where they lie.
 
     A block lies in at most two words. They are shifted once for a line and halved: no key needs 64 bits. [lines, keys].
     """
@@ -205,8 +205,8 @@ def _join_chunks(
     arrived, splits, out, states, sums, line, real, num_states, first, last,
     DIM: tl.constexpr, PADDED: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
-    """The result, by whoever is last of those with chunks; one that a line sees nothing of changes no bit of it."""
-    if first < last:  # noqa: SIM102 (nobody else arrives)
+    """The result, by the last program of those with chunks; one that a line sees nothing of changes no bit of it."""
+    if first < last:  # noqa: SIM102 (no other program arrives)
         if last_to_arrive(arrived, 0, tl.minimum(splits, last - first + 1)):
             _, total, acc = combined(states, sums, line, real, num_states, first, last + 1, DIM, PADDED, LINES)
             store_rows(out, line, real, total, acc, DIM, PADDED)
@@ -300,7 +300,7 @@ def scan_linear(
                 arrived + tl.program_id(0) * KV_HEADS + head, splits, out, states, sums, line, real, num_states,
                 first, last, DIM, DIM_PADDED, LINES,
             )  # fmt: skip
-    elif MASKED:  # nobody asks for bits: no chunks
+    elif MASKED:  # no bits are asked for: no chunks
         _, total, acc = _blocks(
             q, tile_begin, tile_end, begin, end, tile_end, pages, keys, values,
             scale, words, real, DIM, DIM_PADDED, PAGE, LINES, MASKED, CAP,

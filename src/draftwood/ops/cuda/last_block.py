@@ -1,4 +1,4 @@
-"""Programs of one launch that share a piece of work: whoever comes last goes on with what all of them have written."""
+"""Last-block reduction: of the programs that share a piece of work, the last to arrive finishes with what all wrote."""
 # pyright: reportMissingImports=false
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class Stream:
 
     hidden: Tensor  # [N, width]
     norm: Norm | None = None  # None: as it is
-    normed: Tensor | None = None  # [N, width], where whoever wrote the stream had it at hand
+    normed: Tensor | None = None  # [N, width], where the kernel that wrote the stream had it at hand
 
     def each(self, change: Callable[[Tensor], Tensor]) -> Stream:
         """The same choice of rows made of all its parts."""

@@ -65,8 +65,8 @@ def ask_for_all(at, size):
 
 @triton.jit
 def read_at_once(at):
-    """A 64-bit number that nobody writes meanwhile and the cache has most likely. Where a pipeline makes copies of what
-    a loop reads, a plain load would be one of them, and others wait for it.
+    """A 64-bit number that is not written meanwhile and is most likely cached. Where a pipeline makes copies of what a
+    loop reads, a plain load would be one of them, and others wait for it.
     """
     if POSSIBLE:
         number = tl.inline_asm_elementwise("ld.global.b64 $0, [$1];", "=l,l", [at.to(tl.int64)], tl.int64, True, 1)

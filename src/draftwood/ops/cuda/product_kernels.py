@@ -197,7 +197,7 @@ def tile_sums(
     (none where FULL) nothing is read. [TALL, ROWS].
     """
     source = x + row[:, None] * inputs
-    there = (row < n)[:, None]  # in place of others the last row would be read, by everybody from the same place
+    there = (row < n)[:, None]  # in place of others the last row would be read, by all programs from the same place
     total = tl.zeros((TALL, ROWS), tl.float32)
     if STORAGE == DENSE:
         _ask_for_weights(weight, first, local, begin, inputs, stride)

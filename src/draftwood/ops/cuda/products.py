@@ -73,7 +73,7 @@ class Around:
     residual: Tensor | None = None  # [N, out]
     activation: str | None = None  # the matrix is gate rows, then as many up rows
     dtype: torch.dtype | None = None  # of the result; None: of x
-    next_norm: Norm | None = None  # of whoever reads the result: given beside it where that costs nothing
+    next_norm: Norm | None = None  # of the product that reads the result: given beside it where that costs nothing
     then: Beginning | None = None  # of the product that follows: asked for by a product of one row
 
 
@@ -90,7 +90,7 @@ class Tiles:
 
     @property
     def padded(self) -> int:
-        """Outputs of a tile, a power of two: of those that nobody wants, nothing is read."""
+        """Outputs of a tile, a power of two: of those that are not wanted, nothing is read."""
         return triton.next_power_of_2(self.block_out)
 
 

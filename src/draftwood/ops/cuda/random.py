@@ -196,7 +196,7 @@ def _token_bits(key, tokens):
 
 @triton.jit
 def _race(weights, keys, best_out, winner_out, vocabulary, stride, CHUNK: tl.constexpr, SIZE: tl.constexpr):
-    """Some blocks of a row a program. -log u is at least 1 - u: a block with nobody that fast needs no logarithms."""
+    """Some blocks of a row a program. -log u is at least 1 - u: a block without small numbers needs no logarithms."""
     n, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     key = tl.load(keys + n)
     best = tl.load(keys + n).to(tl.float64) * 0.0

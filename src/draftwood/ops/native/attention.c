@@ -36,7 +36,7 @@ static const float *query_of(const Block *b, int64_t index) {
     return b->queries + index / b->num_heads * b->stride + index % b->num_heads * b->model->head_dim;
 }
 
-/* Sixteen keys from number `first` on, turned to [head_dim][16]; beyond the last the first stands again, whose scores nobody reads. */
+/* Sixteen keys from number `first` on, turned to [head_dim][16]; beyond the last the first stands again, whose scores are not read. */
 static void turn_keys(const Block *b, int64_t first, int64_t count, float *turned) {
     const int64_t dim = b->model->head_dim;
     const float *key[LANES];

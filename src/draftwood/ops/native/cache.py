@@ -24,7 +24,7 @@ class BuildError(DraftwoodError):
 
 
 def private_folder() -> Path:
-    """A folder that only this user can write to; if `native` is somebody else's, one with the user's number."""
+    """A folder that only this user can write to; if `native` belongs to another user, one with the user's number."""
     above = home()
     own = above / "native", above / f"native-{_user()}"
     try:
@@ -42,7 +42,7 @@ def private_folder() -> Path:
 
 
 def find(folder: Path, key: str) -> Path | None:
-    """The library kept under this key, if it is whole and nobody else can have written it; others are removed."""
+    """The library kept under this key, if it is whole and no other user can have written it; others are removed."""
     for path in sorted(folder.glob(f"kernels-{key}-*.so")):
         if _is_own_file(path) and path.stem.rpartition("-")[2] == _digest(path):
             return path

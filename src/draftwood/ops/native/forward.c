@@ -193,7 +193,7 @@ static void begin_row(const Model *m, const Batch *b, int64_t row, float *begin)
         for (int64_t i = 0; i < m->hidden; i++) begin[i] += m->positions[b->positions[row] * m->hidden + i];
 }
 
-/* Scale and cap logits, sixteen at a time; the last ones beside others that nobody reads. */
+/* Scale and cap logits, sixteen at a time; the last ones beside others that are not read. */
 static void finish_logits(const Model *m, float *logits) {
     const float scale = (float)m->logit_scale, cap = (float)m->logit_softcap;
     for (int64_t i = 0; i < m->vocabulary; i += LANES) {
@@ -224,7 +224,7 @@ EXPORT void dw_forward(const Model *m, const Batch *b, const Scratch *s) {
         meet(team);
         for (int64_t i = 0; i < m->num_layers; i++) {
             run_layer(m, b, s, i, team);
-            copy_features(m, b, s, i, team); /* needs no barrier: nobody writes there before the next product's */
+            copy_features(m, b, s, i, team); /* needs no barrier: nothing is written there before the next product's */
         }
         Target logits = {.kind = STORE, .out = b->logits, .stride = m->vocabulary, .limit = m->vocabulary};
         if (b->num_logits) normed_product(m, &m->head, &m->final_norm, s, b->logit_rows, b->num_logits, logits, team);

@@ -8,7 +8,7 @@
 #include <stdatomic.h>
 #include <stdint.h>
 
-#define PATIENCE 20000 /* looks at the barrier before the core is offered to somebody else */
+#define PATIENCE 20000 /* looks at the barrier before the core is offered to other processes */
 
 /* What a team shares, in zeroed memory of 64 bytes for itself and 64 for every thread. */
 typedef struct {
@@ -25,7 +25,7 @@ typedef struct {
     Barrier *barrier;
 } Team;
 
-/* Nobody goes on before everybody is here. */
+/* No thread goes on before all have arrived. */
 static inline void meet(const Team *team) {
     Barrier *b = team->barrier;
     const int64_t round = atomic_load_explicit(&b->round, memory_order_acquire);
