@@ -302,9 +302,9 @@ def test_distributions_need_no_look_at_values() -> None:
     rows[tree.offsets[2], 7] = math.nan
     with no_looking():
         got = target_distribution(rows, tree, view)
-        told = usable(rows, got, verdict)
+        told = usable(rows, got, tree, verdict)
     spoilt = int(tree.offsets[2])
     others = torch.arange(tree.num_nodes) != spoilt
     torch.testing.assert_close(got[others], want[others])
     assert told.tolist() == [True, True, False, True]
-    assert usable(rows, None, verdict).tolist() == [True, True, True, True], "greedy: the token's own logit tells"
+    assert usable(rows, None, tree, verdict).tolist() == [True, True, True, True], "greedy: the token's own logit tells"

@@ -72,6 +72,7 @@ from draftwood.tree import DraftLaw
 from draftwood.verifiers import AUTO, LAWS, ByRequest, default_law
 
 DEFAULT_TREE = "chain"
+CPU = torch.device("cpu")
 TRAINED = Path(__file__).parent / "trained"  # drafters that come with the package, for the embedded model
 SHIPPED = tuple(sorted(folder.name for folder in TRAINED.glob("*") if (folder / "config.json").is_file()))
 SHIPPED_SAYS: Mapping[str, str] = {
@@ -199,20 +200,22 @@ def build_grower(spec: str) -> Grower:
     return _entry("tree", TREES, name).build("tree", name, settings)
 
 
-def build_verifier(spec: str) -> Verifier:
+def build_verifier(spec: str, device: torch.device = CPU) -> Verifier:
     """An acceptance law by name."""
     name, settings = split_spec(spec)
     if name not in LAWS:
         raise InvalidRequest(f"Unknown law '{name}': choose one of {', '.join((AUTO, *LAWS))}.")
     entry = LAWS[name]
+    if entry.on_cpu_only and device.type != "cpu":
+        raise InvalidRequest(f"The law '{name}' asks the host at every node, so it runs on a CPU only; use another one.")
     return Entry(entry, entry.defaults, entry.says).build("law", name, settings)
 
 
-def choose_law(spec: str | Verifier, drafts: DraftLaw) -> ByRequest:
+def choose_law(spec: str | Verifier, drafts: DraftLaw, device: torch.device = CPU) -> ByRequest:
     """The law of an engine, `auto` being whatever suits its drafts; requests may name others."""
 
     def find(name: str) -> Verifier:
-        return build_verifier(default_law(drafts) if name == AUTO else name)
+        return build_verifier(default_law(drafts) if name == AUTO else name, device)
 
     return ByRequest(find(spec) if isinstance(spec, str) else spec, find)
 

@@ -217,15 +217,25 @@ def _ranked(p: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     return p.sort(-1, descending=True).values if bool(unsettled.any()) else ranked
 
 
-def usable(logits: Tensor, p: Tensor | None, verdict: Verdict) -> Tensor:
-    """Whether each sequence's next token has a distribution: its logits are numbers, and not all forbidden. [B] bool.
+def usable(logits: Tensor, p: Tensor | None, tree: TokenTree, verdict: Verdict) -> Tensor:
+    """Whether every token that a sequence gained has a distribution: the logits are numbers, and not all forbidden.
+    [B] bool.
 
-    One number a sequence tells: a row with a NaN, or without a finite logit, has no other maximum and no other softmax.
-    Looked at is the last row of each accepted path: what is no number stays so for every later token of its sequence.
+    One number for each token tells: a row with a NaN, or without a finite logit, has no other maximum and softmax. That
+    a lossy law accepts what is forbidden is no fault of the logits.
     """
-    last = verdict.path.gather(1, verdict.length[:, None])[:, 0], verdict.bonus
-    found = logits[last] if p is None else logits[last] + p[last]
-    return found.isfinite()
+    path, after = verdict.path.clamp(min=0), gained_tokens(tree, verdict)
+    found = logits[path, after] if p is None else logits[path, after] + p[path, after]
+    steps, last = torch.arange(path.shape[1], device=path.device), verdict.length[:, None]
+    return (found.isfinite() | (steps > last) | found.isneginf() & (steps < last)).all(1)
+
+
+def gained_tokens(tree: TokenTree, verdict: Verdict) -> Tensor:
+    """The token behind every node of each accepted path: the next of the path, at last the target's own. 0 behind the
+    end. [B, D + 1].
+    """
+    accepted = torch.nn.functional.pad(tree.tokens[verdict.path[:, 1:].clamp(min=0)].clamp(min=0), (0, 1))
+    return accepted.scatter(1, verdict.length[:, None], verdict.bonus[:, None])
 
 
 @dataclass(frozen=True)
@@ -248,15 +258,13 @@ class PathLogprobs:
 
 def path_logprobs(logits: Tensor, tree: TokenTree, verdict: Verdict, which: Tensor, k: int) -> PathLogprobs:
     """By the model's own logits [M, V], for the sequences `which` [Q]; as deep as needed where values are seen."""
-    path, length, bonus = verdict.path[which], verdict.length[which], verdict.bonus[which]
-    if len(which) and may_look(length):
-        path = path[:, : 1 + int(length.max())]
-    after = torch.nn.functional.pad(tree.tokens[path[:, 1:].clamp(min=0)], (0, 1)).scatter(
-        1, length[:, None], bonus[:, None]
-    )
+    path, after = verdict.path[which], gained_tokens(tree, verdict)[which]
+    if len(which) and may_look(path):
+        deepest = 1 + int(verdict.length[which].max())
+        path, after = path[:, :deepest], after[:, :deepest]
     rows = torch.log_softmax(logits[path.clamp(min=0)].double(), -1)  # [Q, D + 1, V]
     best, tokens = rows.topk(min(k, rows.shape[-1]), -1)
-    return PathLogprobs(rows.gather(2, after.clamp(min=0)[..., None])[..., 0], best, tokens)
+    return PathLogprobs(rows.gather(2, after[..., None])[..., 0], best, tokens)
 
 
 def text_logprobs(logits: Tensor, tokens: Sequence[int], k: int) -> list[TokenLogprob]:

@@ -23,7 +23,7 @@ from draftwood.engine.shapes import EVERYTHING, LONG_TABLES, ShapePlan, StepShap
 from draftwood.growers import Beam, BestFirst, Coupled, Hybrid, Independent, Levels, Paths, WithoutReplacement, chain
 from draftwood.growers.pickers import Best
 from draftwood.protocols import StepMode, TimedStep
-from draftwood.request import SamplingParams
+from draftwood.request import FinishReason, SamplingParams
 from draftwood.server.schemas import MAX_KEYS
 from draftwood.train.online import AdaptConfig, Adapter
 from draftwood.train.optim import OptimConfig
@@ -379,6 +379,27 @@ def test_beams_are_those_of_steps_that_are_not_captured(name: str) -> None:
         abs(accepted - answer.accepted) <= 4 and abs(steps - answer.steps) <= 3
         for (accepted, steps), answer in zip(guessed, hosted, strict=True)
     )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("name", ["none", "chain", "eagle3"])
+def test_logits_that_are_no_numbers_end_their_own_request(name: str, temperature: float) -> None:
+    """A text that holds token 11 gets rows of NaN; all others go on."""
+    wanted = asks(temperature)
+    harness = CapturedHarness(DRAFTERS[name](), "match")
+    model, forward = harness.engine.target.model, harness.engine.target.model.forward
+
+    def damaged(batch, cache, needs=frozenset()):  # type: ignore[no-untyped-def]
+        out = forward(batch, cache, needs)
+        bad = (batch.at_logits(batch.tokens) == 11)[:, None]
+        return replace(out, logits=out.logits.masked_fill(bad, float("nan")))
+
+    model.forward = damaged  # type: ignore[method-assign]
+    harness.run(wanted)
+    for i, said in enumerate(plain(wanted)):
+        ends_with_error = 11 in said[:-1] or wanted[i].prompt[-1] == 11
+        assert (harness.finish_reason(i) == FinishReason.ERROR) == ends_with_error
+    assert {harness.finish_reason(i) for i in range(5)} == {FinishReason.ERROR, FinishReason.LENGTH}
 
 
 def test_cancelled_answers_leave_their_neighbours_alone() -> None:

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from draftwood import LLM, EngineConfig, FinishReason, Result, SamplingParams
-from draftwood.assembly import build_verifier
+from draftwood.assembly import build_verifier, choose_law
 from draftwood.engine.controller import FixedBudget
 from draftwood.errors import IncompatibleParts, InvalidRequest
 from draftwood.growers import Best, Independent, Levels
 from draftwood.protocols import BatchView, Budget, Load, StepMode, StepReport, Verifier
-from draftwood.tree import POINT_CHAIN, DraftLaw, Draw, TokenTree, Verdict
+from draftwood.tree import POINT_CHAIN, POINT_TREE, DraftLaw, Draw, TokenTree, Verdict
 from draftwood.verifiers import LAWS, ByRequest
 from enumeration import law_of, random_rows, target_rows, view_of
 from tiny import EASY, Ask, Harness, Regime, generated, tiny_folder, tiny_runner, with_model
@@ -383,3 +383,11 @@ def test_the_default_is_not_asked_about_drafts_others_bring() -> None:
         Harness(
             tiny_runner(), with_model(Levels((2,), Best()))(torch.float64), ByRequest(LAWS["block"](), build_verifier)
         )
+
+
+def test_a_law_that_asks_the_host_is_refused_on_a_gpu() -> None:
+    """When the request comes, not in a step that others share."""
+    laws = choose_law("match", POINT_TREE, torch.device("cuda"))
+    with pytest.raises(InvalidRequest, match="CPU only"):
+        laws.law_of("optimal")
+    assert choose_law("match", POINT_TREE).law_of("optimal").name == "optimal"

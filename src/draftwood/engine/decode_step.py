@@ -140,7 +140,7 @@ def settle(
             parts.drafter.ingest(scored.text, scored.text_features)
     asked = inputs.scored
     return StepOutput(
-        outcome=state.advance(view, tree, verdict, usable(logits, p, verdict)),
+        outcome=state.advance(view, tree, verdict, usable(logits, p, tree, verdict)),
         drift=verdict.drift,
         logprobs=path_logprobs(scored.logits, tree, verdict, asked, alternatives) if len(asked) else None,
         facts=facts(logits, tree, verdict, view) if view.mode.traced else None,

@@ -184,7 +184,7 @@ class LLM:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         drafter = self._drafter(parts.drafter, parts)
-        self.laws = choose_law(parts.law, drafter.law)
+        self.laws = choose_law(parts.law, drafter.law, config.torch_device())
         check_exact(self.laws.default, drafter.law)  # before the weights are read
         offered = {name: self._drafter(name, parts) for name in parts.offered}
         target = load_runner(self.checkpoint, config, self._progress)

@@ -26,6 +26,7 @@ class LawEntry:
 
     make: Callable[..., NodeLaw | Match]
     says: str
+    on_cpu_only: bool = False  # it asks the host at every node
 
     def __call__(self, **settings: Any) -> NodeLaw | Match:
         """Make it."""
@@ -72,7 +73,7 @@ LAWS: dict[str, LawEntry] = {
         "K-SEQ on whole paths, through the layer lift (see docs/lossless.md)",
     ),
     "gbv": LawEntry(GreedyPaths, "the greatest of K paths as a block, with fallback and recycling (Thomas, Pal)"),
-    "optimal": LawEntry(Optimal, "the best sibling rule by linear programming; for toys (scipy)"),
+    "optimal": LawEntry(Optimal, "the best sibling rule by linear programming; for toys (scipy)", on_cpu_only=True),
     "typical": LawEntry(Typical, "good enough by the target's entropy (Medusa)"),
     "threshold": LawEntry(Threshold, "target sampling with lowered bars (SGLang)"),
     "relaxed": LawEntry(Relaxed, "near the top of the target's row (TensorRT-LLM)"),
