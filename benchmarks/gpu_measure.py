@@ -196,7 +196,7 @@ class Lab:
     def _figures(self, setup: Setup, seconds: float, results: Sequence[Result]) -> Figures:
         tokens = sum(result.stats.num_tokens for result in results)
         step = step_seconds(results)
-        own = sum(result.stats.num_tokens - 1 for result in results) / sum(r.stats.steps - 1 for r in results)
+        own = sum(result.stats.num_tokens for result in results) / sum(result.stats.steps for result in results)
         context = statistics.mean(len(r.prompt_token_ids) + r.stats.num_tokens / 2 for r in results)
         return Figures(tokens / seconds, step, own, self.read_seconds(setup.weights, len(results) * context) / step)
 

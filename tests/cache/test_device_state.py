@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftwood.cache.batch_state import BatchState, RowSettings, StepInputs, edits_on_device, input_numbers
+from draftwood.cache.batch_state import (
+    BIASES,
+    STOPS,
+    BatchState,
+    RowSettings,
+    StepInputs,
+    edits_on_device,
+    input_numbers,
+)
 from draftwood.cache.kv import KVCache, stage_trees
 from draftwood.protocols import BatchView, StepMode
 from draftwood.request import SamplingParams
@@ -75,11 +83,11 @@ def test_a_row_forgets_the_edits_of_its_last_sequence() -> None:
 def test_tables_grow_with_the_widest_request_and_say_so() -> None:
     state, version = state_of(EDITED), 0
     assert state.edits.version == version
-    many = SamplingParams(logit_bias=dict.fromkeys(range(40), 1.0), min_tokens=1)
-    state.add(1, [1], RowSettings(many, 0, 1, 40, 5, frozenset(range(30))))
+    many = SamplingParams(logit_bias=dict.fromkeys(range(BIASES + 40), 1.0), min_tokens=1)
+    state.add(1, [1], RowSettings(many, 0, 1, 40, 5, frozenset(range(STOPS + 30))))
     assert state.edits.version > version, "captured steps know where the tables were"
-    assert state.edits.bias[1].sum() == 40
-    assert set(state.edits.stop_tokens[1].tolist()) == set(range(30))
+    assert state.edits.bias[1].sum() == BIASES + 40
+    assert set(state.edits.stop_tokens[1].tolist()) == set(range(STOPS + 30))
     assert set(state.edits.stop_tokens[0].tolist()) == {1, 3}
 
 
