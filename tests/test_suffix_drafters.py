@@ -183,6 +183,15 @@ def test_answers_are_shared_by_requests_of_one_salt_and_by_no_others(combined: b
     assert first_path(suffix(shared=0), 8, [6, 1, 2], "a") == []
 
 
+def test_requests_without_room_for_drafts_are_not_read() -> None:
+    drafter = suffix(shared=4096)
+    drafter.scored(host_view([[1, 2, 1]], nodes=0), 9)
+    assert drafter._readings == {}
+    assert paths_of(proposed(drafter, [[1, 2, 1]], 1)) == {(2,)}
+    drafter.scored(host_view([[1, 2, 1, 2, 3, 4]], nodes=0), 9)
+    assert (3,) in paths_of(proposed(drafter, [[1, 2, 1, 2, 3, 4, 1, 2]], 9)), "it catches up"
+
+
 def test_a_request_hears_of_answers_that_came_while_it_ran() -> None:
     drafter = suffix(shared=4096)
     assert first_path(drafter, 2, [6, 1, 2]) == []
@@ -257,6 +266,16 @@ def test_a_source_that_is_wrong_loses_its_place() -> None:
     made = drafter.scored(host_view([text]), 1)
     assert made.chances is not None
     assert made.chances[0][1] > 0.8, "what it says is measured"
+
+
+def test_what_agreement_is_worth_is_measured() -> None:
+    """Two sources that say the same always know no more than one."""
+    drafter, text = CombinedDrafter([Sure([1], 0.5), Sure([1], 0.5)], 1, 0.0), [0]
+    for i in range(400):
+        made = drafter.scored(host_view([text]), 1)
+        text = [*text, 1 + i % 2]
+    assert made.chances is not None
+    assert made.chances[0][1] == pytest.approx(0.5, abs=0.05)
 
 
 def test_names_with_settings() -> None:

@@ -39,6 +39,13 @@ class _Calibration:
     def __init__(self) -> None:
         self._records: dict[tuple[int, int], list[float]] = {}
 
+    def node(self, token: int, depth: int, word: float | None) -> _Node:
+        """What is proposed at a depth with a word for its chance."""
+        key = min(depth, DEEPEST), -1 if word is None else int(word * BINS)
+        if key not in self._records:
+            self._records[key] = [WEIGHT * (ASSUMED if word is None else word), WEIGHT]
+        return _Node(token, self._records[key])
+
     def nodes(self, tree: HostTree, chances: Sequence[float] | None) -> list[_Node]:
         """The nodes behind the root, and those behind them."""
         tokens, parents = tree
@@ -48,16 +55,10 @@ class _Calibration:
             above = parents[node]
             word = None if chances is None else min(chances[node] / max(chances[above], 1e-9), 1.0)
             depths.append(depths[above] + 1)
-            one = _Node(tokens[node], self._record(depths[node], word))
+            one = self.node(tokens[node], depths[node], word)
             made[above].append(one)
             made.append(one.children)
         return root
-
-    def _record(self, depth: int, word: float | None) -> list[float]:
-        key = min(depth, DEEPEST), -1 if word is None else int(word * BINS)
-        if key not in self._records:
-            self._records[key] = [WEIGHT * (ASSUMED if word is None else word), WEIGHT]
-        return self._records[key]
 
 
 def _observe(nodes: Sequence[_Node], news: Sequence[int]) -> None:
@@ -71,10 +72,9 @@ def _observe(nodes: Sequence[_Node], news: Sequence[int]) -> None:
         nodes = following
 
 
-def _offers(behind: Sequence[Sequence[_Node]]) -> dict[int, tuple[float, list[list[_Node]]]]:
-    """What the sources propose behind one path: tokens, their chances, and what they propose behind each.
-
-    Where sources agree, the chance is that not all of them are wrong; together no more than 1.
+def _agreed(behind: Sequence[Sequence[_Node]]) -> dict[int, tuple[float, list[list[_Node]]]]:
+    """What the sources propose behind one path: tokens, the chance that not all that propose it are wrong, and what
+    each of them proposes behind it.
     """
     wrong: dict[int, float] = {}
     onward: dict[int, list[list[_Node]]] = {}
@@ -82,27 +82,38 @@ def _offers(behind: Sequence[Sequence[_Node]]) -> dict[int, tuple[float, list[li
         for node in nodes:
             wrong[node.token] = wrong.get(node.token, 1.0) * (1 - node.chance)
             onward.setdefault(node.token, []).append(node.children)
-    total = max(sum(1 - chance for chance in wrong.values()), 1.0)
-    return {token: ((1 - chance) / total, onward[token]) for token, chance in wrong.items()}
+    return {token: (1 - chance, onward[token]) for token, chance in wrong.items()}
 
 
-def merge(tree: PointTree, sources: Sequence[Sequence[_Node]], least: float) -> None:
-    """Fill a tree with the likeliest nodes of all sources."""
-    heap: list[tuple[float, int, int, int, list[list[_Node]]]] = []
-    arrived = 0
-    found: tuple[int, Sequence[Sequence[_Node]]] | None = (0, sources)
+def merge(
+    tree: PointTree, sources: Sequence[Sequence[_Node]], calibrations: Sequence[_Calibration], least: float
+) -> list[_Node]:
+    """Fill a tree with the likeliest nodes of all sources; what was considered behind the root, and behind that.
+
+    Sources that agree are seldom independent, so what their agreement is worth is measured too, by how many agree.
+    """
+    heap: list[tuple[float, int, int, _Node, list[list[_Node]]]] = []
+    arrived, considered = 0, _Node(tree.root, [1.0, 1.0])
+    found: tuple[int, _Node, Sequence[Sequence[_Node]]] | None = (0, considered, sources)
     while found is not None:
-        parent, behind = found
-        for token, (chance, onward) in _offers(behind).items():
-            reached = chance * tree.chances[parent]
-            if reached > least and tree.depths[parent] < tree.max_depth:
-                heappush(heap, (-reached, arrived, parent, token, onward))
+        parent, above, behind = found
+        depth = tree.depths[parent] + 1
+        onwards = []
+        for token, (word, onward) in _agreed(behind).items():
+            above.children.append(calibrations[len(onward) - 1].node(token, depth, word))
+            onwards.append(onward)
+        total = max(sum(node.chance for node in above.children), 1.0)
+        for node, onward in zip(above.children, onwards, strict=True):
+            reached = node.chance / total * tree.chances[parent]
+            if reached > least and depth <= tree.max_depth:
+                heappush(heap, (-reached, arrived, parent, node, onward))
                 arrived += 1
         if not heap or len(tree.tokens) > tree.max_nodes:
-            return
-        minus, _, parent, token, onward = heappop(heap)
-        node = tree.add(parent, token, -minus)
-        found = None if node is None else (node, onward)
+            break
+        minus, _, parent, node, onward = heappop(heap)
+        added = tree.add(parent, node.token, -minus)
+        found = None if added is None else (added, node, onward)
+    return considered.children
 
 
 class CombinedDrafter(HostDrafter):
@@ -119,6 +130,7 @@ class CombinedDrafter(HostDrafter):
         self.sources = tuple(sources)
         self.least = least
         self._calibrations = [_Calibration() for _ in sources]
+        self._agreements = [_Calibration() for _ in sources]  # of so many sources, less one
         self._last: dict[int, tuple[int, list[list[_Node]]]] = {}  # length of each text, and what was proposed behind
 
     def scored(self, view: HostView, nodes: int) -> HostTrees:
@@ -134,10 +146,9 @@ class CombinedDrafter(HostDrafter):
                 calibration.nodes(own.trees[b], None if own.chances is None else own.chances[b])
                 for calibration, own in zip(self._calibrations, made, strict=True)
             ]
-            self._last[seq_id] = len(tokens), proposed
             tree = PointTree(tokens[-1], min(view.max_nodes[b], nodes), view.max_depth[b])
-            if tree.max_nodes > 0:
-                merge(tree, proposed, self.least)
+            considered = merge(tree, proposed, self._agreements, self.least) if tree.max_nodes > 0 else []
+            self._last[seq_id] = len(tokens), [*proposed, considered]
             grown.append(tree)
         return HostTrees.of(grown)
 

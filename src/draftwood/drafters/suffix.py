@@ -92,14 +92,10 @@ class SuffixDrafter(HostDrafter):
     def scored(self, view: HostView, nodes: int) -> HostTrees:
         """Grown best first, sequence by sequence."""
         grown = []
-        for b, seq_id in enumerate(view.seq_ids):
-            reading = self._readings.get(seq_id)
-            if reading is None:
-                reading = self._readings[seq_id] = _Reading(view.params[b].cache_salt, view.prompt_lengths[b])
-            self._read(reading, view.tokens[b])
-            tree = PointTree(view.tokens[b][-1], min(view.max_nodes[b], nodes), view.max_depth[b])
-            if tree.max_nodes > 0 and tree.max_depth > 0:
-                self._grow(tree, reading)
+        for b, tokens in enumerate(view.tokens):
+            tree = PointTree(tokens[-1], min(view.max_nodes[b], nodes), view.max_depth[b])
+            if tree.max_nodes > 0 and tree.max_depth > 0:  # a request that another drafter drafts for is not read
+                self._grow(tree, self._reading(view, b))
             grown.append(tree)
         return HostTrees.of(grown)
 
@@ -109,6 +105,15 @@ class SuffixDrafter(HostDrafter):
         if reading is not None and reading.read > reading.prompt_length:
             before = max(reading.prompt_length - self._predictor.longest, 0)
             self.shared.add(reading.salt, reading.tokens[before : reading.read])
+
+    def _reading(self, view: HostView, b: int) -> _Reading:
+        """What is known of a sequence of the view, all of its text included."""
+        reading = self._readings.get(view.seq_ids[b])
+        if reading is None:
+            reading = _Reading(view.params[b].cache_salt, view.prompt_lengths[b])
+            self._readings[view.seq_ids[b]] = reading
+        self._read(reading, view.tokens[b])
+        return reading
 
     def _read(self, reading: _Reading, tokens: Sequence[int]) -> None:
         """What is new of the text. What follows in the prompt is no measure of what the target says."""
