@@ -22,6 +22,7 @@ from draftwood.drafters.pard import ParallelDrafter
 from draftwood.drafters.predicted import PredictedDrafter
 from draftwood.drafters.scripted import ScriptedDrafter
 from draftwood.drafters.student import StudentDrafter
+from draftwood.drafters.suffix import SuffixDrafter
 from draftwood.drafters.trained import drafter_of
 from draftwood.drafting import Drafter, Grower
 from draftwood.engine.controller import FixedBudget
@@ -338,6 +339,10 @@ def no_drafter(dtype: torch.dtype) -> Drafter:
 
 def ngram(**settings: int) -> DraftMaker:
     return lambda dtype: NgramDrafter(**settings)
+
+
+def suffix(**settings: float) -> DraftMaker:
+    return lambda dtype: SuffixDrafter(**settings)  # type: ignore[arg-type]
 
 
 def scripted(script: Callable[[Sequence[int]], Sequence[Sequence[int]]], nodes: int, chain: bool) -> DraftMaker:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,16 @@ import torch
 
 from draftwood.config import EngineConfig
 from draftwood.drafters.by_request import OfferedDrafters
+from draftwood.drafters.combined import CombinedDrafter
 from draftwood.drafters.lookup import LookupDrafter
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
 from draftwood.drafters.pard import GUESSES, ParallelDrafter
+from draftwood.drafters.points import HostDrafter
 from draftwood.drafters.predicted import PredictedDrafter
 from draftwood.drafters.student import StudentDrafter
+from draftwood.drafters.suffix import SuffixDrafter
 from draftwood.drafters.trained import drafter_of
 from draftwood.drafting import Drafter, Grower
 from draftwood.engine.memory import (
@@ -31,6 +34,7 @@ from draftwood.engine.memory import (
     explain_out_of_memory,
     plan_memory,
 )
+from draftwood.entries import Entry, split_spec
 from draftwood.errors import IncompatibleParts, InvalidRequest
 from draftwood.growers import (
     Beam,
@@ -84,45 +88,6 @@ SHIPPED_SAYS: Mapping[str, str] = {
 }
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A part that can be had by name."""
-
-    make: Callable[..., Any]
-    defaults: Mapping[str, Any]
-    description: str
-    on_gpu: Mapping[str, Any] = field(default_factory=dict)  # defaults that are others there
-    make_on_gpu: Callable[..., Any] | None = None  # another part there
-
-    def on(self, device: torch.device) -> Entry:
-        """With the defaults of a kind of device."""
-        if device.type != "cuda":
-            return self
-        return replace(self, defaults={**self.defaults, **self.on_gpu}, make=self.make_on_gpu or self.make)
-
-    def build(self, kind: str, name: str, settings: Mapping[str, str]) -> Any:
-        """Make the part, settings taking the type of their defaults."""
-        values = dict(self.defaults)
-        for key, text in settings.items():
-            if key not in values:
-                known = ", ".join(values) or "none"
-                raise InvalidRequest(f"The {kind} '{name}' has no setting '{key}' (it has: {known}).")
-            values[key] = _parse(f"{kind} '{name}'", key, text, values[key])
-        try:
-            return self.make(**values)
-        except ValueError as error:
-            raise InvalidRequest(f"The {kind} '{name}' cannot be built: {error}.") from error
-
-
-def _parse(part: str, key: str, text: str, default: Any) -> Any:
-    try:
-        if isinstance(default, tuple):
-            return tuple(int(item) for item in text.split("x"))
-        return type(default)(text)
-    except ValueError as error:
-        raise InvalidRequest(f"The {part} wants another kind of value for '{key}' than '{text}'.") from error
-
-
 def _levels(picker: ChildPicker) -> Callable[..., Grower]:
     return lambda widths: Levels(widths, picker)
 
@@ -158,6 +123,21 @@ def _ngram_on_gpu(nodes: int, longest: int, shortest: int, branches: int) -> Dra
     return LookupDrafter(nodes, longest, shortest)
 
 
+# Drafters that can be combined, for as many nodes.
+SOURCES: Mapping[str, Callable[[int], HostDrafter]] = {
+    "suffix": lambda nodes: SuffixDrafter(nodes, least=0.0),
+    "ngram": lambda nodes: NgramDrafter(nodes, branches=2),
+}
+
+
+def _combined(sources: str, nodes: int, least: float) -> CombinedDrafter:
+    names = sources.split("+")
+    unknown = [name for name in names if name not in SOURCES]
+    if unknown or len(set(names)) < len(names):
+        raise ValueError(f"'{sources}' should be different ones of {', '.join(SOURCES)}, joined by +")
+    return CombinedDrafter([SOURCES[name](nodes) for name in names], nodes, least)
+
+
 LOOKUPS: Mapping[str, Entry] = {
     "none": Entry(NoDrafter, {}, "plain decoding"),
     "ngram": Entry(
@@ -167,6 +147,19 @@ LOOKUPS: Mapping[str, Entry] = {
         on_gpu={"nodes": 15},  # with the root a whole tile of rows; budgets take fewer where they do not pay
         make_on_gpu=_ngram_on_gpu,
     ),
+    "suffix": Entry(
+        SuffixDrafter,
+        {"nodes": 8, "longest": 32, "shortest": 1, "least": 0.2, "shared": 65536},
+        "a tree of what followed the last tokens earlier in the text or in answers to others, by how likely it is",
+        on_gpu={"nodes": 15, "least": 0.02},
+    ),
+    "combined": Entry(
+        _combined,
+        {"sources": "suffix+ngram", "nodes": 8, "least": 0.2},
+        "several drafters' trees as one, by how often each is right: combined:suffix+ngram,nodes=8",
+        on_gpu={"nodes": 15, "least": 0.02},
+        unnamed="sources",
+    ),
 }
 MODEL_DRAFTER = "model:NAME"
 
@@ -174,18 +167,6 @@ MODEL_DRAFTER = "model:NAME"
 def is_lookup(drafter: str) -> bool:
     """Whether the name is that of a drafter without weights, which makes its own trees."""
     return drafter.partition(":")[0] in LOOKUPS
-
-
-def split_spec(spec: str) -> tuple[str, dict[str, str]]:
-    """`"beam:nodes=8,width=2"` -> `("beam", {"nodes": "8", "width": "2"})`."""
-    name, _, rest = spec.partition(":")
-    settings = {}
-    for part in filter(None, rest.split(",")):
-        key, equals, value = part.partition("=")
-        if not equals or not value:
-            raise InvalidRequest(f"'{part}' in '{spec}' is not a setting: write name=value, separated by commas.")
-        settings[key.strip()] = value.strip()
-    return name, settings
 
 
 def _entry(kind: str, table: Mapping[str, Entry], name: str, others: tuple[str, ...] = ()) -> Entry:
@@ -231,7 +212,7 @@ def build_drafter(
     """A drafter by name; `model:NAME` loads a second model, and a folder whatever was trained and lies there."""
     if spec.startswith("model:"):
         return load_model_drafter(open_checkpoint(spec.removeprefix("model:")), tree, target, config)
-    name, _ = split_spec(spec)
+    name, _, _ = spec.partition(":")
     trained = _trained_folder(spec)
     if name not in LOOKUPS and (trained.is_dir() or HUB_ID.fullmatch(spec)):
         return load_trained(trained if trained.is_dir() else spec, tree, target, config, allow_pickle=allow_pickle)
@@ -246,8 +227,9 @@ def build_drafter(
 
 def build_lookup(spec: str, device: torch.device) -> Drafter:
     """A drafter without weights by name, with the settings that are usual on a device."""
-    name, settings = split_spec(spec)
-    return LOOKUPS[name].on(device).build("drafter", name, settings)
+    entry = LOOKUPS[spec.partition(":")[0]].on(device)
+    name, settings = split_spec(spec, entry.unnamed)
+    return entry.build("drafter", name, settings)
 
 
 def offer(default: Drafter, by_name: Mapping[str, Drafter]) -> OfferedDrafters:

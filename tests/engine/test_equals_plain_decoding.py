@@ -14,6 +14,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from draftwood.drafters.combined import CombinedDrafter
 from draftwood.growers import (
     Beam,
     Best,
@@ -45,6 +46,7 @@ from tiny import (
     no_drafter,
     offering,
     scripted,
+    suffix,
     tiny_config,
     tiny_runner,
     with_arrivals,
@@ -72,6 +74,10 @@ DRAFTERS: dict[str, DraftMaker] = {
     "scripted-bushy": scripted(every_pair, 200, False),
     "ngram": ngram(nodes=4, longest=3, shortest=1),
     "ngram-tree": ngram(nodes=8, longest=3, shortest=1, branches=3),
+    "suffix": suffix(nodes=7, longest=6, shortest=1, least=0.01, shared=400),
+    "combined": lambda dtype: CombinedDrafter(
+        [suffix(nodes=7, shortest=1, least=0.0)(dtype), ngram(nodes=5, shortest=1, branches=2)(dtype)], 7, 0.01
+    ),
     "model-chain": with_model(chain(4)),
     "model-static": with_model(Levels((3, 2, 1), Best())),
     "model-shape": with_model(StaticShape(((0,), (1,), (3,), (0, 0), (0, 2), (1, 0), (0, 0, 0)))),
@@ -115,6 +121,9 @@ DRAFTERS: dict[str, DraftMaker] = {
     ),
     "offered-nets": offering(
         with_net("eagle3", Levels((3, 2, 1), Best())), with_net("medusa", chain(3)), with_model(chain(3))
+    ),
+    "offered-suffix": offering(
+        suffix(nodes=6, shortest=1, least=0.0), with_model(chain(3)), ngram(nodes=3, longest=3, shortest=1)
     ),
     "offered-sampled": offering(with_model(Levels((1, 1, 1), Independent())), ngram(nodes=3, longest=3, shortest=1)),
 }

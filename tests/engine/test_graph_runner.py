@@ -12,12 +12,14 @@ import torch
 from captured import DEVICE, GPU, CapturedHarness, runner
 from draftwood.assembly import offer
 from draftwood.cache.batch_state import BIASES, STOPS
+from draftwood.drafters.combined import CombinedDrafter
 from draftwood.drafters.lookup import LookupDrafter
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
 from draftwood.drafters.pard import ParallelDrafter
 from draftwood.drafters.scripted import ScriptedDrafter
+from draftwood.drafters.suffix import SuffixDrafter
 from draftwood.engine import shapes
 from draftwood.engine.shapes import EVERYTHING, LONG_TABLES, ShapePlan, StepShape
 from draftwood.growers import Beam, BestFirst, Coupled, Hybrid, Independent, Levels, Paths, WithoutReplacement, chain
@@ -59,6 +61,10 @@ DRAFTERS = {
     "lookup": lambda **_: LookupDrafter(nodes=6, longest=3, shortest=1),
     "ngram": lambda **_: NgramDrafter(nodes=6, longest=3, shortest=1),
     "branches": lambda **_: NgramDrafter(nodes=6, longest=3, shortest=1, branches=3),
+    "suffix": lambda **_: SuffixDrafter(nodes=7, longest=6, shortest=1, least=0.01, shared=400),
+    "combined": lambda **_: CombinedDrafter(
+        [SuffixDrafter(6, shortest=1, least=0.0), NgramDrafter(4, 3, 1, 2)], 6, 0.01
+    ),
     "scripted": lambda **_: ScriptedDrafter(lambda tokens: [[1, 2, 3], [5, tokens[-1] % 13], [5, 5]], 7),
     "scripted chain": lambda **_: ScriptedDrafter(lambda tokens: [[t % 13 for t in tokens[-3:]]], 4, chain=True),
     "chain": lambda **kw: draft(chain(5), **kw),

@@ -17,6 +17,42 @@ from draftwood.tree import POINT_TREE, DraftLaw, TokenTree
 HostTree = tuple[list[int], list[int]]  # tokens, the root's first, and parents inside the tree
 
 
+@dataclass(frozen=True)
+class HostTrees:
+    """The trees of a step, one for every sequence."""
+
+    trees: list[HostTree]
+    chances: list[list[float]] | None = None  # that each node is accepted, 1 at roots, less along a path; None: unknown
+
+    @classmethod
+    def of(cls, trees: Sequence[PointTree]) -> HostTrees:
+        """Trees whose nodes came with their chances."""
+        return cls([(tree.tokens, tree.parents) for tree in trees], [tree.chances for tree in trees])
+
+    @property
+    def flat(self) -> list[float]:
+        """The chances of all nodes."""
+        return [chance for own in self.chances or () for chance in own]
+
+    def likely(self, least: float) -> HostTrees:
+        """Without nodes that are less likely than `least`."""
+        if self.chances is None or least <= 0:
+            return self
+        parts = [_likely(*tree, own, least) for tree, own in zip(self.trees, self.chances, strict=True)]
+        return HostTrees([part[:2] for part in parts], [part[2] for part in parts])
+
+
+def _likely(
+    tokens: list[int], parents: list[int], chances: list[float], least: float
+) -> tuple[list[int], list[int], list[float]]:
+    number: dict[int, int] = {-1: -1}
+    for node, (parent, chance) in enumerate(zip(parents, chances, strict=True)):
+        if node == 0 or (chance >= least and parent in number):
+            number[node] = len(number) - 1
+    kept = [node for node in number if node >= 0]
+    return [tokens[n] for n in kept], [number[parents[n]] for n in kept], [chances[n] for n in kept]
+
+
 @dataclass
 class PointTree:
     """One sequence's tree of chosen tokens, within its limits."""
@@ -27,12 +63,13 @@ class PointTree:
     tokens: list[int] = field(init=False)
     parents: list[int] = field(init=False)
     depths: list[int] = field(init=False)
+    chances: list[float] = field(init=False)  # that each node is accepted, where its drafter knows
     _children: dict[tuple[int, int], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.tokens, self.parents, self.depths = [self.root], [-1], [0]
+        self.tokens, self.parents, self.depths, self.chances = [self.root], [-1], [0], [1.0]
 
-    def add(self, parent: int, token: int) -> int | None:
+    def add(self, parent: int, token: int, chance: float = 1.0) -> int | None:
         """The child of `parent` with `token`, new or known; None where there is no room for it."""
         known = self._children.get((parent, token))
         if known is not None:
@@ -42,6 +79,7 @@ class PointTree:
         self.tokens.append(token)
         self.parents.append(parent)
         self.depths.append(self.depths[parent] + 1)
+        self.chances.append(chance)
         self._children[(parent, token)] = len(self.tokens) - 1
         return len(self.tokens) - 1
 
@@ -64,10 +102,15 @@ class HostDrafter(Silent):
     law: DraftLaw = POINT_TREE
     max_nodes: int
     waits = True
+    scores = False  # whether its trees come with chances
 
     def trees(self, view: HostView, nodes: int) -> list[HostTree]:
         """A tree of at most `nodes` draft nodes for every sequence, within the limits that the view gives it."""
         raise NotImplementedError
+
+    def scored(self, view: HostView, nodes: int) -> HostTrees:
+        """The trees, with the chance of every node where it is known. Drafters that `scores` override it."""
+        return HostTrees(self.trees(view, nodes))
 
     @property
     def sizes(self) -> Sequence[int]:
@@ -82,34 +125,46 @@ class HostDrafter(Silent):
         """Make the trees of a step, and bring them to where it reads them. If that fails, bare roots lie there."""
         self._prepared.clear()
         try:
-            self._prepared[size, nodes] = self.trees(view, nodes)
+            self._prepared[size, nodes] = self.scored(view, nodes)
         finally:
             frame = self._frames.get((size, nodes))
             if frame is not None:
-                frame.fill(self._prepared.get((size, nodes), []))
+                frame.fill(self._prepared.get((size, nodes), HostTrees([])))
 
     def propose(self, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
         """What was prepared for a step of this size; bare roots where nothing was."""
         key = view.size, nodes
-        trees = self._prepared.pop(key, [])  # roots of any other step would be wrong
+        made = self._prepared.pop(key, HostTrees([]))  # roots of any other step would be wrong
         if view.may_look or nodes == 0:
-            return Proposal(TokenTree.of_points(trees)) if nodes and trees else Proposal.bare(view)
+            return _proposal(made.likely(view.min_accept_prob)) if nodes and made.trees else Proposal.bare(view)
         frame = self._frames.get(key)
         if frame is None:  # a graph is about to be captured, or nothing is
             width = 1 if self.law.chain else nodes
             frame = self._frames[key] = _Frame(*key, width, view.roots.device)
-            frame.fill(trees)
-        return Proposal(frame.behind(view.roots))
+            frame.fill(made)
+        tree = frame.behind(view.roots)
+        if not self.scores:
+            return Proposal(tree)
+        least = view.min_accept_prob
+        return Proposal(tree.without(frame.chances < least) if least > 0 else tree, survival=frame.chances)
 
     # Made when they are first used: classes derived from this one need not call its constructor.
     @cached_property
-    def _prepared(self) -> dict[tuple[int, int], list[HostTree]]:
+    def _prepared(self) -> dict[tuple[int, int], HostTrees]:
         """The trees of the step that was prepared last, by its number of sequences and nodes."""
         return {}
 
     @cached_property
     def _frames(self) -> dict[tuple[int, int], _Frame]:
         return {}
+
+
+def _proposal(made: HostTrees) -> Proposal:
+    """Trees of the sizes they have, on the host."""
+    tree = TokenTree.of_points(made.trees)
+    if made.chances is None:
+        return Proposal(tree)
+    return Proposal(tree, survival=torch.tensor(made.flat, dtype=torch.float64))
 
 
 class PointDrafter(HostDrafter):
@@ -137,36 +192,42 @@ class _Frame:
         """Room for `size` trees of `nodes` draft nodes, none of which has more than `width` children."""
         self._size, self._rows = size, nodes + 1
         count, words = size * self._rows, num_words(self._rows)
-        self._widths = [1, 1, 1, words, width]
+        self._widths = [1, 1, 1, words, width, 1]
         every = torch.arange(count)
         owner, local = every // self._rows, every % self._rows
         self._empty = torch.full((count * sum(self._widths),), -1)
-        _, depth, parents, ancestors, _ = self._parts(self._empty)
+        _, depth, parents, ancestors, _, chances = self._parts(self._empty)
         depth[:, 0], ancestors[:] = local.clamp(max=1), 0
         parents[:, 0] = torch.where(local > 0, every, -1)  # an absent node is its own parent
+        chances.view(torch.float64)[:, 0] = (local == 0).double()
         self._packed = self._empty.to(device, copy=True)
-        tokens, depth, parents, ancestors, tries = self._parts(self._packed)
+        tokens, depth, parents, ancestors, tries, chances = self._parts(self._packed)
+        self.chances = chances.view(torch.float64)[:, 0]  # [M]
         self._tokens, self._chosen = tokens[:, 0], TokenTree.chosen(every.to(device), TreeShape(
             parents[:, 0], torch.arange(0, count + 1, self._rows, device=device), owner.to(device), local.to(device),
             depth[:, 0], ancestors, tries, max_depth=nodes, widest=self._rows,
         ))  # fmt: skip
 
     def _parts(self, packed: Tensor) -> list[Tensor]:
-        """Tokens, depths, parents, ancestors and tries of all nodes, as views. Each [M, columns]."""
+        """Tokens, depths, parents, ancestors, tries and chances of all nodes, as views. Each [M, columns]; the bits of
+        a chance are those of a float64.
+        """
         count = self._size * self._rows
         parts = packed.split([count * width for width in self._widths])
         return [part.view(count, width) for part, width in zip(parts, self._widths, strict=True)]
 
-    def fill(self, trees: list[HostTree]) -> None:
+    def fill(self, made: HostTrees) -> None:
         """Trees of the first sequences; bare roots for the others."""
         packed = self._empty.clone()
-        if trees:
-            tokens, shape = TreeShape.of_lists(trees, None)
+        if made.trees:
+            tokens, shape = TreeShape.of_lists(made.trees, None)
             at = shape.owner * self._rows + shape.local
             columns = tokens, shape.depth, follow(at, shape.parents), shape.ancestors, follow(at, shape.tries)
-            for part, values in zip(self._parts(packed), columns, strict=True):
+            for part, values in zip(self._parts(packed)[:-1], columns, strict=True):
                 values = values.view(len(at), -1)
                 part[at, : values.shape[1]] = values
+            if made.chances is not None:
+                self._parts(packed)[-1].view(torch.float64)[at, 0] = torch.tensor(made.flat, dtype=torch.float64)
         if self._packed.is_cuda:
             packed = packed.pin_memory()
         self._packed.copy_(packed, non_blocking=True)
