@@ -49,6 +49,7 @@ from draftwood.model.checkpoint import HUB_ID, Checkpoint, open_checkpoint
 from draftwood.model.config import ModelConfig
 from draftwood.model.native import Progress
 from draftwood.model.runner import ModelRunner, require_strict
+from draftwood.model.universal_folder import UniversalCheckpoint, require_supported
 from draftwood.nets.dflash import BlockNet
 from draftwood.nets.eagle import Eagle3
 from draftwood.nets.embeddings import TargetEmbeddings
@@ -227,7 +228,7 @@ def build_drafter(
 ) -> Drafter:
     """A drafter by name; `model:NAME` loads a second model, and a folder whatever was trained and lies there."""
     if spec.startswith("model:"):
-        return load_model_drafter(open_checkpoint(spec.removeprefix("model:")), tree, target, config)
+        return load_model_drafter(open_checkpoint(spec.removeprefix("model:"), config.impl), tree, target, config)
     name, _ = split_spec(spec)
     trained = _trained_folder(spec)
     if name not in LOOKUPS and (trained.is_dir() or HUB_ID.fullmatch(spec)):
@@ -274,7 +275,7 @@ def _load_files(
     if layout == Layout.STUDENT:
         return student_drafter(student_words(files, target), tree, config)
     if layout == Layout.LANGUAGE_MODEL:
-        return load_model_drafter(open_checkpoint(path), tree, target, config)
+        return load_model_drafter(open_checkpoint(path, config.impl), tree, target, config)
     if layout == Layout.PARD:
         return load_parallel(open_checkpoint(path), files.config, tree, target, config)
     if layout == Layout.MASKED_STUDENT:
@@ -359,6 +360,8 @@ def load_runner(checkpoint: Checkpoint, config: EngineConfig, progress: Progress
 def settle(config: EngineConfig, target: Checkpoint, drafter: str | Drafter) -> EngineConfig:
     """Sizes that suit the device where none are asked for; refuses, with the plan, what a GPU has no memory for."""
     config = config.settled()
+    if isinstance(target, UniversalCheckpoint):  # before memory is planned
+        require_supported(target.name, config.torch_dtype(), config.torch_device(), config.weight_format())
     if config.torch_device().type != "cuda":
         return config
     draft, (free, total) = _draft_config(drafter, target.config), device_memory(config.torch_device())
