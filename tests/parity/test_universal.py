@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from draftwood.assembly import settle
+from draftwood.batch import ForwardBatch
 from draftwood.cli.about import about_table
 from draftwood.config import EngineConfig
 from draftwood.drafters.model import ModelDrafter
@@ -27,10 +28,12 @@ from draftwood.drafting import Drafter
 from draftwood.engine.llm import LLM
 from draftwood.errors import CheckpointError, InvalidRequest
 from draftwood.growers import Best, Levels
+from draftwood.model import universal_rows
 from draftwood.model.checkpoint import SafetensorsCheckpoint, open_checkpoint
 from draftwood.model.runner import ModelRunner, Refreshable, Sliceable, require_strict
 from draftwood.model.universal import ROUTES, UniversalModel
 from draftwood.model.universal_folder import UniversalCheckpoint, UniversalConfig
+from draftwood.model.universal_rows import Step, require_window
 from draftwood.model.weights import FORMATS
 from draftwood.protocols import Span
 from draftwood.request import SamplingParams
@@ -253,6 +256,36 @@ def test_what_cannot_be_computed_exactly_is_refused(made: Made, name: str) -> No
     assert "Use another model" in str(refusal.value)
 
 
+@pytest.mark.parametrize("name", ["olmo3", "falcon"])
+@pytest.mark.parametrize("broken", ["tree", "slots", "positions"])
+def test_the_self_check_sees_what_is_wrong(made: Made, monkeypatch: pytest.MonkeyPatch, name: str, broken: str) -> None:
+    """Siblings that see each other, keys of another sequence, and keys at wrong positions under a window."""
+    folder = made(name)[1]
+    if broken == "tree":
+
+        def linear(batch: ForwardBatch, num_keys: int, window: int | None) -> torch.Tensor:
+            own = batch.slots[:, None] * 0 + batch.visible[:, None] + (batch.ancestors > 0) * 8
+            return torch.arange(num_keys) < own
+
+        monkeypatch.setattr(universal_rows, "visible_keys", linear)
+    if broken == "slots":
+        monkeypatch.setattr(Step, "slots", property(lambda step: [step.batch.slots[:n] for n in step.num_keys]))
+    if broken == "positions":
+        monkeypatch.setattr(Step, "key_positions", property(lambda step: torch.arange(step.seen.shape[1])[None] + 3))
+    with pytest.raises(CheckpointError, match="answers would be wrong"):
+        runner_of(folder)
+
+
+def test_a_window_that_the_mask_does_not_have_is_refused() -> None:
+    causal = universal_rows.MaskLaw(lambda _b, _h, row, key: key <= row)
+    sliding = universal_rows.MaskLaw(lambda _b, _h, row, key: (key <= row) & (key > row - 6))
+    require_window(sliding, 6)
+    require_window(causal, None)
+    for mask, window in ((causal, 6), (sliding, 5), (None, 6)):
+        with pytest.raises(CheckpointError, match=f"window of {window}"):
+            require_window(mask, window)
+
+
 def test_a_model_with_recurrent_layers_is_refused_before_it_is_read(tmp_path: Path) -> None:
     config = AutoConfig.for_model("qwen3_next", **BASE)
     config.save_pretrained(tmp_path)
@@ -282,10 +315,9 @@ def test_the_same_model_in_both_implementations(tmp_path: Path) -> None:
     folder = str(tiny_folder(tmp_path))
     params = SamplingParams(max_tokens=12, temperature=0.8, seed=3)
     texts = set()
-    for impl in ("own", "transformers"):
-        for drafter in ("none", "ngram", f"model:{folder}"):
-            with LLM(folder, drafter=drafter, config=EngineConfig(impl=impl, dtype="float64", cache_tokens=512)) as llm:
-                texts.add(llm.generate("one two one two", params).text)
+    for impl, drafter in (("own", "none"), ("transformers", "ngram"), ("transformers", f"model:{folder}")):
+        with LLM(folder, drafter=drafter, config=EngineConfig(impl=impl, dtype="float64", cache_tokens=512)) as llm:
+            texts.add(llm.generate("one two one two", params).text)
     assert len(texts) == 1
 
 

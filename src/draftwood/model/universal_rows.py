@@ -210,7 +210,7 @@ def _attend(
     """[1, H, N, D], [1, K, N, D], [1, K, N, Dv] -> [1, N, H, Dv]."""
     step = _STEP.get()
     if step.pages is None:
-        _require_window(attention_mask, sliding_window)
+        require_window(attention_mask, sliding_window)
         step.found.append(LayerShape(key.shape[1], key.shape[-1], value.shape[-1], module))
         return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
     if isinstance(attention_mask, Tensor):
@@ -223,7 +223,7 @@ def _attend(
     return torch.cat(rows, 1).transpose(0, 1)[None].contiguous(), None
 
 
-def _require_window(mask: MaskLaw | Tensor | None, window: int | None) -> None:
+def require_window(mask: MaskLaw | Tensor | None, window: int | None) -> None:
     """Refuse a window that the mask's law does not have: texts of the self-check may be too short to show it."""
     if window is None:
         return
