@@ -53,6 +53,7 @@ from draftwood.model.checkpoint import HUB_ID, Checkpoint, open_checkpoint
 from draftwood.model.config import ModelConfig
 from draftwood.model.native import Progress
 from draftwood.model.runner import ModelRunner, require_strict
+from draftwood.model.universal_folder import UniversalCheckpoint, require_supported
 from draftwood.nets.dflash import BlockNet
 from draftwood.nets.eagle import Eagle3
 from draftwood.nets.embeddings import TargetEmbeddings
@@ -188,7 +189,9 @@ def build_verifier(spec: str, device: torch.device = CPU) -> Verifier:
         raise InvalidRequest(f"Unknown law '{name}': choose one of {', '.join((AUTO, *LAWS))}.")
     entry = LAWS[name]
     if entry.on_cpu_only and device.type != "cpu":
-        raise InvalidRequest(f"The law '{name}' asks the host at every node, so it runs on a CPU only; use another one.")
+        raise InvalidRequest(
+            f"The law '{name}' asks the host at every node, so it runs on a CPU only; use another one."
+        )
     return Entry(entry, entry.defaults, entry.says).build("law", name, settings)
 
 
@@ -211,7 +214,7 @@ def build_drafter(
 ) -> Drafter:
     """A drafter by name; `model:NAME` loads a second model, and a folder whatever was trained and lies there."""
     if spec.startswith("model:"):
-        return load_model_drafter(open_checkpoint(spec.removeprefix("model:")), tree, target, config)
+        return load_model_drafter(open_checkpoint(spec.removeprefix("model:"), config.impl), tree, target, config)
     name, _, _ = spec.partition(":")
     trained = _trained_folder(spec)
     if name not in LOOKUPS and (trained.is_dir() or HUB_ID.fullmatch(spec)):
@@ -259,7 +262,7 @@ def _load_files(
     if layout == Layout.STUDENT:
         return student_drafter(student_words(files, target), tree, config)
     if layout == Layout.LANGUAGE_MODEL:
-        return load_model_drafter(open_checkpoint(path), tree, target, config)
+        return load_model_drafter(open_checkpoint(path, config.impl), tree, target, config)
     if layout == Layout.PARD:
         return load_parallel(open_checkpoint(path), files.config, tree, target, config)
     if layout == Layout.MASKED_STUDENT:
@@ -344,6 +347,8 @@ def load_runner(checkpoint: Checkpoint, config: EngineConfig, progress: Progress
 def settle(config: EngineConfig, target: Checkpoint, drafter: str | Drafter) -> EngineConfig:
     """Sizes that suit the device where none are asked for; refuses, with the plan, what a GPU has no memory for."""
     config = config.settled()
+    if isinstance(target, UniversalCheckpoint):  # before memory is planned
+        require_supported(target.name, config.torch_dtype(), config.torch_device(), config.weight_format())
     if config.torch_device().type != "cuda":
         return config
     draft, (free, total) = _draft_config(drafter, target.config), device_memory(config.torch_device())

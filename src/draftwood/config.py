@@ -16,6 +16,7 @@ DTYPES = {
     "float16": torch.float16,
 }
 
+IMPLEMENTATIONS = ("auto", "own", "transformers")
 CACHE_TOKENS = 16384  # on a CPU
 
 
@@ -26,6 +27,7 @@ class EngineConfig:
     dtype: str = "auto"  # float32 on a CPU, bfloat16 on an accelerator
     device: str = "auto"
     weights: str = "stored"  # what matrices are stored as; anything else than "stored" may round them
+    impl: str = "auto"  # what computes models: own (our decoder), transformers (its modules), auto (own where known)
     strict: bool = (
         False  # the same tokens whatever drafter, tree, batch and chunking, bit for bit; refused if it cannot be
     )
@@ -39,11 +41,11 @@ class EngineConfig:
     max_waiting: int = 4096
 
     def __post_init__(self) -> None:
-        if self.dtype != "auto" and self.dtype not in DTYPES:
-            raise InvalidRequest(f"Unknown dtype '{self.dtype}': choose one of auto, {', '.join(DTYPES)}.")
-        known = {**FORMATS, **ON_ACCELERATORS}
-        if self.weights not in known:
-            raise InvalidRequest(f"Unknown weights '{self.weights}': choose one of {', '.join(known)}.")
+        known = {"dtype": ("auto", *DTYPES), "impl": IMPLEMENTATIONS, "weights": (*FORMATS, *ON_ACCELERATORS)}
+        for name, choices in known.items():
+            if (value := getattr(self, name)) not in choices:
+                unique = ", ".join(dict.fromkeys(choices))
+                raise InvalidRequest(f"Unknown {name} '{value}': choose one of {unique}.")
         if self.weights != "stored" and self.dtype not in ("auto", "float32"):
             raise InvalidRequest(
                 f"Weights stored as {self.weights} are computed with in float32, or in bfloat16 on a GPU, not "

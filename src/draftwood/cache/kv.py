@@ -37,7 +37,8 @@ class KVCache:
         self, config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         # One page more than sequences can own: rows that only fill a batch up write there.
-        shape = (config.num_layers, 2, config.num_kv_heads, (num_pages + 1) * page_size, config.head_dim)
+        layers, heads, dim = config.cache_shape
+        shape = (layers, 2, heads, (num_pages + 1) * page_size, dim)
         self.memory = Pages(_zeros(shape, dtype, device), page_size)
         self.tables = PageTables(num_pages, page_size)
         self.device = device

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from rich.table import Table
 
 from draftwood.model.checkpoint import files_of, open_checkpoint
@@ -10,14 +12,15 @@ from draftwood.model.described import Held, held_formats
 from draftwood.model.names import count_active_parameters, count_parameters
 from draftwood.model.runner import implementations
 from draftwood.model.spec import ExpertsSpec
+from draftwood.model.universal_folder import UniversalConfig
 
 CACHE = 4096  # tokens, as an example
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
-def about_table(name: str) -> Table:
+def about_table(name: str, impl: str = "auto") -> Table:
     """A model's family, size, how it is stored, what runs it and what memory it takes."""
-    checkpoint = open_checkpoint(name)
+    checkpoint = open_checkpoint(name, impl)
     config, files = checkpoint.config, files_of(checkpoint)
     formats = held_formats(files)
     table = Table(show_header=False, box=None, title=checkpoint.name, title_justify="left")
@@ -36,6 +39,9 @@ def about_table(name: str) -> Table:
         if held.matrices:
             table.add_row("", _held(held))
     table.add_row("weights on a CPU", f"{_bytes(sum(held.loaded for held in formats))} as they are stored")
+    if isinstance(config, UniversalConfig):
+        table.add_row("weights as float32", f"about {_bytes(4 * config.parameters)}; other formats are not read")
+        return table
     for kind, size in (("bfloat16", 2), ("int8", 1.0625), ("int4", 0.625)):
         table.add_row(f"weights as {kind}", f"about {_bytes(count_parameters(config) * size)}")
     token = _token_bytes(config)
@@ -51,14 +57,18 @@ def _held(held: Held) -> str:
 
 
 def _parameters(config: ModelConfig) -> str:
+    if isinstance(config, UniversalConfig):
+        return f"{config.parameters / 1e6:,.0f} million"
     total, active = count_parameters(config), count_active_parameters(config)
     said = f"{total / 1e6:,.0f} million"
     return said if active == total else f"{said}, {active / 1e6:,.0f} million of which a token makes use of"
 
 
 def _layers(config: ModelConfig) -> str:
-    specs = config.layer_specs
     said = [f"{config.num_layers} of {config.hidden_size} numbers, {config.num_heads} heads"]
+    if isinstance(config, UniversalConfig):
+        return said[0]
+    specs = config.layer_specs
     sliding = sum(spec.attention.window is not None for spec in specs)
     if sliding:
         said.append(f"{sliding} with a sliding window")
@@ -69,7 +79,7 @@ def _layers(config: ModelConfig) -> str:
 
 
 def _token_bytes(config: ModelConfig) -> int:
-    return 4 * config.num_layers * config.num_kv_heads * config.head_dim
+    return 4 * math.prod(config.cache_shape)
 
 
 def _bytes(size: float) -> str:

@@ -273,6 +273,9 @@ def models(
     model: Annotated[
         str | None, typer.Argument(help="A folder, a .gguf file, a hub id or an alias: say what it is.")
     ] = None,
+    impl: Annotated[
+        str, typer.Option(help="What would compute it: own, transformers, auto (own where it knows the family).")
+    ] = "auto",
     fetch: Annotated[
         str | None,
         typer.Option("--fetch", metavar="NAME", help="Download a model, so that later runs need no network."),
@@ -285,7 +288,7 @@ def models(
     if model is not None:
         from draftwood.cli.about import about_table
 
-        stdout().print(about_table(model))
+        stdout().print(about_table(model, impl))
         return
     if fetch is None:
         stdout().print(models_table())

@@ -269,7 +269,7 @@ def _open(flags: EngineFlags) -> tuple[LLM, Switch]:
     check_parts(flags)
     fetch_quietly(flags.model)
     with loading(flags.model) as progress:
-        checkpoint = open_checkpoint(flags.model)
+        checkpoint = open_checkpoint(flags.model, flags.impl)
         config = settle(flags.config(), checkpoint, flags.drafter)
         # A draft model's weights belong on the thread that will use them.
         pickles = flags.allow_pickle

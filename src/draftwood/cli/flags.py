@@ -54,6 +54,13 @@ class EngineFlags:
         str,
         _option("What weights are stored as: stored (nothing is rounded), float32, bfloat16, int8, …", "Machine"),
     ] = "stored"
+    impl: Annotated[
+        str,
+        _option(
+            "What computes models: own, transformers (its modules, for any family it has), auto (own where known).",
+            "Machine",
+        ),
+    ] = "auto"
     dtype: Annotated[str, _option("What is computed in: auto, float32, bfloat16, …", "Machine")] = "auto"
     strict: Annotated[
         bool, _option("The same bits whatever drafter, tree, batch and chunking; refused if it cannot be.", "Machine")
@@ -78,6 +85,7 @@ class EngineFlags:
             device=self.device,
             weights=self.weights,
             strict=self.strict,
+            impl=self.impl,
             threads=self.threads,
             cache_tokens=self.cache_tokens,
             eager=self.eager,

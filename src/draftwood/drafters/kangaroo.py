@@ -16,8 +16,9 @@ from draftwood.batch import ForwardBatch, ForwardOutput, Pages
 from draftwood.drafters.features import PagedAttend
 from draftwood.drafters.model import CausalDrafter
 from draftwood.drafting import Grower, Vocabulary
+from draftwood.errors import IncompatibleParts
 from draftwood.model.checkpoint import Checkpoint
-from draftwood.model.runner import Model, ModelRunner
+from draftwood.model.runner import ModelRunner, Sliceable
 from draftwood.nets.embeddings import TargetEmbeddings
 from draftwood.nets.kangaroo import Kangaroo
 
@@ -27,7 +28,7 @@ class ShallowModel:
 
     strict = False  # the adapter's products are torch's
 
-    def __init__(self, target: Model, net: Kangaroo) -> None:
+    def __init__(self, target: Sliceable, net: Kangaroo) -> None:
         self.trunk, self.net = target.first(net.exit_layer), net
         trunk = self.trunk.config
         windows = trunk.windows + net.config.windows
@@ -53,7 +54,7 @@ class ShallowModel:
         output = batch.at_logits(self.net.run(features[depth - 1], batch.positions, attend))
         return ForwardOutput(self.net.head(output), features)
 
-    def first(self, count: int) -> Model:
+    def first(self, count: int) -> Sliceable:
         """Of the target's own."""
         return self.trunk.first(count)
 
@@ -74,6 +75,8 @@ class ShallowDrafter(CausalDrafter):
     def attach(self, target: ModelRunner) -> None:
         """Whose first layers it runs."""
         tables = target.cache.tables
+        if not isinstance(target.model, Sliceable):
+            raise IncompatibleParts("The target runs on transformers' own modules, of which no part can draft.")
         model = ShallowModel(target.model, self.net)
         self.runner = ModelRunner(model, tables.pool.num_pages, tables.page_size)
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafting import Grower
-from draftwood.model.runner import ModelRunner
+from draftwood.errors import IncompatibleParts
+from draftwood.model.runner import ModelRunner, Refreshable
 from draftwood.nets.embeddings import TargetEmbeddings
 from draftwood.nets.shared import SharedWords
 from draftwood.nets.student import Student
@@ -41,4 +42,6 @@ class StudentDrafter(ModelDrafter):
         # In the types they were read in: the model has no room for more.
         own = {name: weights[name].detach().to(before.dtype, copy=True) for name, before in old.own.items()}
         self._student = SharedWords(old.name, old.config, own, old.target)
+        if not isinstance(self.runner.model, Refreshable):
+            raise IncompatibleParts("This student's weights cannot be replaced: the model that runs them takes none.")
         self.runner.model.refresh(self._student)

@@ -159,7 +159,7 @@ class LLM:
         self._progress = progress
         if isinstance(law, str) and law != AUTO:
             build_verifier(law)  # refuse an unknown name before anything is read
-        self.checkpoint = open_checkpoint(model) if isinstance(model, str | Path) else model
+        self.checkpoint = open_checkpoint(model, config.impl) if isinstance(model, str | Path) else model
         self.config = settle(config, self.checkpoint, drafter)
         self.tokenizer = self.checkpoint.tokenizer()
         parts = Parts(drafter, tree, law, offers)

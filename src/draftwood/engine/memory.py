@@ -5,6 +5,7 @@ Too little memory is then a sentence that says what to lower, not a stack trace 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -80,7 +81,7 @@ def _bytes(storage: Storage | None, dtype: torch.dtype) -> float:
 
 def token_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
     """Keys and values of one token."""
-    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+    return 2 * math.prod(config.cache_shape) * dtype.itemsize
 
 
 def activation_bytes(config: ModelConfig, rows: int, dtype: torch.dtype) -> int:

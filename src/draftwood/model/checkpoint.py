@@ -31,6 +31,7 @@ from .gguf_split import part_paths, read_whole_gguf
 from .names import expected_shape
 from .quantised import Scaled, read_scaled, scheme_of, stored_under
 from .rope import refusing_malformed
+from .universal_folder import UniversalCheckpoint
 from .weights import Matrix
 
 if TYPE_CHECKING:
@@ -46,7 +47,11 @@ class Checkpoint(Protocol):
     """What a model is built from."""
 
     name: str
-    config: ModelConfig
+
+    @property
+    def config(self) -> ModelConfig:
+        """What the model looks like."""
+        ...
 
     def has(self, name: str) -> bool:
         """Whether the tensor of this Hugging Face name is there."""
@@ -74,26 +79,43 @@ def files_of(checkpoint: Checkpoint) -> Sequence[Path]:
     return getattr(checkpoint, "files", ())
 
 
-def open_checkpoint(name: str | Path) -> Checkpoint:
-    """Open an alias ("smollm2"), a folder with safetensors, a `.gguf` file, or a hub id ("org/name")."""
+def open_checkpoint(name: str | Path, impl: str = "auto") -> Checkpoint:
+    """Open an alias ("smollm2"), a folder with safetensors, a `.gguf` file, or a hub id ("org/name").
+
+    `impl` is what will compute it: "own", "transformers", or "auto", which is our decoder where it knows the family.
+    """
     path = Path(name).expanduser()
     if str(name) in store.EMBEDDED and not path.is_dir():
-        return GgufCheckpoint(store.fetch(str(name)), str(name))
+        return _open_file(store.fetch(str(name)), impl, str(name))
     if path.is_dir():
-        return SafetensorsCheckpoint(path)
+        return _open_folder(path, None, impl)
     if path.is_file():
-        return _open_file(path)
+        return _open_file(path, impl)
     if isinstance(name, str) and path.suffix != ".gguf" and HUB_ID.fullmatch(name) and name[0] not in "./":
-        return SafetensorsCheckpoint(_from_hub(name), name)
+        return _open_folder(_from_hub(name), name, impl)
     raise CheckpointError(
         f"There is no model {str(name)!r} here. Give an alias ({', '.join(store.EMBEDDED)}), a folder with "
         "config.json and *.safetensors, a .gguf file, or a Hugging Face id such as org/name."
     )
 
 
-def _open_file(path: Path) -> Checkpoint:
+def _open_folder(folder: Path, name: str | None, impl: str) -> Checkpoint:
+    stated = _read_config(folder)
+    if impl == "transformers" or (impl == "auto" and _is_foreign(stated.get("model_type"))):
+        return UniversalCheckpoint(folder, stated, name)
+    return SafetensorsCheckpoint(folder, name)
+
+
+def _is_foreign(model_type: object) -> bool:
+    """Whether our decoder does not know it, and another might."""
+    return isinstance(model_type, str) and model_type not in FAMILIES
+
+
+def _open_file(path: Path, impl: str, name: str | None = None) -> Checkpoint:
+    if impl == "transformers":
+        raise CheckpointError(f"transformers' modules run folders with config.json and *.safetensors, not {path}.")
     if path.suffix == ".gguf":
-        return GgufCheckpoint(path)
+        return GgufCheckpoint(path, name)
     if path.suffix == ".safetensors":
         raise CheckpointError(f"{path} is only the weights; give the folder it lies in, with its config.json.")
     raise CheckpointError(f"{path} is no model file we can read; give a .gguf file or a safetensors folder.")

@@ -95,6 +95,11 @@ class ModelConfig:
         return not self.layers and self.stream == _PLAIN
 
     @property
+    def cache_shape(self) -> tuple[int, int, int]:
+        """Layers, heads and numbers of a head that the pages hold, of keys and as much of values."""
+        return self.num_layers, self.num_kv_heads, self.head_dim
+
+    @property
     def layer_specs(self) -> tuple[LayerSpec, ...]:
         """What each layer is."""
         return self.layers or _plain_layers(self)

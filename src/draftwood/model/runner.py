@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -17,20 +17,26 @@ from draftwood.model.gpu_limits import refuses as gpu_refuses
 from draftwood.model.isa import avoid_broken_amx
 from draftwood.model.native import NativeTransformer, Progress
 from draftwood.model.transformer import Transformer
+from draftwood.model.universal_folder import UniversalCheckpoint, UniversalConfig, require_supported
 from draftwood.model.weights import FORMATS, WeightFormat
 from draftwood.ops.native import kernels, why_missing
 
 log = logging.getLogger(__name__)
+RUN_BY_TRANSFORMERS = "transformers' own modules with our pages and masks, checked against themselves when loaded"
 
 
 class Model(Protocol):
     """Weights that can run a forward."""
 
-    config: ModelConfig
     dtype: torch.dtype
     device: torch.device
     weights: WeightFormat
     implementation: str  # changes whenever the code that computes does
+
+    @property
+    def config(self) -> ModelConfig:
+        """What it looks like."""
+        ...
 
     @property
     def num_bytes(self) -> int:
@@ -46,9 +52,19 @@ class Model(Protocol):
         """Run the rows of `batch`, writing their keys and values to `cache`."""
         ...
 
-    def first(self, count: int) -> Model:
+
+@runtime_checkable
+class Sliceable(Model, Protocol):
+    """A model of which a part is a model."""
+
+    def first(self, count: int) -> Sliceable:
         """Its first layers as a model, in the same memory; what its head says of them means nothing."""
         ...
+
+
+@runtime_checkable
+class Refreshable(Model, Protocol):
+    """A model whose weights can be replaced."""
 
     def refresh(self, checkpoint: Checkpoint) -> None:
         """Compute with the layers and the last norm of `checkpoint` from now on, of the same shapes; words stay.
@@ -67,6 +83,8 @@ def load_model(
     strict: bool = False,
 ) -> Model:
     """The fastest decoder there is for this device and dtype that can run the model."""
+    if isinstance(checkpoint, UniversalCheckpoint):
+        return _universal(checkpoint, dtype, device, weights)
     on_gpu = device.type == "cuda" and dtype != torch.float64
     if on_gpu and _is_taken("GPU", gpu_refuses(checkpoint.config), checkpoint):
         from draftwood.model.cuda import CudaTransformer  # Triton is there where CUDA is
@@ -80,8 +98,19 @@ def load_model(
     return Transformer(checkpoint, dtype, device, weights)
 
 
+def _universal(
+    checkpoint: UniversalCheckpoint, dtype: torch.dtype, device: torch.device, weights: WeightFormat
+) -> Model:
+    require_supported(checkpoint.name, dtype, device, weights)
+    from draftwood.model.universal import UniversalModel  # transformers is an extra
+
+    return UniversalModel(checkpoint, dtype, device)
+
+
 def implementations(config: ModelConfig) -> dict[str, str]:
     """What would run a model on a CPU and on a GPU, in words."""
+    if isinstance(config, UniversalConfig):
+        return {"CPU": RUN_BY_TRANSFORMERS, "GPU": "not yet: use --device cpu"}
     ours, torch_only = "our own kernels", "torch's own operations: our kernels do not know"
     reasons = {"CPU": native.refuses(config), "GPU": gpu_refuses(config)}
     return {device: ours if reason is None else f"{torch_only} {reason}" for device, reason in reasons.items()}
@@ -101,6 +130,8 @@ def require_strict(model: Model) -> None:
     """Refuse a model whose numbers depend on what else is in the batch."""
     if model.strict:
         return
+    if isinstance(model.config, UniversalConfig):
+        raise InvalidRequest("Strict mode needs our own kernels, and this model runs on transformers' own modules.")
     if model.device.type != "cpu":
         unknown = gpu_refuses(model.config)
         if unknown is not None:

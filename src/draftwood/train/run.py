@@ -148,7 +148,7 @@ def _run(job: TrainJob, say: Say, log: Say | None) -> Outcome:
     finished = _exported(job)
     if finished is not None:
         return Outcome(job.place / DRAFTER, finished)
-    checkpoint = open_checkpoint(job.model)
+    checkpoint = open_checkpoint(job.model, "own")
     job.place.mkdir(parents=True, exist_ok=True)
     state.write_text(job.place / JOB, json.dumps(facts, indent=1) + "\n")
     corpus = corpus_of(job, checkpoint, say, prompts)
@@ -182,7 +182,7 @@ def _invented(job: TrainJob) -> list[str]:
     facts = [job.model, job.invent, job.training.seed]
     path = job.folder / f"prompts-{hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:12]}.json"
     if not path.is_file():
-        with LLM(open_checkpoint(job.model), config=_answering(job)) as llm:
+        with LLM(open_checkpoint(job.model, "own"), config=_answering(job)) as llm:
             found = [text for wave in invent_prompts(llm, job.invent, seed=job.training.seed) for text in wave]
         _let_go()
         path.parent.mkdir(parents=True, exist_ok=True)

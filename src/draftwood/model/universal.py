@@ -1,0 +1,199 @@
+"""A decoder of transformers as a model: its own modules, with our rows, pages and masks (`universal_rows.py`).
+
+How the modules are to be asked is found out when they are loaded: each way is held against the model's own forward,
+and a model that none of them computes exactly is refused. Needs the extra `draftwood[universal]`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from draftwood.batch import ForwardBatch, ForwardOutput, Pages
+from draftwood.cache.kv import KVCache
+from draftwood.errors import CheckpointError, InvalidRequest
+from draftwood.model.self_check import LENGTHS, NODES, PAGE, SEQUENCES, worst_difference
+from draftwood.model.universal_folder import UniversalCheckpoint, UniversalConfig, hf_config
+from draftwood.model.universal_rows import CALLED, GATHERED, Layout, PagesCache, RowsCache, Step, running
+from draftwood.model.weights import FORMATS
+
+TOLERANCE = 2e-3  # of the logits' spread; wrong masks, slots and positions differ by more than a tenth of it
+
+
+@dataclass(frozen=True)
+class Route:
+    """A way to ask a model's modules."""
+
+    says: str
+    attention: str
+    cache: type[RowsCache]
+    gives_mask: bool
+
+
+ROUTES = (
+    Route("layers ask for attention", CALLED, RowsCache, False),
+    Route("layers ask for attention, and the model for a mask", CALLED, RowsCache, True),
+    Route("layers attend by themselves over gathered keys", GATHERED, PagesCache, True),
+)
+
+
+class UniversalModel:
+    """Modules of transformers that run our rows; on a CPU, since it looks at the sizes of batches."""
+
+    implementation = "transformers-1"
+    strict = False  # torch's products choose their order of summation by the number of rows
+
+    def __init__(self, checkpoint: UniversalCheckpoint, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype, self.device, self.weights = dtype, device, FORMATS["stored"]
+        self._modules = _loaded(checkpoint, dtype)
+        accepted = inspect.signature(self._modules.forward).parameters
+        self._keeps, self._takes_positions = "logits_to_keep" in accepted, "position_ids" in accepted
+        self.config, self.route, self._layout = self._settled(checkpoint)
+        _set_attention(self._modules, self.route.attention)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all weights."""
+        tensors = [*self._modules.parameters(), *self._modules.buffers()]
+        return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
+
+    def forward(self, batch: ForwardBatch, cache: Pages, needs: frozenset[int] = frozenset()) -> ForwardOutput:
+        """Run the rows of `batch`, writing their keys and values to `cache`."""
+        if needs:
+            raise InvalidRequest("Models that run on transformers' own modules give no features of their layers.")
+        return ForwardOutput(self._run(Step(batch, cache, self._layout), self.route), {})
+
+    def _run(self, step: Step, route: Route) -> Tensor:
+        batch = step.batch
+        asked: dict[str, Any] = {"input_ids": batch.tokens[None], "use_cache": True}
+        asked["past_key_values"] = route.cache(step)
+        if self._takes_positions:
+            asked["position_ids"] = batch.positions[None]
+        if route.gives_mask:
+            keys = sum(step.num_keys) if route.cache is PagesCache else len(batch.tokens)
+            asked["attention_mask"] = torch.ones(1, keys, dtype=torch.int64)
+        if self._keeps:
+            asked["logits_to_keep"] = batch.logit_rows
+        with running(step), torch.inference_mode():
+            logits = self._modules(**asked).logits[0]
+        return logits if self._keeps else logits[batch.logit_rows]
+
+    def _settled(self, checkpoint: UniversalCheckpoint) -> tuple[UniversalConfig, Route, Layout]:
+        """The first way that computes what the model itself does; a refusal where none does."""
+        reasons = []
+        for route in ROUTES:
+            _set_attention(self._modules, route.attention)
+            try:
+                _require_visible_windows(route, checkpoint)
+                layout = self._probed(route, checkpoint.config.vocab_size)
+                config = replace(checkpoint.config, planes=layout.total, plane=layout.plane)
+                worst = self._checked(config, route, layout)
+            except Exception as error:  # whatever modules that were not written for this do
+                reasons.append(f"{route.says}: {_said(error)}")
+                continue
+            if worst <= TOLERANCE:
+                return config, route, layout
+            reasons.append(f"{route.says}: logits differ by {worst:.1g} of their spread")
+        raise CheckpointError(
+            f"{checkpoint.name} ({checkpoint.config.model_type}) cannot be run: with our pages and masks, "
+            "transformers' modules do not compute what they compute by themselves, so answers would be wrong "
+            f"({'; '.join(reasons)}). "
+            "Use another model, or a family that our decoder knows (docs/models.md)."
+        )
+
+    def _probed(self, route: Route, vocab_size: int) -> Layout:
+        """Shapes of keys and values of each call of attention, from one row that is not kept."""
+        zero = torch.zeros(1, dtype=torch.int64)
+        one, offsets = zero + 1, torch.tensor([0, 1])
+        batch = ForwardBatch(zero, zero, zero, one, zero[None], offsets, one, one, zero[None], zero)
+        step = Step(batch, None, None)
+        known = self._run(step, route).shape[-1]
+        if known != vocab_size:
+            raise CheckpointError(f"it gives logits of {known} tokens, and its configuration says {vocab_size}")
+        if not step.found:
+            raise CheckpointError("its layers do neither ask for attention nor for a cache")
+        return Layout.of(tuple(step.found))
+
+    def _checked(self, config: UniversalConfig, route: Route, layout: Layout) -> float:
+        pages = SEQUENCES * -(-(max(LENGTHS) + NODES) // PAGE)
+        cache = KVCache(config, pages, PAGE, self.dtype, self.device)
+
+        def forward(batch: ForwardBatch, memory: Pages) -> ForwardOutput:
+            return ForwardOutput(self._run(Step(batch, memory, layout), route), {})
+
+        def reference(tokens: Tensor) -> Tensor:
+            with _attention(self._modules, "eager", route.attention), torch.inference_mode():
+                return self._modules(tokens[None], use_cache=False).logits[0]
+
+        return worst_difference(forward, reference, cache, config.vocab_size)
+
+
+def _loaded(checkpoint: UniversalCheckpoint, dtype: torch.dtype) -> Any:
+    """The modules with their weights, ready to compute; only safetensors are read, and no code of the folder."""
+    config = hf_config(checkpoint.stated)
+    config._experts_implementation = "eager"  # expert by expert: a row's sums do not depend on other rows' experts
+    try:
+        with _quiet():
+            found: Any = AutoModelForCausalLM.from_pretrained(
+                checkpoint.folder, config=config, dtype=dtype, attn_implementation="eager", trust_remote_code=False,
+                use_safetensors=True, local_files_only=True, output_loading_info=True,
+            )  # fmt: skip
+    except Exception as error:  # what it says depends on the family
+        raise CheckpointError(f"{checkpoint.name} cannot be loaded by transformers: {_said(error)}.") from error
+    modules, said = found
+    lacking = sorted(str(name) for kind in ("missing_keys", "mismatched_keys") for name in said[kind])
+    if lacking:
+        raise CheckpointError(
+            f"{checkpoint.name} has no {', '.join(lacking[:3])} that fits its configuration: the files are incomplete "
+            "or of another architecture. Download the model again."
+        )
+    return modules.eval().requires_grad_(False)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without a progress bar of transformers'."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+def _require_visible_windows(route: Route, checkpoint: UniversalCheckpoint) -> None:
+    """Layers that attend by themselves may have windows of their own, longer than the texts they are checked with."""
+    windows = [key for key, value in checkpoint.windows.items() if value]
+    if windows and route.cache is PagesCache:
+        raise CheckpointError(f"its {windows[0]} cannot be seen in them")
+
+
+def _said(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200].rstrip('. ')}" if lines else type(error).__name__
+
+
+def _set_attention(modules: nn.Module, name: str) -> None:
+    """Let all parts attend in this way."""
+    for part in modules.modules():
+        config = vars(part).get("config")
+        if config is not None:
+            config._attn_implementation = name
+
+
+@contextmanager
+def _attention(modules: nn.Module, name: str, before: str) -> Iterator[None]:
+    _set_attention(modules, name)
+    try:
+        yield
+    finally:
+        _set_attention(modules, before)
