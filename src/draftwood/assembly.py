@@ -124,10 +124,10 @@ def _ngram_on_gpu(nodes: int, longest: int, shortest: int, branches: int) -> Dra
     return LookupDrafter(nodes, longest, shortest)
 
 
-# Drafters that can be combined, for as many nodes.
-SOURCES: Mapping[str, Callable[[int], HostDrafter]] = {
-    "suffix": lambda nodes: SuffixDrafter(nodes, least=0.0),
-    "ngram": lambda nodes: NgramDrafter(nodes, branches=2),
+# Drafters that can be combined, for so many nodes; where they agree, less likely ones may be likely enough.
+SOURCES: Mapping[str, Callable[[int, float], HostDrafter]] = {
+    "suffix": lambda nodes, least: SuffixDrafter(nodes, least=least / 2),
+    "ngram": lambda nodes, least: NgramDrafter(nodes, branches=2),
 }
 
 
@@ -136,7 +136,7 @@ def _combined(sources: str, nodes: int, least: float) -> CombinedDrafter:
     unknown = [name for name in names if name not in SOURCES]
     if unknown or len(set(names)) < len(names):
         raise ValueError(f"'{sources}' should be different ones of {', '.join(SOURCES)}, joined by +")
-    return CombinedDrafter([SOURCES[name](nodes) for name in names], nodes, least)
+    return CombinedDrafter([SOURCES[name](nodes, least) for name in names], nodes, least)
 
 
 LOOKUPS: Mapping[str, Entry] = {
