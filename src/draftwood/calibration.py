@@ -75,7 +75,8 @@ def default_controller(target: ModelRunner, drafter: Drafter, costs: StepCosts |
     costs = costs or known_costs(target) or (LIKE_OTHER_GPUS if target.device.type == "cuda" else None)
     if costs is None or drafter.max_nodes == 0:
         return FixedBudget(drafter.max_nodes)
-    return (MeasuredBudget if drafter.law.chain else MeasuredTreeBudget)(costs, drafter.max_nodes)
+    kind = MeasuredBudget if drafter.law.chain else MeasuredTreeBudget
+    return kind(costs, drafter.max_nodes, reads=drafter.reads)
 
 
 def calibrate(target: ModelRunner, say: Say = lambda _: None) -> StepCosts:

@@ -48,7 +48,7 @@ class StepReport:
     emitted: int
     outcomes: tuple[tuple[int, int], ...] = ()  # (drafted, accepted) of each sequence that sampled
     draft_seconds: float | None = 0.0  # None: cannot be told apart
-    step_seconds: float | None = None  # of all of it, where that is known instead
+    step_seconds: float | None = None  # of all of it, drafting included; None: something else took time meanwhile
     context: float = 0.0  # mean length of those that sampled, where that is
     room: int = 0  # draft nodes that each of them could have had
 

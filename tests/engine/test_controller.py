@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from draftwood.costs import LIKE_OTHER_GPUS, StepCosts
-from draftwood.engine.controller import BestRate, FixedBudget, MeasuredBudget, MeasuredTreeBudget
+from draftwood.engine.controller import FixedBudget, MeasuredBudget, MeasuredTreeBudget
+from draftwood.engine.reasons import BestRate
+from draftwood.engine.timing import CorrectedCosts
 from draftwood.protocols import Budget, Load, StepReport
 
 FLAT = StepCosts((1, 64), (64,), ((1.0, 1.2),), 0.0)
@@ -178,7 +180,7 @@ def test_drafters_that_always_propose_are_not_looked_at() -> None:
 def test_a_step_that_was_disturbed_says_nothing_about_drafting() -> None:
     controllers = [MeasuredBudget(FLAT, 8) for _ in range(3)]
     for _ in range(60):
-        for controller, seconds in zip(controllers, (1.0, None, 9.0), strict=True):
+        for controller, seconds in zip(controllers, (FLAT.at(9), None, 9.0), strict=True):
             controller.observe(replace(report((8, 4)), draft_seconds=None, step_seconds=seconds))
     quick, unknown, slow = (controller.budget(ALONE).max_nodes for controller in controllers)
     assert quick == unknown > slow
@@ -241,7 +243,7 @@ def test_assumed_costs_do_not_tell_what_drafting_takes() -> None:
     """A slower chip than the one they are of is not a slow drafter."""
     controller = MeasuredBudget(LIKE_OTHER_GPUS, 5)
     for _ in range(50):
-        controller.observe(replace(report((5, 5)), step_seconds=9e9))
+        controller.observe(replace(report((5, 5)), draft_seconds=None, step_seconds=9e9))
     budget = controller.budget(ROUNDS)
     assert budget.max_nodes == 5
     assert str(budget.why).endswith("none: 1.00 expected tokens in 1.00 plain steps (assumed)")
@@ -281,16 +283,22 @@ def test_room_that_nobody_uses_is_given_up(kind: type[MeasuredBudget | MeasuredT
     assert controller.budget(crowd).max_nodes == 0
 
 
-def test_guesses_have_to_pay_for_the_sequence_that_gains_least() -> None:
-    """On average one guess of five is right, for somebody perhaps one of twenty: not worth a tenth of a step."""
+def test_drafts_have_to_pay_for_all_that_run_together() -> None:
+    """A second row takes a tenth of a step more: worth it where one draft of five is right, whichever sequences gain
+    by it, and not where one of sixteen is.
+    """
     costs = StepCosts((1, 32, 64), (64,), ((1.0, 1.0, 1.1),), 0.0)
-    controllers = MeasuredBudget(costs, 1), MeasuredBudget(costs, 1)
+    controllers = MeasuredBudget(costs, 1), MeasuredBudget(costs, 1), MeasuredTreeBudget(costs, 1)
     for _ in range(200):
-        controllers[0].observe(report(*[(1, 1)] * 6, *[(1, 0)] * 26))
-        controllers[1].observe(report(*[(1, 1)] * 16, *[(1, 0)] * 16))
+        controllers[0].observe(report(*[(1, 1)] * 2, *[(1, 0)] * 30))
+        controllers[1].observe(report(*[(1, 1)] * 6, *[(1, 0)] * 26))
+        controllers[2].observe(report(*[(1, 1)] * 6, *[(1, 0)] * 26))
     crowd = replace(ROUNDS, num_running=32)
-    assert [controller.budget(crowd).max_nodes for controller in controllers] == [0, 1]
-    assert controllers[0].budget(ROUNDS).max_nodes == 1, "alone there is nobody else to pay for"
+    assert [controller.budget(crowd).max_nodes for controller in controllers] == [0, 1, 1]
+    why = controllers[1].budget(crowd).why
+    assert isinstance(why, BestRate)
+    assert why.best.rate == pytest.approx((1 + 6 / 32) / 1.1, rel=0.01)
+    assert why.best.rate > why.plain.rate
 
 
 def test_rounds_are_budgeted_by_the_rows_they_run() -> None:
@@ -320,7 +328,7 @@ def test_another_size_has_to_be_clearly_better_than_the_last() -> None:
     for costs, first in zip(one_or_two, (2, 1), strict=True):
         controller = MeasuredBudget(costs, 2)
         assert controller.budget(ROUNDS).max_nodes == first
-        controller._costs = one_or_two[first - 1]
+        controller._timing.costs = CorrectedCosts(one_or_two[first - 1])
         assert controller.budget(ROUNDS).max_nodes == first
-        controller._costs = STEEP
+        controller._timing.costs = CorrectedCosts(STEEP)
         assert controller.budget(ROUNDS).max_nodes == 0

@@ -1,15 +1,19 @@
-"""How much to guess."""
+"""How much to draft: policies behind the `Controller` protocol.
+
+What they decide with is known before the step's tokens are drawn, so no law's exactness is touched.
+"""
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Callable
+from typing import Protocol
 
 from draftwood.costs import StepCosts
 from draftwood.drafting import padded_batch, tree_sizes
+from draftwood.engine.acceptance import ChainAcceptance, TreeAcceptance
+from draftwood.engine.reasons import BestRate, Look, MeasuredFaster, Outlook, WorthTheRow, count
+from draftwood.engine.timing import Mean, StepTiming
 from draftwood.protocols import Budget, Load, StepReport
 
 
@@ -19,7 +23,7 @@ class FixedBudget:
     def __init__(self, max_nodes: int) -> None:
         if max_nodes < 0:
             raise ValueError("a budget cannot be negative")
-        self._budget = Budget(max_nodes, why=f"always {_nodes(max_nodes)}")
+        self._budget = Budget(max_nodes, why=f"always {count(max_nodes)}")
 
     def budget(self, load: Load) -> Budget:
         """Always the same."""
@@ -29,296 +33,315 @@ class FixedBudget:
         """Nothing to learn."""
 
 
-class Outlook(NamedTuple):
-    """What a step is expected to give each sequence, and to take."""
+class _Rates:
+    """Measured tokens per second with drafting and without, by how many sequences run.
 
-    tokens: float  # on average
-    least: float  # the one that gains least
-    seconds: float
-    assumed: bool  # of the time: nobody has measured it
+    In units of what the cost table says of a plain step at that load, so that the fill of a batch and the length of
+    its contexts do not look like a difference between the modes.
+    """
+
+    MEMORY = 10.0  # steps that a rate stands for
+    OLD = 0.98  # what a mode's rate counts after a step of the other
+    ENOUGH = 1.0, 5.0  # steps from which on the rate without and with drafting is believed; tokens vary, times hardly
+
+    def __init__(self, table: StepCosts) -> None:
+        self._table = table
+        self._known: dict[tuple[int, bool], Mean] = {}
+
+    def observe(self, report: StepReport) -> None:
+        """A step; one that was disturbed says nothing."""
+        mode, other = ((report.num_sampling.bit_length(), drafts) for drafts in (report.room > 0, not report.room))
+        if other in self._known:
+            self._known[other] = self._known[other].fade(self.OLD)
+        if report.step_seconds:
+            plain = self._table.at(padded_batch(report.num_sampling), report.context, report.num_sampling)
+            rate = report.emitted / report.num_sampling * plain / report.step_seconds
+            known = self._known.get(mode, Mean())
+            if known.weight and not report.room:  # all plain steps give as much: a slow one was disturbed
+                rate = max(rate, 0.9 * known.value)
+                known = Mean(max(rate, known.value), known.weight) if known.weight < 3 else known
+            self._known[mode] = known.learn(rate, most=self.MEMORY)
+
+    def better(self, batch: int, *, drafting: bool) -> float | None:
+        """How many times as fast the one mode was as the other; None where one was not measured lately."""
+        bits = batch.bit_length()
+        rates = [self._known.get((bits, mode), Mean()) for mode in (False, True)]
+        if any(rate.weight < enough or not rate.value for rate, enough in zip(rates, self.ENOUGH, strict=True)):
+            return None
+        return rates[drafting].value / rates[not drafting].value
+
+    def steps(self, batch: int, *, drafting: bool) -> float:
+        """How many steps are known, fewer the older they are."""
+        return self._known.get((batch.bit_length(), drafting), Mean()).weight
+
+
+class _Probes:
+    """Short looks at the mode that is not in use, in a bounded share of time."""
+
+    STEPS = 2  # of one look
+    PRICE = 0.1  # of one step at least, in steps: what a look takes beyond what can be foreseen
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._saved = 0.0  # steps' time that may go into looks
+        self._left = 0  # steps of the look under way
+
+    def begin_free(self) -> None:
+        """A look that has not to be saved for: the mode was never measured."""
+        self._left = self.STEPS
+
+    def save(self) -> None:
+        """For a step that was no look."""
+        self._saved += self._share
 
     @property
-    def rate(self) -> float:
-        """Tokens a second, or a plain step, of the one that gains least."""
-        return self.least / self.seconds
+    def under_way(self) -> bool:
+        """Whether a look is not over yet."""
+        return self._left > 0
 
-    def __str__(self) -> str:
-        time = f"{self.seconds:.2f} plain steps (assumed)" if self.assumed else f"{self.seconds * 1000:.2f} ms"
-        return f"{self.tokens:.2f} expected tokens in {time}"
-
-
-@dataclass(frozen=True, slots=True)
-class BestRate:
-    """Why a step has as many nodes as it has; put into words only where somebody asks."""
-
-    nodes: int
-    best: Outlook
-    plain: Outlook
-
-    def __str__(self) -> str:
-        if self.nodes == 0:
-            return f"no nodes pay: {self.plain} without"
-        return f"{_nodes(self.nodes)}: {self.best}; none: {self.plain}"
+    def step(self, price: float, once: float = 0.0) -> bool:
+        """Whether the next step is one of a look; of the `price` of each of its steps, and `once` for all of them."""
+        if self._left == 0 and self._saved > self.STEPS * max(price, self.PRICE) + once:
+            self._left, self._saved = self.STEPS, self._saved - once
+        if self._left == 0:
+            return False
+        self._left -= 1
+        self._saved = max(0.0, self._saved - max(price, self.PRICE))
+        return True
 
 
-@dataclass(frozen=True, slots=True)
-class Look:
-    """Why a step has nodes though they do not seem to pay."""
+class _Acceptance(Protocol):
+    """What a policy knows of a drafter."""
 
-    nodes: int
+    def observe(self, report: StepReport) -> None:
+        """A step that had room for drafts."""
+        ...
 
-    def __str__(self) -> str:
-        return f"{_nodes(self.nodes)}, to see who has something to propose by now"
-
-
-@dataclass(frozen=True, slots=True)
-class WorthTheRow:
-    """Why a tree may have nodes down to a certain chance."""
-
-    nodes: int
-    chance: float
-
-    def __str__(self) -> str:
-        return f"up to {_nodes(self.nodes)}: one more row pays from a chance of {self.chance:.2f}"
+    def fade(self) -> None:
+        """A step that had none."""
+        ...
 
 
-def _nodes(count: int) -> str:
-    return "1 node" if count == 1 else f"{count} nodes"
+class _Goodput:
+    """The size with the most expected tokens per second of everything that runs.
 
-
-def _of_the_last(batch: int) -> float:
-    """The power of a guess's chance that is its chance for the sequence which gains least of a batch, or near it.
-
-    That one pays for everybody's rows like the others, and a batch is done when it is. By an H200's costs, n-grams in
-    128 chats took up to 4 % longer than none by averages until the last was done; by this power half a percent.
-    """
-    return 2 - 1 / batch
-
-
-ALWAYS = 0.99  # share of sequences that get proposals from a drafter which never has none
-STAY = 1.02  # how much faster something else has to be: another size wants a round of its own, a pause reading up
-
-
-def _best_rate(outlooks: dict[int, Outlook], last: int | None) -> Budget:
-    """The number of nodes with the most tokens a second for the sequence that gains least; the fewer at a tie, and as
-    many as in the `last` step unless others are clearly better.
-    """
-    best = max(outlooks, key=lambda nodes: outlooks[nodes].rate)
-    if last is not None and outlooks[best].rate < STAY * outlooks[last].rate:
-        best = last
-    return Budget(best, why=BestRate(best, outlooks[best], outlooks[0]))
-
-
-def _tokens(share: float, chances: Sequence[float]) -> list[float]:
-    """Of a step by how many are guessed: a share of sequences guesses, and is right with such chances."""
-    return list(itertools.accumulate((share * chance for chance in chances), initial=1.0))
-
-
-class DraftingTime:
-    """What guessing adds to a step, learned from steps, by how many sequences guess together.
-
-    A draft model takes hardly longer for eight sequences than for one, a search in the text eight times as long: so
-    nothing is said about other batches, except where nobody knows better.
+    Estimates choose among sizes; between drafting and not drafting the clock has the last word where it knows both.
+    What is not in use is tried now and then, for a bounded share of the time.
     """
 
-    def __init__(self, costs: StepCosts) -> None:
-        self._costs = costs
-        # Bits of the number of sequences -> seconds of each part. Replaced, never changed: other threads may read it.
-        self._known: dict[int, float] = {}
+    STAY = 1.02  # how much faster something else has to be: another size wants a captured step of its own
+    LOOKING = 0.005  # share of time that may go into looks
+    BESIDE = 0.003  # and into looks at other sizes
+    TRIES = 4  # steps of a size that was never timed
+    EARLY = 8  # steps with drafts after which plain steps are measured, where they never were
+    BOREDOM = 0.997  # what times of drafting count after a step without
+    # A drafter that reads every token is behind after plain steps. Reading takes about this share of what the target
+    # would take for the rows, and it has to be worth it within so many steps.
+    READING, HORIZON = 0.1, 50
 
-    def of(self, batch: int) -> float:
-        """Seconds of one part, for so many sequences or the nearest number that has been seen."""
-        bits, times = batch.bit_length(), self._known
-        return times[min(times, key=lambda known: abs(known - bits))] if times else 0.0
-
-    def learn(self, report: StepReport, parts: int = 1) -> None:
-        """Of a step that guessed, in so many parts of which each takes as long."""
-        seconds = self._beside_the_target(report)
-        if seconds is None:
-            return
-        known = self.of(report.num_sampling)
-        change = seconds / parts - known
-        # Down quickly, up slowly: a proposal that had to read a prompt first says little about the next.
-        learned = known + change * (0.3 if change < 0 else 0.05)
-        self._known = self._known | {report.num_sampling.bit_length(): learned}
-
-    def with_target(self, report: StepReport, parts: int) -> float | None:
-        """Seconds of a whole step with so many parts of drafting; None where the target's were never measured."""
-        if self._costs.assumed:
-            return None
-        target = self._costs.at(report.num_rows, report.context, report.num_sampling)
-        return target + parts * self.of(report.num_sampling)
-
-    def forget(self, kept: float) -> None:
-        """Hope for better times."""
-        self._known = {bits: kept * seconds for bits, seconds in self._known.items()}
-
-    def _beside_the_target(self, report: StepReport) -> float | None:
-        """As far as can be told."""
-        if self._costs.assumed:
-            return None
-        if report.step_seconds is None:
-            return report.draft_seconds
-        target = self._costs.at(report.num_rows, report.context, report.num_sampling)
-        return max(0.0, report.step_seconds - target)
-
-
-class MeasuredBudget:
-    """As many nodes of a chain as pay, by what rows cost on this machine and how many guesses have come true lately.
-
-    What it decides with is known before the step's tokens are drawn, so no law's exactness is touched.
-    """
-
-    MEMORY = 0.97  # what a step's weight becomes with each one after it
-    BOREDOM = 0.997  # the same for steps without guesses: what was given up is tried again some time
-    LOOKING = 0.003  # share of such steps' time that may go into seeing who has something to propose by now
-    PRIOR = 0.7  # chance that a node behind an accepted one is accepted, before anything is known
-    PRIOR_WEIGHT = 2.0
-
-    def __init__(self, costs: StepCosts, max_nodes: int) -> None:
-        self._costs = costs
-        self._most = max_nodes
+    def __init__(
+        self,
+        costs: StepCosts,
+        max_nodes: int,
+        acceptance: _Acceptance,
+        forwards: Callable[[int], float],
+        *,
+        reads: bool,
+    ) -> None:
+        self._most, self._reads = max_nodes, reads
+        self._timing = StepTiming(costs, forwards)
+        self._rates, self._probes = _Rates(costs), _Probes(self.LOOKING)
+        self._size_probes, self._other = _Probes(self.BESIDE), 0
+        self._tried: Counter[tuple[int, int]] = Counter()  # looks by bits of the batch and size
+        self._learned: _Acceptance = acceptance
         self._sizes = tree_sizes(max_nodes)
-        self._hits = [0.0] * (max_nodes + 1)
-        self._trials = [0.0] * (max_nodes + 1)
-        self._last: int | None = None  # nodes of the last round
-        self._drafting = DraftingTime(costs)  # in parts of one token of every sequence
-        self._proposing = 1.0  # share of sequences that get a proposal
-        self._saved = 0.0  # plain steps that may go into a look
+        self._last: int | None = None  # nodes of the last step, looks not counted
+        self._behind = 0  # plain steps since the last draft
+        self._drafted = 0  # budgets in a row with nodes
+        self._compared: set[int] = set()  # bits of the batches for which a plain step was measured beside drafting
+
+    def observe(self, report: StepReport) -> None:
+        """Remember what drafts gained and what steps took, and forget old steps little by little."""
+        if not report.num_sampling:
+            return  # all of them had ended already
+        self._rates.observe(report)
+        size = self._size(report) if report.room else 0
+        if size or not report.room:
+            self._timing.learn(report, size)
+        if report.room:
+            self._learned.observe(report)
+            self._behind = 0
+        else:
+            self._learned.fade()
+            self._timing.fade(self.BOREDOM)
+            self._behind += 1
+            self._probes.save()
+
+    def predicted_seconds(self, report: StepReport) -> float | None:
+        """The target's rows by the cost table, and what drafting has taken lately; any thread may ask."""
+        return self._timing.predicted(report, self._size(report) if report.drafted else 0)
+
+    def _size(self, report: StepReport) -> int:
+        """What was drafted, as drafting's time depends on it; 0: nothing."""
+        raise NotImplementedError
+
+    def _seconds(self, rows: int, load: Load, batch: int, size: int) -> float:
+        return self._timing.at(rows, load.context, batch, size)
+
+    def _decide(self, outlooks: dict[int, Outlook], load: Load, *, sticks: bool) -> Budget:
+        """Of what each size promises."""
+        batch, plain = max(load.num_running, 1), outlooks[0]
+        rates = {nodes: outlook.rate for nodes, outlook in outlooks.items()}
+        catching_up = self._catching_up(load, batch)
+        if catching_up:
+            once = catching_up / self.HORIZON
+            rates |= {n: outlook.tokens / (outlook.seconds + once) for n, outlook in outlooks.items() if n}
+        best = max(rates, key=lambda nodes: rates[nodes])
+        if sticks and self._last in rates and rates[best] < self.STAY * rates[self._last]:
+            best = self._last
+        budget = Budget(best, why=BestRate(best, outlooks[best], plain))
+        budget = self._by_the_clock(budget, rates, batch)
+        self._last = budget.max_nodes
+        look = self._look(budget.max_nodes, outlooks, catching_up, batch)
+        return budget if look is None else look
+
+    def _catching_up(self, load: Load, batch: int) -> float:
+        """Seconds until a drafter has read what it missed."""
+        if not (self._reads and self._behind):
+            return 0.0
+        rows = batch * min(self._behind, max(1, round(load.context)))
+        return self.READING * self._timing.costs.at(rows, load.context, batch)
+
+    def _by_the_clock(self, budget: Budget, rates: dict[int, float], batch: int) -> Budget:
+        """Stay in a mode that was measured faster than the other."""
+        if self._last is None or (self._last > 0) == (budget.max_nodes > 0):
+            return budget
+        better = self._rates.better(batch, drafting=self._last > 0)
+        if better is None or better < 1:
+            return budget
+        kept = max((n for n in rates if (n > 0) == (self._last > 0)), key=lambda nodes: rates[nodes])
+        return Budget(kept, why=MeasuredFaster(kept, better))
+
+    def _look(self, nodes: int, outlooks: dict[int, Outlook], catching_up: float, batch: int) -> Budget | None:
+        """At the other mode, if it is time."""
+        plain = outlooks[0]
+        if nodes == 0:
+            self._drafted = 0
+            other = max(filter(None, outlooks), key=lambda size: outlooks[size].rate, default=0)
+            price = outlooks[other].seconds / plain.seconds - 1
+            looks = other > 0 and self._probes.step(price, catching_up / plain.seconds)
+            return Budget(other, why=Look(other)) if looks else None
+        self._drafted += 1
+        if not self._rates.steps(batch, drafting=True):
+            return None  # nothing to compare with
+        self._probes.save()
+        bits = batch.bit_length()
+        if self._drafted >= self.EARLY and bits not in self._compared:
+            self._compared.add(bits)
+            self._probes.begin_free()
+        if self._probes.step(1 - plain.rate / outlooks[nodes].rate):
+            return Budget(0, why=Look(0))
+        return self._look_beside(nodes, outlooks, bits)
+
+    def _look_beside(self, nodes: int, outlooks: dict[int, Outlook], bits: int) -> Budget | None:
+        """At the next smaller or larger tree, the one that was timed less. One that cannot be timed, because nothing
+        is captured for it, is not tried often.
+        """
+        self._size_probes.save()
+        if not self._size_probes.under_way:
+            sizes = sorted(filter(None, outlooks))
+            at = sizes.index(nodes)
+            beside = [*sizes[max(0, at - 1) : at], *sizes[at + 1 : at + 2]]
+            known = {size: self._timing.steps(1 << (bits - 1), size) for size in beside}
+            asked = [size for size in beside if known[size] or self._tried[bits, size] < self.TRIES]
+            self._other = min(asked, key=lambda size: (known[size], self._tried[bits, size]), default=0)
+        other = self._other
+        if other == 0 or other not in outlooks:
+            return None
+        if not self._size_probes.step(1 - outlooks[other].rate / outlooks[nodes].rate):
+            return None
+        self._tried[bits, other] += 1
+        return Budget(other, why=Look(other))
+
+
+def _levels(nodes: int) -> float:
+    """About how long trees of a size take to draft: the first forward, and one for each level."""
+    return 1.0 + nodes.bit_length()
+
+
+class MeasuredBudget(_Goodput):
+    """As many nodes of a chain as pay, by what rows cost on this machine and how many have been accepted lately."""
+
+    def __init__(self, costs: StepCosts, max_nodes: int, *, reads: bool = False) -> None:
+        self._acceptance = ChainAcceptance(max_nodes)
+        super().__init__(costs, max_nodes, self._acceptance, float, reads=reads)
 
     def budget(self, load: Load) -> Budget:
         """The size with the best ratio of expected tokens to expected time."""
         batch = max(load.num_running, 1)
-        share, chances = max(self._proposing, 1 / batch), self.survival()
-        tokens = _tokens(share, chances)
-        least = _tokens(share, [chance ** _of_the_last(batch) for chance in chances])
-        drafting = self._drafting.of(batch)
+        share, tokens = max(self._acceptance.proposing.value, 1 / batch), self._acceptance.tokens(batch)
+        assumed = self._timing.costs.assumed
 
         def outlook(nodes: int) -> Outlook:
             rows = padded_batch(batch) * (1 + nodes) if load.padded else round(batch * (1 + share * nodes))
-            seconds = self._costs.at(rows, load.context, batch) + nodes * drafting
-            return Outlook(tokens[nodes], least[nodes], seconds, self._costs.assumed)
+            return Outlook(tokens[nodes], self._seconds(rows, load, batch, nodes), assumed)
 
-        if not load.padded:
-            return _best_rate({nodes: outlook(nodes) for nodes in range(self._most + 1)}, None)
-        outlooks = {nodes: outlook(nodes) for nodes in self._sizes}
-        budget = _best_rate(outlooks, self._last)
-        self._last = budget.max_nodes
-        return budget if budget.max_nodes else self._look(outlooks) or budget
-
-    def _look(self, outlooks: dict[int, Outlook]) -> Budget | None:
-        """Now and then, where everybody runs the rows of those who propose: who does cannot be told without asking."""
-        some = max(filter(None, outlooks), key=lambda nodes: outlooks[nodes].rate, default=0)
-        price = outlooks[some].seconds / outlooks[0].seconds - 1
-        if self._proposing > ALWAYS or self._saved <= price:
-            return None
-        self._saved = 0.0
-        return Budget(some, why=Look(some))
+        sizes = self._sizes if load.padded else range(self._most + 1)
+        return self._decide({nodes: outlook(nodes) for nodes in sizes}, load, sticks=load.padded)
 
     def survival(self) -> list[float]:
         """The chance that the first, the first two, … nodes of a chain are all accepted."""
-        chances, alive, chance = [], 1.0, self.PRIOR
-        for hits, trials in zip(self._hits[1:], self._trials[1:], strict=True):
-            # What is not known of a depth yet is taken to be as above it, or nobody would ever look deeper.
-            chance = (hits + chance * self.PRIOR_WEIGHT) / (trials + self.PRIOR_WEIGHT)
-            alive *= chance
-            chances.append(alive)
-        return chances
+        return self._acceptance.survival()
 
-    def observe(self, report: StepReport) -> None:
-        """Remember how far each proposal came, and forget old ones little by little."""
-        if not report.num_sampling:
-            return  # all of them had ended already
-        if not report.room:
-            return self._hope()
-        proposed = [(drafted, accepted) for drafted, accepted in report.outcomes if drafted]
-        if proposed:
-            self._forget(self.MEMORY)
-            self._drafting.learn(report, parts=max(drafted for drafted, _ in proposed))
-        for drafted, accepted in proposed:
-            for depth in range(1, min(drafted, accepted + 1, self._most) + 1):
-                self._trials[depth] += 1
-                self._hits[depth] += accepted >= depth
-        self._proposing += 0.05 * (len(proposed) / report.num_sampling - self._proposing)
-
-    def predicted_seconds(self, report: StepReport) -> float | None:
-        """The target's rows by the cost table, and what drafting has taken lately; any thread may ask."""
-        parts = max((drafted for drafted, _ in report.outcomes), default=0)
-        return self._drafting.with_target(report, parts)
-
-    def _hope(self) -> None:
-        """Nobody was allowed to guess: what was against it counts for a little less than before."""
-        self._forget(self.BOREDOM)
-        self._drafting.forget(self.BOREDOM)
-        self._saved += self.LOOKING
-
-    def _forget(self, kept: float) -> None:
-        self._hits = [kept * hits for hits in self._hits]
-        self._trials = [kept * trials for trials in self._trials]
+    def _size(self, report: StepReport) -> int:
+        if report.draft_seconds is None:  # padded: as large as it could be, whatever was found
+            return report.room
+        return max((drafted for drafted, _ in report.outcomes), default=0)
 
 
-class MeasuredTreeBudget:
-    """The same for trees. Where each may have a size of its own, it has nodes down to the chance that pays for a row;
-    where all run as many, the size with the best ratio of expected tokens to expected time.
+class MeasuredTreeBudget(_Goodput):
+    """The same for trees. Where all run as many nodes, the size with the best ratio of expected tokens to expected
+    time. Where each may have a size of its own, nodes down to the chance that pays for a row, or none at all.
     """
 
-    LEARNING = 0.05
-    BOREDOM = 0.005  # how fast hope comes back in steps without guesses
-    HOPE = 3.0  # tokens that the largest tree is expected to gain before anything is known
-    # Gains grow like this power of the logarithm of a tree's size; beams of the shipped block head and EAGLE-3 with 6,
-    # 31 and 63 nodes lie within a tenth of it.
-    POWER = 0.6
-
-    def __init__(self, costs: StepCosts, max_nodes: int) -> None:
-        self._costs, self._most = costs, max_nodes
-        self._gain = self.HOPE  # tokens of one sequence and step, by the largest tree
-        self._last: int | None = None  # nodes of the last round
-        self._drafting = DraftingTime(costs)
+    def __init__(self, costs: StepCosts, max_nodes: int, *, reads: bool = False) -> None:
+        self._acceptance = TreeAcceptance(max_nodes)
+        super().__init__(costs, max_nodes, self._acceptance, _levels, reads=reads)
         self._tokens_per_step = 1.0  # of one sequence
-        self._sizes = tree_sizes(max_nodes)
+        self._grown = Mean()  # nodes of one sequence, where each has a size of its own
 
     def budget(self, load: Load) -> Budget:
         """As the device runs them."""
         batch = max(load.num_running, 1)
-        if not load.padded:
-            least = self._least_prob(load, batch)
-            return Budget(self._most, least, WorthTheRow(self._most, least))
-        budget = _best_rate({nodes: self._outlook(nodes, load, batch) for nodes in self._sizes}, self._last)
-        self._last = budget.max_nodes
-        return budget
+        if load.padded:
+            sizes = self._sizes
+            return self._decide({nodes: self._outlook(nodes, load, batch) for nodes in sizes}, load, sticks=True)
+        least = self._least_prob(load, batch)
+        grows = Budget(self._most, least, WorthTheRow(self._most, least))
+        if self._grown.weight < 1:
+            return grows
+        outlooks = {nodes: self._outlook(nodes, load, batch) for nodes in (0, self._most)}
+        decided = self._decide(outlooks, load, sticks=True)
+        return grows if decided.max_nodes else decided
 
     def _outlook(self, nodes: int, load: Load, batch: int) -> Outlook:
-        rows = padded_batch(batch) * (1 + nodes)
-        drafting = self._drafting.of(batch) if nodes else 0.0
-        seconds = self._costs.at(rows, load.context, batch) + drafting
-        gain = self._gain * self._share(nodes)
-        last = (gain / (1 + gain)) ** _of_the_last(batch)  # one guess behind the other, each with the same chance
-        return Outlook(1 + gain, 1 / (1 - last), seconds, self._costs.assumed)
-
-    def _share(self, nodes: float) -> float:
-        """What a tree of so many nodes gains, of what the largest would."""
-        return (math.log1p(nodes) / math.log1p(self._most)) ** self.POWER
+        rows = padded_batch(batch) * (1 + nodes) if load.padded else round(batch * (1 + min(nodes, self._grown.value)))
+        tokens = 1 + self._acceptance.gain(nodes)
+        return Outlook(tokens, self._seconds(rows, load, batch, nodes), self._timing.costs.assumed)
 
     def observe(self, report: StepReport) -> None:
-        """Remember what trees gained, by their size, and what they took."""
-        if not report.num_sampling:
-            return
-        if report.room:
-            trees = [drafted for drafted, _ in report.outcomes if drafted] or [report.room]
-            gain = report.accepted / report.num_sampling  # those without a tree wait for the others all the same
-            self._gain += self.LEARNING * (gain / self._share(sum(trees) / len(trees)) - self._gain)
-            self._drafting.learn(report)
-        else:
-            self._gain += self.BOREDOM * max(0.0, self.HOPE - self._gain)
-            self._drafting.forget(1 - self.BOREDOM)
-        self._tokens_per_step += 0.05 * (report.emitted / report.num_sampling - self._tokens_per_step)
+        """Also how large trees were, and what steps gave."""
+        super().observe(report)
+        if report.num_sampling:
+            self._tokens_per_step += 0.05 * (report.emitted / report.num_sampling - self._tokens_per_step)
+        if report.num_sampling and report.room:
+            self._grown = self._grown.learn(report.drafted / report.num_sampling)
 
-    def predicted_seconds(self, report: StepReport) -> float | None:
-        """The target's rows by the cost table, and what drafting has taken lately; any thread may ask."""
-        return self._drafting.with_target(report, parts=1 if report.drafted else 0)
+    def _size(self, report: StepReport) -> int:
+        return report.room
 
     def _least_prob(self, load: Load, batch: int) -> float:
         """The chance of acceptance below which one more row costs more time than its token saves."""
         rows = round(batch * self._tokens_per_step)
-        rate = batch * self._tokens_per_step / self._costs.at(rows, load.context, batch)
-        return min(0.9, rate * self._costs.slope(rows, load.context, batch))
+        rate = batch * self._tokens_per_step / self._timing.costs.at(rows, load.context, batch)
+        return min(0.9, rate * self._timing.costs.slope(rows, load.context, batch))

@@ -175,6 +175,7 @@ class Engine:
         launched = self.runner.launch(batch)
         lives = tuple(item.seq.preemptions for item in ready.items)
         alone = not (launched.with_prompts or self._behind_text)
+        alone = alone and launched.captured == self.runner.captures  # else it took what its shape will not take again
         self._behind_text = False
         return _InFlight(launched, lives, since, drafting, alone)
 
@@ -329,7 +330,7 @@ class Engine:
             emitted=sum(len(tokens) for tokens in outcome.tokens),
             outcomes=tuple(zip(outcome.drafted, outcome.accepted, strict=True)),
             draft_seconds=self.timers.seconds.get("draft", 0.0) - flight.draft_seconds if told_apart else None,
-            step_seconds=None if told_apart else seconds,
+            step_seconds=seconds,
             context=sum(len(item.seq.tokens) for item in plan.items) / max(len(plan.items), 1),
             room=flight.launched.nodes,
         )

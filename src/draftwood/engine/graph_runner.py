@@ -117,7 +117,8 @@ class GraphRunner:
         step.runs[0]()
         if step.masks is not None:
             self._fill_masks(step, view, batch)
-        return self._launched(batch, step.made.output, shape.rows, shape.nodes, bool(shape.text))
+        launched = self._launched(batch, step.made.output, shape.rows, shape.nodes, bool(shape.text))
+        return replace(launched, captured=True)
 
     def _nearest(self, batch: Batch) -> Key | None:
         """A captured step that fits: with the batch's prompts if there is one, else without."""
@@ -198,7 +199,7 @@ class GraphRunner:
             arrived = torch.cuda.Event()
             arrived.record()
         depth = self.parts.drafter.depth(nodes) + (PREDICTED if batch.mode.predicted else 0)
-        return Launched(batch, host, arrived, rows, nodes, depth, with_prompts)
+        return Launched(batch, host, arrived, rows, nodes, depth, with_prompts, captured=False)
 
     def read(self, spans: Sequence[Span]) -> None:
         """Prefill pieces of prompts in target and drafter: a few short ones by a graph, others eagerly."""

@@ -42,6 +42,7 @@ class Launched:
     nodes: int  # draft nodes that each sequence could have had
     depth: int  # the most draft tokens that one can have gained
     with_prompts: bool
+    captured: bool  # as one graph, not kernel by kernel
 
     def wait(self) -> HostVerdict:
         """What each sequence gained, once it is known."""
