@@ -35,6 +35,7 @@ class ForwardBatch:
     max_depth: int | None = None  # of the deepest tree node; None: as many as `ancestors` has bits
     logits_in_order: bool = False  # `logit_rows` rise: if there are as many as rows, they are all of them
     parts: tuple[ForwardBatch, ...] = ()  # what it was joined of: rows so different that attention takes them apart
+    pieces: tuple[tuple[int, int], ...] = ()  # [start, end) of each sequence's rows in its text, where the host knows
 
     def at_logits(self, rows: Tensor) -> Tensor:
         """Of something that all rows have, what those have whose logits are wanted. [N, *] -> [K, *]."""
@@ -57,7 +58,7 @@ def with_text(batch: ForwardBatch, text: ForwardBatch) -> ForwardBatch:
     rows = None if batch.max_rows is None or text.max_rows is None else max(batch.max_rows, text.max_rows)
     return replace(
         batch, **both, row_offsets=offsets, ancestors=ancestors, max_rows=rows, linear=batch.linear and text.linear,
-        logits_in_order=False, parts=(batch, text),
+        logits_in_order=False, parts=(batch, text), pieces=(),
     )  # fmt: skip
 
 

@@ -91,6 +91,7 @@ class KVCache:
             logit_rows=torch.empty(0, dtype=torch.int64, device=device) if logit_rows is None else logit_rows,
             max_rows=max((span.end - span.start for span in spans), default=0),
             linear=True,
+            pieces=tuple((span.start, span.end) for span in spans),
         )
 
     def keep(self, block_table: Tensor, base: Tensor, index: Tensor, length: Tensor, *, chain: bool = False) -> None:

@@ -30,6 +30,7 @@ from draftwood.ops.cuda.linear import CudaLinear, Stream
 from draftwood.ops.cuda.norm_act import rms_norm
 from draftwood.ops.cuda.products import Norm
 from draftwood.ops.cuda.rotary import Turning, rotate_and_store
+from draftwood.ops.prefill import PrefillAttention
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -46,6 +47,7 @@ class Ahead:
 
 ONE_ROW = Ahead(1 << 20, 1 << 20, 2 << 20, 2 << 20)  # best on an H200: benchmarks/gpu_ahead.py
 SEVERAL_ROWS = Ahead(0, 0, 0, 0)  # nothing is gained
+_Attention = TreeAttention | PrefillAttention | Apart
 
 
 class CudaTransformer:
@@ -137,9 +139,7 @@ class CudaTransformer:
         spec = self._specs[i]
         return spec.wiring == Wiring.PRE and spec.residual_scale == 1.0
 
-    def _run_plain(
-        self, i: int, stream: Stream, read: Stream, turning: Turning, attention: TreeAttention | Apart
-    ) -> Stream:
+    def _run_plain(self, i: int, stream: Stream, read: Stream, turning: Turning, attention: _Attention) -> Stream:
         """A layer whose products end with the sum and begin with the norm; each asks for the next one's weights."""
         layer, next_norm, following = self._layers[i], *self._behind(i)
         ahead = ONE_ROW if len(stream.hidden) == 1 and not self.strict else SEVERAL_ROWS
@@ -150,9 +150,7 @@ class CudaTransformer:
         wide = layer.gate_up.gated(stream, self.config.activation, layer.down.beginning(ahead.down))
         return layer.down.add_to(stream.hidden, wide, next_norm, following.beginning(ahead.next_layer))
 
-    def _run_apart(
-        self, i: int, stream: Stream, read: Stream, turning: Turning, attention: TreeAttention | Apart
-    ) -> Stream:
+    def _run_apart(self, i: int, stream: Stream, read: Stream, turning: Turning, attention: _Attention) -> Stream:
         """A layer with norms or a scale behind its products."""
         layer, scale = self._layers[i], self._specs[i].residual_scale
         mixed = attention.run(i, layer.qkv.turned(read, turning))
@@ -193,12 +191,14 @@ class CudaTransformer:
         table = self._rotations[_turning(self._specs[i])]
         return Turning(positions, slots, store, table, heads, self._layers[i].head_norm, eps)
 
-    def _plan(self, batch: ForwardBatch, cache: Pages, shape: AttentionShape) -> TreeAttention | Apart:
+    def _plan(self, batch: ForwardBatch, cache: Pages, shape: AttentionShape) -> _Attention:
         if batch.parts:
             return Apart(tuple(self._plan_one(part, cache, shape) for part in batch.parts))
         return self._plan_one(batch, cache, shape)
 
-    def _plan_one(self, batch: ForwardBatch, cache: Pages, shape: AttentionShape) -> TreeAttention:
+    def _plan_one(self, batch: ForwardBatch, cache: Pages, shape: AttentionShape) -> TreeAttention | PrefillAttention:
+        if not self.strict and PrefillAttention.suits(batch, shape):
+            return PrefillAttention.plan(batch, cache, shape)
         return TreeAttention.plan(
             batch, cache, shape, linear=batch.linear, max_rows=batch.max_rows, max_depth=batch.max_depth,
             max_nodes=batch.max_nodes, exact=self.strict,

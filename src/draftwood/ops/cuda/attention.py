@@ -31,6 +31,7 @@ from draftwood.ops.cuda.attention_kernels import CHUNK, LARGEST_GROUP, finish_ro
 from draftwood.ops.cuda.online_softmax import BLOCK
 from draftwood.ops.cuda.pdl import OVERLAPPING
 from draftwood.ops.cuda.tails import Tails, tails_of
+from draftwood.ops.prefill import PrefillAttention
 
 FILLS_CHIP = 264  # programs, two for each multiprocessor of an H200
 TALLEST_EXACT = 32  # lines of a tile whose bits are those of lower ones
@@ -136,7 +137,7 @@ class TreeAttention:
     def _scan(self, layer: int, query: Tensor, out: Tensor, states: Tensor, sums: Tensor, tiling: Tiling) -> None:
         batch, (keys, values) = self.batch, self.cache.store[layer]
         kv_heads, num_slots, dim = keys.shape
-        padded = _power_of_2(dim)
+        padded = _padded(dim)
         scan_linear[(tiling.num_tiles, kv_heads, tiling.num_splits)](
             query, keys, values, batch.block_table, batch.row_offsets, batch.positions, batch.visible,
             self._lengths, batch.ancestors.contiguous(), batch.tree_base, out, states, sums,
@@ -158,7 +159,7 @@ class TreeAttention:
         finish_rows[(query.shape[0], kv_heads)](
             query, keys, values, batch.positions, batch.visible, tails.lengths, tails.slots, out, states, sums,
             self._scale, self._window, num_slots, states.shape[1], tails.slots.shape[1],
-            kv_heads, query.shape[1] // kv_heads, dim, _power_of_2(dim), split, self._cap,
+            kv_heads, query.shape[1] // kv_heads, dim, _padded(dim), split, self._cap,
             num_warps=4, num_stages=1, enable_fp_fusion=False, **OVERLAPPING,
         )  # fmt: skip
 
@@ -195,7 +196,7 @@ class TreeAttention:
 class Apart:
     """Attention of a batch that was joined of others, each as it would be by itself: in tiles of its own height."""
 
-    plans: tuple[TreeAttention, ...]
+    plans: tuple[TreeAttention | PrefillAttention, ...]
 
     def run(self, layer: int, query: Tensor) -> Tensor:
         """[N, heads, D] -> [N, heads * D]."""
@@ -217,6 +218,11 @@ def _stages(keys: Tensor, num_rows: int) -> int:
     """
     bytes_of_block = 2 * BLOCK * _power_of_2(keys.shape[-1]) * keys.element_size()
     return 3 if num_rows > 1 and 2 * bytes_of_block <= 128 << 10 else 2
+
+
+def _padded(dim: int) -> int:
+    """Width of a head in products, which are at least 16 wide."""
+    return max(16, _power_of_2(dim))
 
 
 def _power_of_2(number: int) -> int:
