@@ -33,7 +33,7 @@ class EngineConfig:
     )
     threads: int | None = None  # None: all cores
     eager: bool = False  # launch every kernel by itself instead of replaying graphs: slow, and easy to look into
-    capture_seconds: float = 3.0  # for capturing steps at start; more of them are captured while the engine is idle
+    capture_seconds: float = 5.0  # for capturing steps at start; more of them are captured while the engine is idle
     cache_tokens: int = 0  # committed tokens and draft nodes that all sequences share; 0: what suits the device
     page_size: int = 64
     max_rows: int = 0  # rows of a step: pending tokens and draft nodes; 0: what suits the device
@@ -78,7 +78,7 @@ class EngineConfig:
         return replace(
             self,
             cache_tokens=self.cache_tokens or (0 if on_gpu else CACHE_TOKENS),
-            max_rows=self.max_rows or (4096 if on_gpu else 512),
+            max_rows=self.max_rows or (8192 if on_gpu else 512),
             max_running=self.max_running or (256 if on_gpu else 64),
         )
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from draftwood.assembly import build_lookup, is_lookup
 from draftwood.config import EngineConfig
+from draftwood.drafters.lookup import LookupDrafter
 from draftwood.drafters.none import NoDrafter
 from draftwood.drafting import Drafter
 from draftwood.engine.decode_step import Parts
@@ -24,11 +25,12 @@ from draftwood.engine.shapes import ShapePlan
 from draftwood.model.checkpoint import expected_shape
 from draftwood.model.config import ModelConfig
 from draftwood.model.runner import ModelRunner
-from draftwood.protocols import StepMode
 from draftwood.rng import KeyedRng
 from draftwood.verifiers import LAWS
 
+LARGEST = 63  # nodes of the trees that networks grow by default
 VOCABULARY = 16384  # tokens: a larger one is cut up alike
+THREADS = 8
 PAGES = 16  # enough for several programs to share a sequence's keys, as they will
 
 
@@ -54,9 +56,7 @@ class _Blank:
 
 
 def warm_up(target: ModelConfig, config: EngineConfig, drafter: str | Drafter) -> None:
-    """Run a prefill, a plain step and a step with drafts, each in its own thread: compiling waits for child processes
-    half of the time.
-    """
+    """Run prefills and the usual steps in several threads: compiling waits for child processes half of the time."""
     device, dtype = config.torch_device(), config.torch_dtype()
     with _apart(device):
         blank = _Blank(target, dtype, device)
@@ -64,22 +64,27 @@ def warm_up(target: ModelConfig, config: EngineConfig, drafter: str | Drafter) -
         runner = ModelRunner.load(blank, dtype, device, PAGES, config.page_size, weights, strict=config.strict)  # type: ignore[arg-type]
         known = _known_already(drafter, device)
         known.attach(runner)
-        state = batch_state_for(runner, 1, known.max_nodes)
-        shapes = ShapePlan.for_trees(known.sizes, 1, config.max_rows, state.num_pages, config.page_size)
+        running = config.max_running
+        state = batch_state_for(runner, running, known.max_nodes)
+        shapes = ShapePlan.for_trees(known.sizes, running, config.max_rows, state.num_pages, config.page_size)
         steps = GraphRunner(Parts(runner, known, LAWS["match"](), KeyedRng()), state, shapes, captures=False)
-    parts = steps.warm_ups(StepMode(greedy=True))
+    parts = steps.warm_ups()
 
     def run(part: Callable[[], object]) -> None:
         with _apart(device):
             part()
 
-    with ThreadPoolExecutor(len(parts), "draftwood-warmup") as pool:
+    with ThreadPoolExecutor(THREADS, "draftwood-warmup") as pool:
         list(pool.map(run, parts))
 
 
 def _known_already(drafter: str | Drafter, device: torch.device) -> Drafter:
-    """A drafter without weights, or none: kernels of other drafters are compiled when those are loaded."""
-    return build_lookup(drafter, device) if isinstance(drafter, str) and is_lookup(drafter) else NoDrafter()
+    """A drafter without weights: kernels of networks are compiled when those are loaded, but trees as large as theirs
+    can be scored.
+    """
+    if isinstance(drafter, str):
+        return build_lookup(drafter, device) if is_lookup(drafter) else LookupDrafter(LARGEST)
+    return NoDrafter()
 
 
 @contextmanager

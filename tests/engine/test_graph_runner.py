@@ -26,7 +26,6 @@ from draftwood.growers import Beam, BestFirst, Coupled, Hybrid, Independent, Lev
 from draftwood.growers.pickers import Best
 from draftwood.protocols import StepMode, TimedStep
 from draftwood.request import FinishReason, SamplingParams
-from draftwood.server.schemas import MAX_KEYS
 from draftwood.train.online import AdaptConfig, Adapter
 from draftwood.train.optim import OptimConfig
 from draftwood.verifiers import LAWS
@@ -243,11 +242,12 @@ def test_a_step_that_does_everything_serves_any_batch() -> None:
 
 def test_what_the_server_takes_moves_no_table() -> None:
     """Captured steps know addresses: all of them would end."""
+    schemas = pytest.importorskip("draftwood.server.schemas")  # a GPU machine may not have the server's dependencies
     harness = CapturedHarness(NoDrafter(), "match")
     bias = {token: 0.01 * token for token in range(13)}
     harness.run(asks(1.0, 2, logit_bias=bias, min_tokens=2, stop_token_ids=(3, 4)))
     assert harness.engine.runner.state.edits.version == 0
-    assert BIASES >= MAX_KEYS
+    assert BIASES >= schemas.MAX_KEYS
     assert STOPS > 64
 
 
@@ -283,9 +283,9 @@ def test_a_shape_that_wastes_more_than_its_capture_saves_is_not_taken() -> None:
 def test_what_is_missed_most_is_captured_first() -> None:
     plan, mode = plan_of(), StepMode(truncates=True)
     rare, often = StepShape(4, 2, 9), StepShape(8, 5, 9, scored=8, alternatives=20)
-    plan.nearest(rare, mode, [])
+    plan.remember(rare, mode, plan.nearest(rare, mode, []))
     for _ in range(3):
-        plan.nearest(often, mode, [])
+        plan.remember(often, mode, plan.nearest(often, mode, []))
     assert plan.next([]) == (often, mode)
     assert plan.next([(often, mode)]) == (rare, mode)
     third = plan.next([(often, mode), (rare, mode)])
@@ -300,6 +300,29 @@ def test_usual_shapes_fit_into_a_steps_rows() -> None:
     assert {shape.batch for shape, _ in usual[:6]} == {1, 8, 32}
     assert usual[0][0].nodes == 63
     assert any(shape.pages == 100 and shape.scored == shape.batch for shape, _ in usual[:30])
+
+
+def test_what_is_captured_first_holds_every_batch() -> None:
+    plan = ShapePlan.for_trees(range(64), 256, 4096, 100, 64)
+    first = list(itertools.islice(plan.usual(), 48))
+    for count, nodes in itertools.product((1, 3, 8, 20, 32, 100, 256), (0, 1, 3, 7, 63)):
+        for mode in (StepMode(greedy=True), StepMode(truncates=True), StepMode()):
+            fitting = [size for size in (0, 1, 3, 7, 63) if size <= nodes]
+            wanted = [plan.wanted(StepShape(count, size, 70)) for size in fitting]
+            assert any(plan.nearest(shape, mode, first) for shape in wanted), (count, nodes, mode)
+            if nodes and count <= 128:
+                assert any(plan.nearest(shape, mode, first) for shape in wanted if shape.nodes), (count, nodes, mode)
+
+
+def test_a_plain_step_that_is_captured_is_better_than_a_tree_that_is_not() -> None:
+    runner = CapturedHarness(draft(chain(7)), "match").runner
+    exact, drawn = StepShape(1, 7, 4), StepMode(truncates=True)
+    assert runner.tree_size(exact, GREEDY) == 7, "nothing is captured: it runs eagerly"
+    runner.capture(StepShape(1, 0, runner.state.num_pages), drawn)
+    assert runner.tree_size(exact, drawn) == 0
+    runner.capture(StepShape(1, 3, runner.state.num_pages), drawn)
+    assert runner.tree_size(exact, drawn) == 7, "some nodes are captured, of more that there is room for"
+    assert runner.tree_size(exact, StepMode(traced=True)) == 7
 
 
 def test_padding_rows_are_a_smaller_loss_than_tokens_not_drafted() -> None:

@@ -155,6 +155,48 @@ def _answers(tenants: str) -> list[Sequence]:
 
 
 @pytest.mark.parametrize(
+    ("prompts", "pieces", "expected"),
+    [
+        ([3], 4, [2]),  # fewer rows than any step has room for
+        ([12], 4, [8, 3]),  # as many as fill a step, and the rest
+        ([40], 4, [16, 16, 4, 3]),  # no step takes more than the largest
+        ([6, 6, 6], 2, [8, 4, 3]),  # no more pieces than a step takes
+    ],
+)
+def test_prompts_are_cut_to_the_sizes_of_steps_while_others_decode(
+    prompts: list[int], pieces: int, expected: list[int]
+) -> None:
+    config = SchedulerConfig(64, 8, 64, prefill_sizes=(4, 8, 16), max_pieces=pieces)
+    scheduler = Scheduler(PageTables(64, 4), config)
+    decoding = _answers("a")
+    decoding[0].max_length = 100
+    scheduler.add(decoding)
+    scheduler.schedule(Budget(0))
+    waiting = _answers("aaaa")[1 : 1 + len(prompts)]
+    for seq, length in zip(waiting, prompts, strict=True):
+        seq.tokens, seq.prompt_length, seq.max_length = list(range(1, length + 1)), length, length + 9
+    scheduler.add(waiting)
+    rows = []
+    while True:
+        plan, ready = scheduler.schedule(Budget(0))
+        assert decoding[0].id in ready.seq_ids, "who decodes never waits"
+        if not plan.items:
+            break
+        rows.append(plan.num_rows)
+        scheduler.commit(plan, HostVerdict([], [], [], [], []))
+    assert rows == expected
+
+
+def test_prompts_alone_are_read_in_whole_steps() -> None:
+    scheduler = Scheduler(PageTables(64, 4), SchedulerConfig(64, 8, 64, prefill_sizes=(4, 8)))
+    (seq,) = _answers("a")
+    seq.tokens, seq.max_length = list(range(1, 51)), 60
+    scheduler.add([seq])
+    plan, _ = scheduler.schedule(Budget(0))
+    assert plan.num_rows == 49
+
+
+@pytest.mark.parametrize(
     ("places", "arrivals", "served"),
     [
         (1, "aaaa", "aaaa"),

@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -208,18 +208,19 @@ class Engine:
             [b for b, seq in enumerate(seqs) if asks(seq)]
             for asks in (lambda s: edits_on_device(s.params), _masked, lambda s: s.params.logprobs is not None)
         )
-        nodes = self._tree_size(max(rooms), whole=not eager)
         tables = [len(self.scheduler.tables.pages(seq_id)) for seq_id in (*ready.seq_ids, *prompts.seq_ids)]
-        shape = StepShape(
+        room = self._tree_size(max(rooms), whole=not eager)
+        exact = StepShape(
             batch=len(seqs),
-            nodes=nodes,
-            pages=min(max(*tables, self._pages_behind(ready, nodes)) + 1, self.runner.state.num_pages),
+            nodes=room,
+            pages=min(max(*tables, self._pages_behind(ready, room)) + 1, self.runner.state.num_pages),
             text=prompts.num_rows,
             edited=len(edited),
             masked=len(masked),
             scored=len(scored),
             alternatives=max((seq.params.logprobs or 0 for seq in seqs), default=0),
         )
+        shape = replace(exact, nodes=self.runner.tree_size(exact, mode))
         known = eager and self._in_flight is None
         gained = max(self._gained.get(seq.id, 1) for seq in seqs) if known else None
         return Batch(ready, mode, shape, edited, masked, scored, prompts.spans, gained, budget.min_accept_prob)

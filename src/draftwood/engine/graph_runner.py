@@ -7,7 +7,9 @@ of a running batch, or by graphs of their own.
 
 from __future__ import annotations
 
+import itertools
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -24,6 +26,7 @@ from draftwood.engine.launched import Batch, Launched
 from draftwood.engine.plan import Plan
 from draftwood.engine.shapes import Key, ShapePlan, StepShape
 from draftwood.model.runner import ModelRunner
+from draftwood.ops.prefill import plan_sizes
 from draftwood.protocols import PREDICTED, BatchView, HostView, NodeMasks, Span, StepMode
 from draftwood.sampling import host_masks
 from draftwood.tree import TokenTree
@@ -31,6 +34,7 @@ from draftwood.tree import TokenTree
 HOST = torch.device("cpu")
 READINGS = (16, 32, 64, 128, 256, 512)  # rows of a captured prefill
 FIRST_STEPS = 4  # captured before prefills: plain and drafting, for one sequence and for many
+WARM_UPS = 24  # steps whose kernels are compiled while weights are read
 log = logging.getLogger(__name__)
 
 
@@ -81,10 +85,12 @@ class GraphRunner:
     captures: bool  # False: everything runs eagerly
     _ready: dict[Key, CapturedStep] = field(default_factory=dict)
     _refused: set[Key] = field(default_factory=set)
+    _nearest_known: dict[Key, Key | None] = field(default_factory=dict)  # valid until another step is captured
     _frames: dict[tuple[int, int], PrefillBuffer] = field(default_factory=dict)  # by rows and pages
     _readings: dict[tuple[int, int], Callable[[], None]] = field(default_factory=dict)
     _baked: tuple[object, ...] = ()  # what captured steps were captured with
     _full: bool = False  # there is no memory for more graphs
+    _long_planned: bool = False  # attention of long prompts
     _pool: Any = None
     _side: Any = None
 
@@ -120,15 +126,30 @@ class GraphRunner:
         launched = self._launched(batch, step.made.output, shape.rows, shape.nodes, bool(shape.text))
         return replace(launched, captured=True)
 
+    def tree_size(self, exact: StepShape, mode: StepMode) -> int:
+        """Draft nodes for a batch of shape `exact`: none where only plain steps are captured that it fits into."""
+        if not self.captures:
+            return exact.nodes
+        self._drop_outdated()
+        fitting = (replace(exact, nodes=nodes, text=0) for nodes in (exact.nodes, 0))
+        return next((own.nodes for own in fitting if self._found(self.shapes.wanted(own), mode)), exact.nodes)
+
     def _nearest(self, batch: Batch) -> Key | None:
         """A captured step that fits: with the batch's prompts if there is one, else without."""
         self._drop_outdated()
-        wanted, ready = self.shapes.wanted(batch.shape), self.ready
+        wanted = self.shapes.wanted(batch.shape)
         fits = len(batch.prompts) <= SEQUENCES and self.target.cache.tables is not None
-        mixed = [key for key in ready if key[0].text]
-        if wanted.text and fits and (found := self.shapes.nearest(wanted, batch.mode, mixed)) is not None:
-            return found
-        return self.shapes.nearest(replace(wanted, text=0), batch.mode, [key for key in ready if not key[0].text])
+        found = self._found(wanted, batch.mode) if wanted.text and fits else None
+        found = found or self._found(replace(wanted, text=0), batch.mode)
+        self.shapes.remember(wanted, batch.mode, found)
+        return found
+
+    def _found(self, wanted: StepShape, mode: StepMode) -> Key | None:
+        """The captured step that serves best, with prompts or without as it is wanted."""
+        if (wanted, mode) not in self._nearest_known:
+            ready = [key for key in self._ready if bool(key[0].text) == bool(wanted.text)]
+            self._nearest_known[wanted, mode] = self.shapes.nearest(wanted, mode, ready)
+        return self._nearest_known[wanted, mode]
 
     def _drop_outdated(self) -> None:
         """Drop captured steps when what they were captured with has changed: edit tables, a drafter that failed."""
@@ -136,7 +157,7 @@ class GraphRunner:
         if self._baked not in ((), baked):
             if self.state.device.type == "cuda":
                 torch.cuda.synchronize()  # graphs that are still running are about to be dropped
-            for made in (self._ready, self._readings, self._refused):
+            for made in (self._ready, self._readings, self._refused, self._nearest_known):
                 made.clear()
         self._baked = baked
 
@@ -204,8 +225,7 @@ class GraphRunner:
     def read(self, spans: Sequence[Span]) -> None:
         """Prefill pieces of prompts in target and drafter: a few short ones by a graph, others eagerly."""
         rows = sum(span.end - span.start for span in spans)
-        pages = self.shapes.pages_for(max(len(self.target.cache.tables.pages(span.seq_id)) for span in spans))
-        size = next((size for size in READINGS if size >= rows), rows), pages
+        size = next((size for size in READINGS if size >= rows), rows), self.shapes.whole_table
         if len(spans) > SEQUENCES or size not in self._readings:
             ingest(self.parts, self.target.cache.stage_text(spans))
             return
@@ -232,6 +252,7 @@ class GraphRunner:
         self._drop_outdated()
         size = next((size for size in self._usual_readings() if size not in self._readings), None)
         if size is not None and len(self._ready) >= FIRST_STEPS:
+            self._plan_long_prefills()
             self._readings[size] = self._prepare_reading(*size)
             return True
         key = self.shapes.next([*self._ready, *self._refused])
@@ -239,19 +260,32 @@ class GraphRunner:
             self.capture(*key)
         return key is not None
 
+    def _plan_long_prefills(self) -> None:
+        model = self.target.model
+        if self._long_planned or self.state.device.type != "cuda" or model.strict:
+            return
+        own = model.config
+        sizes = own.num_heads, own.num_kv_heads, own.head_dim
+        plan_sizes(*sizes, model.dtype, self.state.device, min(self.shapes.max_rows, own.max_positions))
+        self._long_planned = True
+
     def capture(self, shape: StepShape, mode: StepMode) -> bool:
         """Capture such a step; False, for good, if part of it turns out to look at values."""
+        start = time.perf_counter()
+        self._nearest_known.clear()
         try:
             self._ready[shape, mode] = self._prepare(shape, mode)
+            log.info("captured %s, %s in %.2f s", shape, mode, time.perf_counter() - start)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
             log.warning("%s of %s cannot be captured and runs eagerly: %s", shape, mode, str(error).splitlines()[0])
             self._refused.add((shape, mode))
+            self._pool = None  # a capture that failed leaves its memory pool unusable; other graphs keep theirs
         return (shape, mode) in self._ready
 
     def _usual_readings(self) -> list[tuple[int, int]]:
-        return [(rows, self.shapes.pages_for(1)) for rows in READINGS]
+        return [(rows, self.shapes.whole_table) for rows in READINGS]
 
     def _frame(self, rows: int, pages: int) -> PrefillBuffer:
         if (rows, pages) not in self._frames:
@@ -312,11 +346,11 @@ class GraphRunner:
 
         return CapturedStep(inputs, [*runs, self._as_graph(third)], made, masks)
 
-    def warm_ups(self, mode: StepMode) -> list[Callable[[], object]]:
-        """Functions that compile a prefill, a plain step and a step with drafts, independent of one another."""
-        pages = self.shapes.pages_for(1)
-        steps = (StepShape(1, nodes, pages) for nodes in {0, self.shapes.sizes[-1]})
-        return [partial(self._prepare_reading, READINGS[0], pages), *(partial(self._prepare, s, mode) for s in steps)]
+    def warm_ups(self) -> list[Callable[[], object]]:
+        """Functions that compile prefills and the usual steps, independent of one another."""
+        steps = itertools.islice(self.shapes.usual(), WARM_UPS)
+        prefills = (partial(self._prepare_reading, rows, self.shapes.whole_table) for rows in READINGS)
+        return [*(partial(self._prepare, *key) for key in steps), *prefills]
 
     def seconds(self, seq_ids: Sequence[int], nodes: int, mode: StepMode, repeats: int) -> float:
         """Device seconds of such a step, back to back; what the sequences gain is discarded."""
@@ -335,6 +369,7 @@ class GraphRunner:
         shape = StepShape(len(seq_ids), nodes, self.shapes.pages_for(self.state.most_pages(seq_ids)))
         if (shape, mode) not in self._ready:
             self._ready[shape, mode] = self._prepare(shape, mode)
+            self._nearest_known.clear()
         step = self._ready[shape, mode]
         step.inputs.sequences[0].copy_(torch.tensor(self.state.rows(seq_ids)))
         return step.runs[0]
@@ -357,7 +392,8 @@ class GraphRunner:
             run()  # libraries set themselves up in the first call on a stream
         torch.cuda.current_stream().wait_stream(self._side)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._side):
+        # "thread_local": what other threads do meanwhile, such as loading files, does not end the capture.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"):
             run()
         return _Replay(graph, run)
 

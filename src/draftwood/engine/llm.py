@@ -32,6 +32,7 @@ from draftwood.assembly import (
     settle,
     suited_tree,
 )
+from draftwood.cache.prefill_buffer import SEQUENCES
 from draftwood.calibration import calibrate, default_controller, known_costs
 from draftwood.config import EngineConfig
 from draftwood.costs import StepCosts
@@ -41,6 +42,7 @@ from draftwood.engine.engine import Engine, check_exact
 from draftwood.engine.intake import Guessers, Intake, Prompt
 from draftwood.engine.scheduler import Scheduler, SchedulerConfig
 from draftwood.engine.sequence import Sequence as Answer
+from draftwood.engine.shapes import MIXED_ROWS
 from draftwood.engine.worker import Companion, ComputeThread, Listener, Pulse, Worker
 from draftwood.errors import DraftwoodError, InvalidRequest
 from draftwood.faults import DrafterHealth
@@ -177,7 +179,9 @@ class LLM:
         explained = memory_explained(self.config, self.checkpoint, parts.drafter)
         rehearsed = warming_up(self.checkpoint.config, self.config, parts.drafter)
         with explained, rehearsed, reading_ahead(files_of(self.checkpoint)):
-            return self._assemble(parts)
+            engine = self._assemble(parts)
+        engine.prepare(self.config.capture_seconds)
+        return engine
 
     def _assemble(self, parts: Parts) -> Engine:
         config = self.config
@@ -192,16 +196,21 @@ class LLM:
             own = {parts.drafter: drafter} if isinstance(parts.drafter, str) else {}
             drafter = offer(drafter, own | offered)
         on_gpu = target.device.type == "cuda"
-        limits = SchedulerConfig(config.max_rows, config.max_running, config.max_waiting, asynchronous=on_gpu)
+        captures = on_gpu and not config.eager
+        limits = SchedulerConfig(
+            config.max_rows,
+            config.max_running,
+            config.max_waiting,
+            asynchronous=on_gpu,
+            prefill_sizes=MIXED_ROWS if captures else (),
+            max_pieces=SEQUENCES,
+        )
         scheduler = Scheduler(target.cache.tables, limits)
         controller = self._controller or default_controller(target, drafter)
         name = parts.drafter if isinstance(parts.drafter, str) else None
-        captures = on_gpu and not config.eager
-        engine = Engine(
+        return Engine(
             target, drafter, self.laws, controller, scheduler, KeyedRng(), captures=captures, drafter_name=name
         )
-        engine.prepare(config.capture_seconds)
-        return engine
 
     def _drafter(self, drafter: str | Drafter, parts: Parts) -> Drafter:
         if not isinstance(drafter, str):

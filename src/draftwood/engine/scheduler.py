@@ -36,6 +36,9 @@ class SchedulerConfig:
     max_running: int = 64
     max_waiting: int = 4096
     asynchronous: bool = False  # steps are launched before the last one is known: pages for draft nodes are kept
+    # Rows of prompts that a step of running sequences has room for, ascending, and pieces of how many prompts; (): any.
+    prefill_sizes: tuple[int, ...] = ()
+    max_pieces: int = 16
 
     def __post_init__(self) -> None:
         if min(self.max_rows, self.max_running, self.max_waiting) < 1:
@@ -104,8 +107,13 @@ class Scheduler:
         self._admit()
         share = self._node_rows(max((seq.wanted_nodes(budget.max_nodes) for seq in self.running), default=0))
         items: dict[int, PlanItem] = {}
+        text, pieces = self._prefill_room()
         for seq in sorted(self.running, key=lambda s: (self._pending(s) > 1, s.id)):
             rows = self.config.max_rows - sum(item.end - item.start + item.max_nodes for item in items.values())
+            prefills = [item for item in items.values() if not item.samples]
+            if self._pending(seq) > 1:
+                rows = min(rows, text - sum(item.end - item.start for item in prefills))
+                rows = 0 if len(prefills) >= pieces else rows
             start, length = self.tables.num_cached(seq.id), len(seq.tokens)
             if rows < 1 or seq.id not in self.tables or (seq.id in ahead and length + 1 >= seq.max_length):
                 continue  # no room, preempted, or certain to end with what it has gained already
@@ -118,6 +126,17 @@ class Scheduler:
         prompts = Plan(tuple(item for item in items.values() if not item.samples))
         # Draft nodes get their pages last: no sequence is preempted for a guess.
         return prompts, Plan(tuple(self._with_pages(item, ahead) for item in items.values() if item.samples))
+
+    def _prefill_room(self) -> tuple[int, int]:
+        """Rows and pieces of prompts that the next step takes. While sequences decode, as many rows as a step has room
+        for: the largest size that the pending rows fill, or the smallest that holds them.
+        """
+        pending = [self._pending(seq) - 1 for seq in self.running]
+        sizes, rows = self.config.prefill_sizes, sum(pending)
+        if not sizes or all(pending):
+            return self.config.max_rows, len(pending)
+        filled = [size for size in sizes if size <= rows]
+        return max(filled, default=sizes[0]), self.config.max_pieces
 
     def _node_rows(self, wanted: int) -> int:
         """Rows for one sequence's draft nodes: an even share, and half of the step while prompts are read."""

@@ -18,6 +18,8 @@ LONG_TABLES = 0.1  # plain steps lost by a block table that is longer than neede
 UNUSED_WORK = 0.05  # plain steps lost by a step that edits logits or scores tokens that no request asks for
 LAUNCHED_ONE_BY_ONE = 8.0  # plain steps lost by a step that is not captured
 MIXED_ROWS = (64, 128, 256, 512)  # prefill rows of a mixed step
+CHEAP_ROWS = 128  # rows of a step that costs little more than one row
+WHOLE_TABLES = 16  # sequences from which on tables have room for any length
 LENGTHS = (1024, 4096, 16384)  # tokens: kernels are split for the longest possible sequence, not for the present one
 MOST_CAPTURED = 256  # each keeps its memory
 ALTERNATIVES = (20, 100)  # per token, beside its own log-probability
@@ -94,10 +96,13 @@ class ShapePlan:
         worth = set(sizes) if len(sizes) <= MOST_TREE_SIZES else set(tree_sizes(sizes[-1]))
         return cls([size for size in sizes if size in worth], max_batch, max_rows, whole_table, page_size)
 
-    def pages_for(self, pages: int) -> int:
+    def pages_for(self, pages: int, batch: int = 1) -> int:
         """Pages of the smallest block table for sequences of so many. Its last entry is scratch: a finished sequence
-        still runs one step, and writes there.
+        still runs one step, and writes there. Many sequences fill the GPU without splitting their keys, so their tables
+        may as well have room for any length.
         """
+        if batch >= WHOLE_TABLES:
+            return self.whole_table
         rounded = (length // self.page_size for length in LENGTHS)
         return next((some for some in rounded if pages < some < self.whole_table), self.whole_table)
 
@@ -108,20 +113,21 @@ class ShapePlan:
         text = next((rows for rows in MIXED_ROWS if rows >= exact.text), exact.text) if exact.text else 0
         alternatives = next((k for k in ALTERNATIVES if k >= exact.alternatives), exact.alternatives)
         return StepShape(
-            batch, max(size for size in self.sizes if size <= exact.nodes), self.pages_for(exact.pages), text,
+            batch, max(size for size in self.sizes if size <= exact.nodes), self.pages_for(exact.pages, batch), text,
             edited, masked, scored, alternatives if scored else 0,
         )  # fmt: skip
 
     def nearest(self, wanted: StepShape, mode: StepMode, ready: Sequence[Key]) -> Key | None:
-        """The shape that is ready and loses least; None if none is better than a step that is not captured. Remembers
-        what is lost.
-        """
+        """The shape that is ready and loses least; None if none is better than a step that is not captured."""
         fitting = [key for key in ready if key[0].holds(wanted) and key[1].covers(mode)]
         best = min(fitting, key=lambda key: (wanted.lost_with(key[0]), key[1] != mode), default=None)
-        lost = LAUNCHED_ONE_BY_ONE if best is None else wanted.lost_with(best[0])
-        if best != (wanted, mode):
-            self.missed[wanted, mode] = self.missed.get((wanted, mode), 0.0) + min(lost, LAUNCHED_ONE_BY_ONE)
-        return best if lost < LAUNCHED_ONE_BY_ONE else None
+        return best if best is not None and wanted.lost_with(best[0]) < LAUNCHED_ONE_BY_ONE else None
+
+    def remember(self, wanted: StepShape, mode: StepMode, found: Key | None) -> None:
+        """What is lost by running `found` instead."""
+        if found != (wanted, mode):
+            lost = LAUNCHED_ONE_BY_ONE if found is None else wanted.lost_with(found[0])
+            self.missed[wanted, mode] = self.missed.get((wanted, mode), 0.0) + lost
 
     def next(self, ready: Sequence[Key]) -> Key | None:
         """What to capture next: what was missed most, then what is likely to be asked for; None: nothing."""
@@ -132,28 +138,46 @@ class ShapePlan:
         return next((key for key in (*by_loss, *self.usual()) if key not in known), None)
 
     def usual(self) -> Iterator[Key]:
-        """Shapes by how likely they are: few batch sizes first, then steps that do everything any request may ask for,
-        at any length, then steps that prefill too, then everything in between.
+        """Shapes by how much is lost without them. First what every batch can run in: few batch sizes, tables for any
+        length, the largest tree that is cheap and none; then the same with everything a request may ask for; then
+        smaller trees, and prompts beside all of them. Then what is faster: short tables for small batches, other trees,
+        batch sizes in between.
         """
         batches = [batch for batch in BATCHES if batch < self.max_batch] + [self.max_batch]
         coarse = [batch for batch in batches if batch in COARSE_BATCHES or batch == self.max_batch]
+        trees = [self._basis(batch) for batch in coarse]
+        outer = list(dict.fromkeys(shape for own in trees for shape in (own[0], own[-1])))
+        inner = [shape for own in trees for shape in own[1:-1]]
         for mode in USUAL_MODES:
-            yield from ((shape, mode) for batch in coarse for shape in self._extremes(batch))
-        for shape in (shape for batch in coarse for shape in self._extremes(batch)):
+            yield from ((shape, mode) for shape in outer)
+        for shape in outer:
             room = {"edited": shape.batch, "scored": shape.batch, "alternatives": ALTERNATIVES[0]}
-            yield replace(shape, pages=self.whole_table, **room), EVERYTHING
+            yield replace(shape, **room), EVERYTHING
         for mode in USUAL_MODES:
-            mixed = (shape for batch in coarse if batch > 1 for shape in self._extremes(batch))
-            yield from ((replace(shape, text=MIXED_ROWS[1]), mode) for shape in mixed)
+            yield from ((shape, mode) for shape in inner)
+        basis = outer + inner
+        for text in reversed(MIXED_ROWS):
+            mixed = [replace(shape, text=text) for shape in basis if shape.batch > 1]
+            yield from ((shape, mode) for mode in USUAL_MODES for shape in mixed)
+        for mode in USUAL_MODES:
+            yield from ((shape, mode) for batch in coarse for shape in self._trees(batch))
         for mode in USUAL_MODES:
             yield from ((shape, mode) for batch in batches for shape in self._trees(batch))
+
+    def _basis(self, batch: int) -> list[StepShape]:
+        """Trees whose rows cost little for so many sequences, each about half as large as the one before, and none; for
+        sequences of any length.
+        """
+        rows = max(CHEAP_ROWS, 2 * batch)
+        trees = [replace(shape, pages=self.whole_table) for shape in self._trees(batch) if shape.rows <= rows]
+        chosen = [trees[0]]
+        for shape in trees[1:]:
+            if shape.nodes == 0 or 1 + shape.nodes <= (1 + chosen[-1].nodes) / 2:
+                chosen.append(shape)
+        return chosen
 
     def _trees(self, batch: int) -> list[StepShape]:
         """Every size of tree that so many sequences have rows for, the largest first."""
         most = self.max_rows // batch - 1
-        return [StepShape(batch, size, self.pages_for(1)) for size in reversed(self.sizes) if size <= max(most, 0)]
-
-    def _extremes(self, batch: int) -> list[StepShape]:
-        """The largest tree that so many sequences have rows for, and none."""
-        trees = self._trees(batch)
-        return [trees[0], trees[-1]] if len(trees) > 1 else trees
+        pages = self.pages_for(1, batch)
+        return [StepShape(batch, size, pages) for size in reversed(self.sizes) if size <= max(most, 0)]

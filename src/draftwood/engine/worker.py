@@ -26,6 +26,7 @@ from draftwood.request import Event, FinishReason
 
 Listener = Callable[[Event], None]
 T = TypeVar("T")
+QUIET = 0.5  # seconds without requests before time is spent on later ones: a request that comes meanwhile waits
 
 
 class Companion(Protocol):
@@ -134,6 +135,7 @@ class Worker:
         self._listeners: dict[int, tuple[Listener, dict[int, Sequence]]] = {}  # request -> (who, answers to come)
         self._companion: Companion | None = None
         self.pulse = Pulse()
+        self._idle_since = 0.0  # when the last step ended
         self._closed = False
         self._thread.post(lambda: self._thread.enlist(self))
 
@@ -175,7 +177,7 @@ class Worker:
         except Exception as failure:
             events = self._give_up(failure)
         self.pulse.steps += 1
-        self.pulse.since = None
+        self.pulse.since, self._idle_since = None, time.monotonic()
         for event in events:
             self._tell(event)
         self._give_way(busy=True)
@@ -185,6 +187,9 @@ class Worker:
         after which there is more to do.
         """
         wait = self._give_way(busy=False)
+        quiet = self._idle_since + QUIET - time.monotonic()
+        if quiet > 0:
+            return min(wait, quiet)
         return 0.0 if wait > 0 and self._engine.prepare_next() else wait
 
     def _let_in(self, companion: Companion | None) -> None:
