@@ -45,6 +45,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batches", type=_integers, help="such as 1,32")
     parser.add_argument("--temperatures", type=_numbers, help="such as 0")
     parser.add_argument("--rounds", type=int)
+    parser.add_argument("--tokens", type=int, help="of each answer")
     parser.add_argument("--depth", type=int, help="tokens of a draft chain")
     parser.add_argument("--fixed", action="store_true", help="always draft all of it, whatever steps cost")
     parser.add_argument("--quick", action="store_true", help="a few tokens of everything: does it run?")
@@ -61,7 +62,7 @@ def _numbers(text: str) -> tuple[float, ...]:
 
 
 def chosen_sizes(given: argparse.Namespace) -> Sizes:
-    names = ("batches", "temperatures", "rounds", "depth")
+    names = ("batches", "temperatures", "rounds", "tokens", "depth")
     changes = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
     return dataclasses.replace(QUICK if given.quick else Sizes(), **changes)
 
