@@ -134,7 +134,6 @@ class Lab:
             weights=setup.weights,
             max_running=running,
             cache_tokens=setup.cache_tokens or max(running * room, 4096),
-            max_rows=max(512, running * (1 + self.sizes.depth)),
         )
         drafter = self.scripts[setup.drafter]() if setup.drafter in self.scripts else setup.drafter
         all_of_it = FixedBudget(self.sizes.depth) if self.fixed or setup.drafter in self.scripts else None
