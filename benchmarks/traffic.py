@@ -81,8 +81,8 @@ def _middle_and_late(values: Sequence[float]) -> tuple[float, float]:
     return statistics.median(ordered), ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
 
 
-def prompts_of(folder: Path | None, tasks: Sequence[str]) -> list[str]:
-    """Prompts of several tasks in turn."""
+def prompts_of(folder: Path | None, tasks: Sequence[str]) -> list[Sequence[str]]:
+    """Prompts, task by task."""
     if folder is None:
         lists = [CODE8, MATHS8, CHAT8, [q.format(s) for q in QUESTIONS for s in SUBJECTS]]
     else:
@@ -94,25 +94,25 @@ def prompts_of(folder: Path | None, tasks: Sequence[str]) -> list[str]:
         lists = [texts for task, texts in by_task.items() if not tasks or any(own in task for own in tasks)]
     if not lists:
         raise SystemExit("There are no prompts.")
-    longest = max(map(len, lists))
-    return [texts[i] for i in range(longest) for texts in lists if i < len(texts)]
+    return lists
 
 
 @dataclass(frozen=True)
 class Traffic:
     """The requests of a pass."""
 
-    prompts: Sequence[str]
+    prompts: Sequence[Sequence[str]]  # of each task
     requests: int
     tokens: tuple[int, int]  # least and most tokens of an answer
     temperature: float
 
     def asked(self, llm: LLM, number: int) -> list[tuple[list[int], SamplingParams]]:
-        """The requests of pass `number`: other numbers in the first page, so that no two passes share a prefix."""
+        """The requests of pass `number`: other numbers in the first page, so that no two passes share a prefix; as
+        many of each task in every pass."""
         draw = random.Random(number)
         found = []
         for i in range(self.requests):
-            text = self.prompts[(number * self.requests + i) % len(self.prompts)]
+            text = draw.choice(self.prompts[i % len(self.prompts)])
             (ids,) = encoded(llm.tokenizer, [text], self.requests * number + i)
             limit = draw.randint(*self.tokens)
             found.append((ids, SamplingParams(max_tokens=limit, temperature=self.temperature)))

@@ -12,8 +12,11 @@ from draftwood.config import EngineConfig
 from draftwood.drafters.lookup import LookupDrafter
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
+from draftwood.drafting import Drafter
 from draftwood.engine.graph_runner import READINGS, CapturedStep
-from tiny import tiny_config
+from draftwood.growers import Beam
+from draftwood.request import SamplingParams
+from tiny import Ask, generated, tiny_config
 
 GPU = torch.device("cuda")
 
@@ -38,19 +41,34 @@ def test_what_is_rehearsed(drafter, sizes: set[int]) -> None:
     assert steps.ready == [], "what was made of nothing is not kept"
 
 
-def test_a_lookup_stands_in_for_drafters_with_weights() -> None:
-    lookup = warmup._known_already("ngram:nodes=7", GPU)
+def test_what_stands_in_for_drafters_with_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EngineConfig, "torch_device", lambda self: GPU)
+    config = EngineConfig(dtype="bfloat16")
+
+    def stand_in(drafter: str | Drafter, tree: str | None = None) -> Drafter:
+        return warmup._known_already(drafter, tree, 100, config)
+
+    lookup = stand_in("ngram:nodes=7")
     assert isinstance(lookup, LookupDrafter)
     assert lookup.max_nodes == 7
-    for other in ("model:smollm2", "eagle3"):
-        stands_in = warmup._known_already(other, GPU)
-        assert isinstance(stands_in, LookupDrafter), "trees as large as those of a network"
-        assert stands_in.max_nodes == 63
-    assert isinstance(warmup._known_already(NgramDrafter(), GPU), NoDrafter)
+    assert stand_in("eagle3").max_nodes == 63, "a tree as large as a network grows"
+    assert not stand_in("eagle3").law.chain
+    assert stand_in("model:smollm2").law.chain
+    assert stand_in("eagle3", "chain:depth=3").max_nodes == 3
+    assert isinstance(stand_in(NgramDrafter()), NoDrafter)
+
+
+def test_the_stand_in_grows_trees_that_cost_no_token() -> None:
+    drafter = warmup._Undecided(Beam(5, 2, 3), tiny_config().vocab_size, torch.float32)
+    harness = CapturedHarness(drafter, "match")
+    params = [SamplingParams(temperature=0.8, max_tokens=8, seed=number) for number in range(3)]
+    asked = [Ask((1 + number, 2, 3), own) for number, own in enumerate(params)]
+    assert generated(harness.run(asked)) == generated(CapturedHarness(NoDrafter(), "match").run(asked))
+    assert not harness.eager
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none here")
-@pytest.mark.parametrize("drafter", ["none", "ngram"])
+@pytest.mark.parametrize("drafter", ["none", "ngram", "eagle3"])
 def test_a_rehearsal_runs(drafter: str) -> None:
-    warmup.warm_up(tiny_config(head_dim=64), EngineConfig(device="cuda"), drafter)
+    warmup.warm_up(tiny_config(head_dim=64), EngineConfig(device="cuda"), drafter, None)

@@ -33,7 +33,7 @@ class EngineConfig:
     )
     threads: int | None = None  # None: all cores
     eager: bool = False  # launch every kernel by itself instead of replaying graphs: slow, and easy to look into
-    capture_seconds: float = 5.0  # for capturing steps at start; more of them are captured while the engine is idle
+    capture_seconds: float = 8.0  # for capturing steps at start; more of them are captured while the engine is idle
     cache_tokens: int = 0  # committed tokens and draft nodes that all sequences share; 0: what suits the device
     page_size: int = 64
     max_rows: int = 0  # rows of a step: pending tokens and draft nodes; 0: what suits the device

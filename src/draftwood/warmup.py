@@ -14,21 +14,21 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from draftwood.assembly import build_lookup, is_lookup
+from draftwood.assembly import DEFAULT_TREE, build_grower, build_lookup, is_lookup, usual_tree
 from draftwood.config import EngineConfig
-from draftwood.drafters.lookup import LookupDrafter
 from draftwood.drafters.none import NoDrafter
-from draftwood.drafting import Drafter
+from draftwood.drafting import Drafter, Front, Grower, Proposal, Silent, State, Vocabulary
 from draftwood.engine.decode_step import Parts
 from draftwood.engine.graph_runner import GraphRunner, batch_state_for
 from draftwood.engine.shapes import ShapePlan
 from draftwood.model.checkpoint import expected_shape
 from draftwood.model.config import ModelConfig
 from draftwood.model.runner import ModelRunner
+from draftwood.nets.eagle import Eagle3
+from draftwood.protocols import BatchView, Randomness
 from draftwood.rng import KeyedRng
 from draftwood.verifiers import LAWS
 
-LARGEST = 63  # nodes of the trees that networks grow by default
 VOCABULARY = 16384  # tokens: a larger one is cut up alike
 THREADS = 8
 PAGES = 16  # enough for several programs to share a sequence's keys, as they will
@@ -55,14 +55,40 @@ class _Blank:
         pass
 
 
-def warm_up(target: ModelConfig, config: EngineConfig, drafter: str | Drafter) -> None:
+class _Undecided(Silent):
+    """A network that finds all tokens alike, with a tree of its own: kernels that grow and score trees are compiled."""
+
+    def __init__(self, grower: Grower, vocabulary: int, dtype: torch.dtype) -> None:
+        self.grower, self._size, self._dtype = grower, vocabulary, dtype
+        self.law, self.max_nodes, self.sizes = grower.law, grower.max_nodes, grower.sizes
+
+    def depth(self, nodes: int) -> int:
+        return self.grower.depth_of(nodes)
+
+    def propose(self, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
+        return self.grower.grow(self, view, nodes, rng)
+
+    def begin(self, view: BatchView) -> tuple[Tensor, State]:
+        return self._alike(view, 1), ()
+
+    def extend(self, view: BatchView, front: Front, state: State) -> tuple[Tensor, State]:
+        return self._alike(view, front.tokens.shape[1]), ()
+
+    def vocabulary(self, level: int | None) -> Vocabulary | None:
+        return None
+
+    def _alike(self, view: BatchView, nodes: int) -> Tensor:
+        return torch.zeros(view.size, nodes, self._size, dtype=self._dtype, device=view.roots.device)
+
+
+def warm_up(target: ModelConfig, config: EngineConfig, drafter: str | Drafter, tree: str | None) -> None:
     """Run prefills and the usual steps in several threads: compiling waits for child processes half of the time."""
     device, dtype = config.torch_device(), config.torch_dtype()
     with _apart(device):
         blank = _Blank(target, dtype, device)
         weights = config.weight_format()
         runner = ModelRunner.load(blank, dtype, device, PAGES, config.page_size, weights, strict=config.strict)  # type: ignore[arg-type]
-        known = _known_already(drafter, device)
+        known = _known_already(drafter, tree, target.vocab_size, config)
         known.attach(runner)
         running = config.max_running
         state = batch_state_for(runner, running, known.max_nodes)
@@ -78,13 +104,17 @@ def warm_up(target: ModelConfig, config: EngineConfig, drafter: str | Drafter) -
         list(pool.map(run, parts))
 
 
-def _known_already(drafter: str | Drafter, device: torch.device) -> Drafter:
-    """A drafter without weights: kernels of networks are compiled when those are loaded, but trees as large as theirs
-    can be scored.
+def _known_already(drafter: str | Drafter, tree: str | None, vocabulary: int, config: EngineConfig) -> Drafter:
+    """What drafts before weights are there: a lookup itself; for a network, one that grows the same tree. The network's
+    own kernels are compiled when it has been loaded.
     """
-    if isinstance(drafter, str):
-        return build_lookup(drafter, device) if is_lookup(drafter) else LookupDrafter(LARGEST)
-    return NoDrafter()
+    device = config.torch_device()
+    if not isinstance(drafter, str):
+        return NoDrafter()
+    if is_lookup(drafter):
+        return build_lookup(drafter, device)
+    usual = DEFAULT_TREE if drafter.startswith("model:") else usual_tree(Eagle3, device)
+    return _Undecided(build_grower(tree or usual), vocabulary, config.torch_dtype())
 
 
 @contextmanager
@@ -97,12 +127,14 @@ def _apart(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def warming_up(target: ModelConfig, config: EngineConfig, drafter: str | Drafter) -> Iterator[None]:
+def warming_up(
+    target: ModelConfig, config: EngineConfig, drafter: str | Drafter, tree: str | None = None
+) -> Iterator[None]:
     """Warm up in the background of the block."""
 
     def run() -> None:
         try:
-            warm_up(target, config, drafter)
+            warm_up(target, config, drafter, tree)
         except Exception:  # only a head start: the engine itself will report what is wrong
             return
 

@@ -297,8 +297,12 @@ def test_usual_shapes_fit_into_a_steps_rows() -> None:
     usual = list(plan.usual())
     assert len(plan.sizes) < 16
     assert all(shape.batch * (1 + shape.nodes) <= 4096 for shape, _ in usual)
-    assert {shape.batch for shape, _ in usual[:6]} == {1, 8, 32}
-    assert usual[0][0].nodes == 63
+    first = plan.first()
+    assert usual[: len(first)] == first
+    assert [shape.batch for shape, _ in first] == [1, 256, 8, 32, 128] * 2
+    assert [shape.nodes for shape, _ in first] == [0] * 5 + [63, 1, 15, 3, 1], (
+        "plain steps, then the largest cheap trees"
+    )
     assert any(shape.pages == 100 and shape.scored == shape.batch for shape, _ in usual[:30])
 
 

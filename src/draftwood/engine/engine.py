@@ -125,7 +125,11 @@ class Engine:
 
     def prepare(self, seconds: float) -> int:
         """Capture steps for so long, before there are requests; returns how many are ready."""
-        until = time.perf_counter() + seconds
+        until, first = time.perf_counter() + seconds, len(self.runner.shapes.first())
+        while time.perf_counter() < until and len(self.runner.ready) < first and self.prepare_next():
+            pass
+        with torch.inference_mode():
+            self.runner.warm_long_prefills(until)
         while time.perf_counter() < until and self.prepare_next():
             pass
         return len(self.runner.ready)

@@ -26,14 +26,14 @@ from draftwood.engine.launched import Batch, Launched
 from draftwood.engine.plan import Plan
 from draftwood.engine.shapes import Key, ShapePlan, StepShape
 from draftwood.model.runner import ModelRunner
-from draftwood.ops.prefill import plan_sizes
+from draftwood.ops.prefill import LONGEST, STEP
 from draftwood.protocols import PREDICTED, BatchView, HostView, NodeMasks, Span, StepMode
 from draftwood.sampling import host_masks
 from draftwood.tree import TokenTree
 
 HOST = torch.device("cpu")
 READINGS = (16, 32, 64, 128, 256, 512)  # rows of a captured prefill
-FIRST_STEPS = 4  # captured before prefills: plain and drafting, for one sequence and for many
+NOT_A_SEQUENCE = -1  # holds the pages of prefills that only warm up
 WARM_UPS = 24  # steps whose kernels are compiled while weights are read
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,6 @@ class GraphRunner:
     _readings: dict[tuple[int, int], Callable[[], None]] = field(default_factory=dict)
     _baked: tuple[object, ...] = ()  # what captured steps were captured with
     _full: bool = False  # there is no memory for more graphs
-    _long_planned: bool = False  # attention of long prompts
     _pool: Any = None
     _side: Any = None
 
@@ -250,24 +249,32 @@ class GraphRunner:
 
     def _capture_next(self) -> bool:
         self._drop_outdated()
+        known = [*self._ready, *self._refused]
         size = next((size for size in self._usual_readings() if size not in self._readings), None)
-        if size is not None and len(self._ready) >= FIRST_STEPS:
-            self._plan_long_prefills()
+        if size is not None and set(self.shapes.first()) <= set(known):
             self._readings[size] = self._prepare_reading(*size)
             return True
-        key = self.shapes.next([*self._ready, *self._refused])
+        key = self.shapes.next(known)
         if key is not None:
             self.capture(*key)
         return key is not None
 
-    def _plan_long_prefills(self) -> None:
-        model = self.target.model
-        if self._long_planned or self.state.device.type != "cuda" or model.strict:
+    def warm_long_prefills(self, until: float) -> None:
+        """Prefill long prompts of every size that attention plans by, each for the first time, before there are
+        requests: planning takes longer than running. Ends at `until` (`time.perf_counter`).
+        """
+        if not self.captures or self.state.device.type != "cuda":
             return
-        own = model.config
-        sizes = own.num_heads, own.num_kv_heads, own.head_dim
-        plan_sizes(*sizes, model.dtype, self.state.device, min(self.shapes.max_rows, own.max_positions))
-        self._long_planned = True
+        tables, own = self.target.cache.tables, self.target.model.config
+        longest = min(LONGEST, self.shapes.max_rows, own.max_positions)
+        for rows in range(STEP, longest + 1, STEP):
+            if time.perf_counter() > until:
+                return
+            tables.open(NOT_A_SEQUENCE, [])
+            if tables.reserve(NOT_A_SEQUENCE, rows):
+                self.read([Span(NOT_A_SEQUENCE, [0] * rows, 0, rows)])
+                torch.cuda.synchronize()
+            tables.close(NOT_A_SEQUENCE)
 
     def capture(self, shape: StepShape, mode: StepMode) -> bool:
         """Capture such a step; False, for good, if part of it turns out to look at values."""

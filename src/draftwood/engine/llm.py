@@ -177,7 +177,7 @@ class LLM:
         if self.config.torch_device().type != "cuda":
             return self._assemble(parts)
         explained = memory_explained(self.config, self.checkpoint, parts.drafter)
-        rehearsed = warming_up(self.checkpoint.config, self.config, parts.drafter)
+        rehearsed = warming_up(self.checkpoint.config, self.config, parts.drafter, parts.tree)
         with explained, rehearsed, reading_ahead(files_of(self.checkpoint)):
             engine = self._assemble(parts)
         engine.prepare(self.config.capture_seconds)

@@ -25,7 +25,8 @@ MOST_CAPTURED = 256  # each keeps its memory
 ALTERNATIVES = (20, 100)  # per token, beside its own log-probability
 COARSE_BATCHES = (1, 8, 32, 128)
 MOST_TREE_SIZES = 12  # of which all are captured
-USUAL_MODES = (StepMode(greedy=True), StepMode(truncates=True))
+GREEDY = StepMode(greedy=True)
+USUAL_MODES = (GREEDY, StepMode(truncates=True))
 EVERYTHING = StepMode(truncates=True, limited=True)
 
 
@@ -137,32 +138,43 @@ class ShapePlan:
         by_loss = sorted(self.missed, key=lambda key: -self.missed[key])
         return next((key for key in (*by_loss, *self.usual()) if key not in known), None)
 
-    def usual(self) -> Iterator[Key]:
-        """Shapes by how much is lost without them. First what every batch can run in: few batch sizes, tables for any
-        length, the largest tree that is cheap and none; then the same with everything a request may ask for; then
-        smaller trees, and prompts beside all of them. Then what is faster: short tables for small batches, other trees,
-        batch sizes in between.
+    def first(self) -> list[Key]:
+        """What every greedy batch can run in: few batch sizes, tables for any length, plain and with the largest tree
+        that is cheap. One sequence and the largest batch, which holds all others, come first.
         """
-        batches = [batch for batch in BATCHES if batch < self.max_batch] + [self.max_batch]
-        coarse = [batch for batch in batches if batch in COARSE_BATCHES or batch == self.max_batch]
-        trees = [self._basis(batch) for batch in coarse]
-        outer = list(dict.fromkeys(shape for own in trees for shape in (own[0], own[-1])))
-        inner = [shape for own in trees for shape in own[1:-1]]
+        batches = sorted(self._coarse, key=lambda batch: (batch not in (1, self.max_batch), batch))
+        trees = [self._basis(batch) for batch in batches]
+        return [(own, GREEDY) for own in dict.fromkeys([*(own[-1] for own in trees), *(own[0] for own in trees)])]
+
+    def usual(self) -> Iterator[Key]:
+        """Shapes by how much is lost without them. First what every batch can run in, for greedy requests, for all, and
+        with everything a request may ask for; then smaller trees, and prompts beside all of them. Then what is faster:
+        short tables for small batches, other trees, batch sizes in between.
+        """
+        first = [shape for shape, _ in self.first()]
         for mode in USUAL_MODES:
-            yield from ((shape, mode) for shape in outer)
-        for shape in outer:
+            yield from ((shape, mode) for shape in first)
+        for shape in first:
             room = {"edited": shape.batch, "scored": shape.batch, "alternatives": ALTERNATIVES[0]}
             yield replace(shape, **room), EVERYTHING
+        smaller = [shape for batch in self._coarse for shape in self._basis(batch)[1:-1]]
         for mode in USUAL_MODES:
-            yield from ((shape, mode) for shape in inner)
-        basis = outer + inner
+            yield from ((shape, mode) for shape in smaller)
         for text in reversed(MIXED_ROWS):
-            mixed = [replace(shape, text=text) for shape in basis if shape.batch > 1]
+            mixed = [replace(shape, text=text) for shape in first + smaller if shape.batch > 1]
             yield from ((shape, mode) for mode in USUAL_MODES for shape in mixed)
         for mode in USUAL_MODES:
-            yield from ((shape, mode) for batch in coarse for shape in self._trees(batch))
+            yield from ((shape, mode) for batch in self._coarse for shape in self._trees(batch))
         for mode in USUAL_MODES:
-            yield from ((shape, mode) for batch in batches for shape in self._trees(batch))
+            yield from ((shape, mode) for batch in self._batches for shape in self._trees(batch))
+
+    @property
+    def _batches(self) -> list[int]:
+        return [batch for batch in BATCHES if batch < self.max_batch] + [self.max_batch]
+
+    @property
+    def _coarse(self) -> list[int]:
+        return [batch for batch in self._batches if batch in COARSE_BATCHES or batch == self.max_batch]
 
     def _basis(self, batch: int) -> list[StepShape]:
         """Trees whose rows cost little for so many sequences, each about half as large as the one before, and none; for

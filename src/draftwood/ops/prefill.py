@@ -3,7 +3,7 @@
 It reads keys once for many rows, where the paged kernels are made for few. Its sums depend on how a prompt is cut, so
 strict mode does not use it; nor can a captured step, whose pieces are not known when it is captured. The fused kernel
 is planned for each number of rows anew, which takes longer than it runs: rows are padded to few sizes, and all of them
-are planned before there are requests (`plan_sizes`).
+are run once before there are requests (`GraphRunner.warm_long_prefills`).
 """
 
 from __future__ import annotations
@@ -64,10 +64,3 @@ class PrefillAttention:
 def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Every row sees the keys up to its own: not those of padding, which lie behind all others. [H, n, D]."""
     return scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=True)[0]
-
-
-def plan_sizes(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, device: torch.device, longest: int) -> None:
-    """Let the fused kernel plan all sizes up to `longest` rows, on the thread that will run it."""
-    for rows in range(STEP, min(longest + STEP - 1, LONGEST) + 1, STEP):
-        q, k = (torch.zeros(number, rows, dim, dtype=dtype, device=device) for number in (heads, kv_heads))
-        _causal(q, k, k, dim**-0.5)
