@@ -13,9 +13,9 @@ from draftwood.engine.engine import Engine
 from draftwood.engine.graph_runner import GraphRunner
 from draftwood.engine.launched import Batch
 from draftwood.engine.scheduler import Scheduler, SchedulerConfig
-from draftwood.engine.shapes import Key
+from draftwood.engine.shapes import Key, StepShape
 from draftwood.model.runner import ModelRunner
-from draftwood.protocols import Budget, Load, StepReport
+from draftwood.protocols import Budget, Load, StepMode, StepReport
 from draftwood.rng import KeyedRng
 from draftwood.verifiers import LAWS
 from tiny import EASY, Harness, Regime, tiny_config, tiny_runner
@@ -65,6 +65,9 @@ LAZY: type[GraphRunner] = GraphRunner if GPU else Replayed
 
 class Prepared(LAZY):
     """Whatever a batch wants is ready."""
+
+    def tree_size(self, exact: StepShape, mode: StepMode) -> int:
+        return exact.nodes
 
     def _nearest(self, batch: Batch) -> Key | None:
         self._drop_outdated()

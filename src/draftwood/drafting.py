@@ -62,6 +62,26 @@ class Proposal:
         survival = None if self.survival is None else self.survival[nodes.whole]
         return replace(self, tree=tree, columns=columns[nodes.whole], survival=survival)
 
+    def likeliest(self, count: int, real: Tensor) -> Proposal:
+        """The same with `count` draft nodes of all trees together, those most likely to be accepted; absent ones only
+        where there are no others. Trees of sequences that are not `real` [B] give way to all others.
+
+        Where nodes are drawn, or nothing is said of their chances, those nearest to the roots: which they are depends
+        on no draw. Does not look at values.
+        """
+        tree = self.tree
+        if count >= tree.num_drafted:
+            return self
+        chance = -tree.depth.float() if self.survival is None or tree.q is not None else self.survival.float()
+        chance = torch.where(tree.tokens >= 0, chance, -torch.inf).where(real[tree.owner], -torch.inf)
+        chance = chance.masked_fill(tree.local == 0, torch.inf)
+        # Equal ones stay in order, so that no node comes before its parent.
+        ranked = chance.sort(descending=True, stable=True).indices
+        kept = ranked[: tree.num_trees + count].sort().values
+        columns = tree.local if self.columns is None else self.columns
+        survival = None if self.survival is None else self.survival[kept]
+        return Proposal(tree.of_nodes(kept), columns[kept], survival)
+
     def limited(self, view: BatchView) -> Proposal:
         """The same with nodes absent for which their sequence has no room; which these are depends on no draw."""
         if view.max_nodes is None or view.max_depth is None or not self.tree.num_drafted:
@@ -93,6 +113,13 @@ class Drafter(Protocol):
     @property
     def sizes(self) -> Sequence[int]:
         """The tree sizes it can propose, ascending, from 0; roots not counted."""
+        ...
+
+    @property
+    def surplus(self) -> int:
+        """How many times as many nodes as a captured step has rows for it should propose: of all sequences' nodes the
+        likeliest are scored. 1 where nodes that are not scored cost too much.
+        """
         ...
 
     @property
@@ -151,6 +178,7 @@ class Silent:
     """The parts of a drafter that most need nothing of."""
 
     needs: frozenset[int] = frozenset()
+    surplus = 1
     reads = False
     waits = False
 
@@ -281,6 +309,11 @@ class Grower(Protocol):
     @property
     def sizes(self) -> Sequence[int]:
         """The sizes its trees can have, ascending, from 0."""
+        ...
+
+    @property
+    def surplus(self) -> int:
+        """See `Drafter`: more than 1 where it says how likely nodes are."""
         ...
 
     @property

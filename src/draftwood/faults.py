@@ -107,6 +107,11 @@ class GuardedDrafter:
         return self.drafter.sizes
 
     @property
+    def surplus(self) -> int:
+        """The drafter's."""
+        return self.drafter.surplus
+
+    @property
     def needs(self) -> frozenset[int]:
         """The drafter's, unless it is switched off."""
         return frozenset() if self._health.disabled else self.drafter.needs

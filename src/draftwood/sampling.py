@@ -93,13 +93,14 @@ def _some(edits: LogitEdits, rows: Tensor) -> LogitEdits | None:
 
 
 def _nodes_of(tree: TokenTree, which: Tensor) -> tuple[Tensor, Tensor]:
-    """The nodes of the trees `which` [E], and the number of each one's tree among them. [K], [K]."""
-    number = torch.arange(len(which), device=which.device)
-    if tree.num_nodes == tree.num_trees * tree.widest:
+    """The nodes of the trees `which` [E], and the number of each one's tree among them. [K], [K]. Where values may not
+    be looked at, the last node of a tree that is smaller than others comes again.
+    """
+    number, sizes = torch.arange(len(which), device=which.device), tree.sizes[which]
+    if tree.num_nodes == tree.num_trees * tree.widest or not may_look(sizes):
         inside = torch.arange(tree.widest, device=which.device)
-        nodes = which[:, None] * tree.widest + inside
+        nodes = tree.offsets[which][:, None] + torch.minimum(inside, sizes[:, None] - 1)
         return nodes.view(-1), number[:, None].expand_as(nodes).reshape(-1)
-    sizes = tree.sizes[which]
     number = number.repeat_interleave(sizes)
     inside = torch.arange(len(number), device=which.device) - (sizes.cumsum(0) - sizes)[number]
     return tree.offsets[which][number] + inside, number
@@ -107,8 +108,9 @@ def _nodes_of(tree: TokenTree, which: Tensor) -> tuple[Tensor, Tensor]:
 
 def _add_biases(logits: Tensor, tree: TokenTree, edits: LogitEdits) -> None:
     nodes, number = _nodes_of(tree, edits.which)
-    again = (edits.which[:, None] == edits.which).tril(-1).any(1)
-    bias = edits.bias.to(logits.dtype).masked_fill(again[:, None], 0)[number]
+    every = torch.arange(len(nodes), device=nodes.device)
+    first = torch.full_like(tree.owner, len(nodes)).scatter_reduce(0, nodes, every, "amin")[nodes] == every
+    bias = torch.where(first[:, None], edits.bias.to(logits.dtype)[number], 0)  # nodes that come again have theirs
     place = nodes[:, None] * logits.shape[1] + edits.bias_tokens[number]
     logits.view(-1).scatter_add_(0, place.view(-1), bias.view(-1))
 

@@ -209,27 +209,36 @@ class TreeShape:
         return shape
 
     def part(self, keep: Tensor, trees: Tensor | None = None) -> tuple[TreeShape, NodeMap]:
-        """The shape of the nodes in `keep` [M], of some `trees` [b] alone or of all; no node may outlive its parent."""
-        nodes = keep.nonzero()[:, 0]
-        number = torch.where(keep, keep.cumsum(0) - 1, -1)
-        counts = torch.bincount(self.owner[nodes], minlength=self.num_trees)
-        if trees is not None:
-            counts = counts[trees]
-        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-        owner = torch.repeat_interleave(
-            torch.arange(len(counts), device=nodes.device), counts, output_size=nodes.shape[0]
-        )
-        local = torch.arange(nodes.shape[0], device=nodes.device) - offsets[owner]
-        tries = packed_left(follow(number, self.tries[nodes]))
-        tries = tries[:, : max(1, int((tries >= 0).any(0).sum()))].contiguous()
+        """The shape of the nodes in `keep` [M], of some `trees` [b] alone or of all; no node may outlive its parent.
+        Looks at values.
+        """
+        shape, nodes = self.of_nodes(keep.nonzero()[:, 0])
+        tries = shape.tries[:, : max(1, int((shape.tries >= 0).any(0).sum()))].contiguous()
+        if trees is None:
+            return replace(shape, tries=tries), nodes
+        number = trees.new_empty(self.num_trees).scatter_(0, trees, torch.arange(len(trees), device=trees.device))
+        ends = torch.cat([shape.offsets[trees], shape.offsets[-1:]])
+        merged = None if self.merged is None else self.merged[trees]
+        return replace(shape, tries=tries, offsets=ends, owner=number[shape.owner], merged=merged), nodes
+
+    def of_nodes(self, nodes: Tensor) -> tuple[TreeShape, NodeMap]:
+        """The shape of these nodes [m] alone, rising; no node may outlive its parent. Does not look at values."""
+        every = torch.arange(len(nodes), device=nodes.device)
+        number = torch.full_like(self.parents, -1).scatter_(0, nodes, every)
+        owner = self.owner[nodes]
+        offsets = torch.searchsorted(owner, torch.arange(self.num_trees + 1, device=nodes.device))
+        local = every - offsets[owner]
         paths = follow(number, self.paths[nodes])
-        ancestors = ancestor_words(paths, local, self.ancestors.shape[1])
-        parents = follow(number, self.parents[nodes])
-        merged = self.merged if trees is None or self.merged is None else self.merged[trees]
         shape = replace(
-            self, parents=parents, offsets=offsets, owner=owner, local=local, depth=self.depth[nodes],
-            ancestors=ancestors, tries=tries, merged=merged,
-        )  # fmt: skip
+            self,
+            parents=follow(number, self.parents[nodes]),
+            offsets=offsets,
+            owner=owner,
+            local=local,
+            depth=self.depth[nodes],
+            ancestors=ancestor_words(paths, local, self.ancestors.shape[1]),
+            tries=packed_left(follow(number, self.tries[nodes])),
+        )
         return shape, NodeMap(nodes, number)
 
 
@@ -295,12 +304,8 @@ def offsets_of(owner: Tensor, num_trees: int) -> Tensor:
 
 def ancestor_words(paths: Tensor, local: Tensor, words: int) -> Tensor:
     """Bit sets over local node indices for the nodes on `paths`, in any order. [M, D + 1] -> [M, words] int64."""
-    table = torch.zeros(paths.shape[0], words, dtype=torch.int64, device=paths.device)
-    for step in range(paths.shape[1]):
-        node = torch.where(paths[:, step] >= 0, local[paths[:, step].clamp(min=0)], 0) - 1
-        present = node >= 0
-        bit = torch.ones_like(node) << (node.clamp(min=0) % BITS)
-        word = (node.clamp(min=0) // BITS).unsqueeze(1)
-        # Every step of a path is another node, so adding a bit is setting it.
-        table.scatter_add_(1, word, torch.where(present, bit, 0).unsqueeze(1))
-    return table
+    place = torch.where(paths >= 0, local[paths.clamp(min=0)], 0) - 1
+    bit = torch.ones_like(place) << (place.clamp(min=0) % BITS)
+    word = torch.where(place >= 0, place // BITS, -1)
+    # Every step of a path is another node, so adding a bit is setting it.
+    return torch.stack([torch.where(word == number, bit, 0).sum(1) for number in range(words)], 1)

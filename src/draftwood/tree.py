@@ -195,6 +195,11 @@ class TokenTree:
             1, self.tokens[nodes][:, None], chosen[:, None].to(like.dtype)
         )
 
+    def of_nodes(self, nodes: Tensor) -> TokenTree:
+        """These nodes [m] alone, rising; see `TreeShape.of_nodes`."""
+        shape, _ = self.shape.of_nodes(nodes)
+        return TokenTree(self.tokens[nodes], shape, self.draw[nodes], self.q_row[nodes], self.q)
+
     def part(self, keep: Tensor, trees: Tensor | None = None) -> tuple[TokenTree, NodeMap]:
         """The nodes in `keep` [M], of some `trees` [b] alone or of all; see `TreeShape.part`."""
         shape, nodes = self.shape.part(keep, trees)

@@ -50,6 +50,7 @@ class Switch:
         self._drafter = drafter
         self._current: Drafter = drafter
         self.law, self.max_nodes, self.sizes = drafter.law, drafter.max_nodes, drafter.sizes
+        self.surplus = drafter.surplus
 
     @property
     def on(self) -> bool:

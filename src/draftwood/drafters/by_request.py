@@ -66,6 +66,11 @@ class OfferedDrafters:
         return max(drafter.max_nodes for drafter in self._all)
 
     @property
+    def surplus(self) -> int:
+        """The default's."""
+        return self.default.surplus
+
+    @property
     def needs(self) -> frozenset[int]:
         """What any of them needs."""
         return frozenset().union(*(guard.needs for guard in self._guards.values()))

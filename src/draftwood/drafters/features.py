@@ -119,6 +119,11 @@ class FeatureDrafter(Silent):
         """The grower's."""
         return self.grower.sizes
 
+    @property
+    def surplus(self) -> int:
+        """The grower's."""
+        return self.grower.surplus
+
     def depth(self, nodes: int) -> int:
         """The grower's."""
         return self.grower.depth_of(nodes)

@@ -7,11 +7,14 @@ from dataclasses import replace
 from functools import lru_cache
 
 import torch
+from torch import Tensor
 
 from draftwood.drafting import Proposal, Silent
 from draftwood.ops.lookup import suffix_lookup
 from draftwood.protocols import BatchView, Randomness
 from draftwood.tree import POINT_CHAIN, TokenTree
+
+CHANCES = (0.0, 0.25, 0.4, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85)  # of a token behind so many alike
 
 
 def check_settings(nodes: int, longest: int, shortest: int, branches: int) -> None:
@@ -30,6 +33,7 @@ class LookupDrafter(Silent):
     """
 
     law = POINT_CHAIN
+    surplus = 5  # looking up costs next to nothing
 
     def __init__(self, nodes: int = 4, longest: int = 4, shortest: int = 0) -> None:
         check_settings(nodes, longest, shortest, 1)
@@ -50,7 +54,7 @@ class LookupDrafter(Silent):
         """A chain of what followed; absent from where nothing did, or there is no room."""
         if nodes == 0:
             return Proposal.bare(view)
-        found = suffix_lookup(view.history, view.rows, view.lengths, nodes, self.longest, self.shortest)
+        found, alike = suffix_lookup(view.history, view.rows, view.lengths, nodes, self.longest, self.shortest)
         if view.max_nodes is not None and view.max_depth is not None:
             room = torch.minimum(view.max_nodes, view.max_depth)
             found = found.masked_fill(torch.arange(nodes, device=found.device) >= room[:, None], -1)
@@ -60,7 +64,18 @@ class LookupDrafter(Silent):
         # Behind an absent node of a chain all are absent.
         tries = chain.tries.masked_fill(gone[chain.tries.clamp(min=0)], -1)
         parents = torch.where(gone, torch.arange(len(tokens), device=tokens.device), chain.parents)
-        return Proposal(replace(chain, tokens=tokens, shape=chain.shape.linked(tries, parents)))
+        survival = _survival(self.longest, nodes, tokens.device)[alike].view(-1)
+        return Proposal(replace(chain, tokens=tokens, shape=chain.shape.linked(tries, parents)), survival=survival)
+
+
+@lru_cache(maxsize=1024)
+def _survival(longest: int, nodes: int, device: torch.device) -> Tensor:
+    """The chance that each node of a chain is accepted, by how many tokens were alike before it; every accepted one is
+    one more. Rough, and the same for all texts: it tells chains apart. [longest + 1, 1 + nodes].
+    """
+    most = len(CHANCES) - 1
+    chances = [[1.0, *(CHANCES[min(alike + node, most)] for node in range(nodes))] for alike in range(longest + 1)]
+    return torch.tensor(chances).cumprod(1).to(device)
 
 
 @lru_cache(maxsize=1024)

@@ -47,6 +47,11 @@ class CausalDrafter(Silent):
         """The grower's."""
         return self.grower.sizes
 
+    @property
+    def surplus(self) -> int:
+        """The grower's."""
+        return self.grower.surplus
+
     def attach(self, target: ModelRunner) -> None:
         """Lay the model's cache under the target's slots."""
         own, theirs = self.runner.cache.tables, target.cache.tables

@@ -101,6 +101,7 @@ class HostDrafter(Silent):
 
     law: DraftLaw = POINT_TREE
     max_nodes: int
+    surplus = 5  # made on the host: rows of the frame cost nothing until they are scored
     waits = True
     scores = False  # whether its trees come with chances
 

@@ -121,6 +121,11 @@ class PredictedDrafter:
         return self.drafter.sizes
 
     @property
+    def surplus(self) -> int:
+        """The inner drafter's."""
+        return self.drafter.surplus
+
+    @property
     def needs(self) -> frozenset[int]:
         """The inner drafter's."""
         return self.drafter.needs

@@ -18,6 +18,7 @@ from draftwood.batch import ForwardBatch, with_text
 from draftwood.cache.batch_state import BatchState, StepInputs
 from draftwood.cache.kv import stage_trees
 from draftwood.drafting import Drafter, Proposal
+from draftwood.engine.shapes import StepShape
 from draftwood.engine.trace import facts
 from draftwood.faults import DrafterHealth
 from draftwood.model.runner import ModelRunner
@@ -85,23 +86,24 @@ def decode_step(
     state: BatchState,
     view: BatchView,
     inputs: StepInputs,
-    nodes: int,
-    alternatives: int,
+    shape: StepShape,
     text: ForwardBatch | None,
 ) -> StepOutput:
-    """One step for every sequence of the view, with at most `nodes` draft nodes each and rows of prompts beside them;
-    with as many `alternatives` for sequences that ask for log-probabilities.
-    """
-    scored = score(parts, view, propose(parts, view, nodes), text)
-    return settle(parts, state, view, inputs, scored, alternatives)
+    """One step for every sequence of the view, and rows of prompts beside them, in a step of this shape."""
+    scored = score(parts, view, propose(parts, state, view, shape), text)
+    return settle(parts, state, view, inputs, scored, shape.alternatives)
 
 
-def propose(parts: Parts, view: BatchView, nodes: int) -> Proposal:
-    """The drafter's trees; bare roots where there is no room for any."""
+def propose(parts: Parts, state: BatchState, view: BatchView, shape: StepShape) -> Proposal:
+    """The drafter's trees, or of all their nodes the likeliest; bare roots where there is no room for any."""
     with parts.timers.measure("draft"):
-        drafts = nodes or view.mode.predicted
-        proposal = parts.drafter.propose(view, nodes, parts.rng) if drafts else Proposal.bare(view)
-        return proposal.packed() if view.may_look else proposal
+        drafts = shape.proposed or view.mode.predicted
+        proposal = parts.drafter.propose(view, shape.proposed, parts.rng) if drafts else Proposal.bare(view)
+        if view.may_look:
+            return proposal.packed()
+        if shape.proposed == shape.nodes or view.mode.predicted:  # what callers predict has rows of its own
+            return proposal
+        return proposal.likeliest(shape.batch * shape.nodes, view.rows != state.padding_row)
 
 
 def score(parts: Parts, view: BatchView, proposal: Proposal, text: ForwardBatch | None) -> Scored:

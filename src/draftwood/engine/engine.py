@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from draftwood.cache.batch_state import edits_on_device
-from draftwood.drafting import Drafter
+from draftwood.drafting import Drafter, padded_batch
 from draftwood.engine.decode_step import Parts
 from draftwood.engine.graph_runner import GraphRunner, batch_state_for
 from draftwood.engine.launched import Batch, Launched
@@ -87,7 +87,8 @@ class Engine:
         behind = max(drafter.max_nodes, drafter.staged(drafter.max_nodes))
         state = batch_state_for(target, scheduler.config.max_running, behind)
         rows, page_size = scheduler.config.max_rows, target.cache.page_size
-        shapes = ShapePlan.for_trees(drafter.sizes, state.capacity, rows, state.num_pages, page_size)
+        surplus = drafter.surplus if captures else 1
+        shapes = ShapePlan.for_trees(drafter.sizes, state.capacity, rows, state.num_pages, page_size, surplus)
         self.runner = GraphRunner(parts, state, shapes, captures)
         self._in_flight: _InFlight | None = None
         self._read: dict[int, int] = {}  # sequence -> tokens in the drafter's KV cache, where that is less than all
@@ -103,7 +104,8 @@ class Engine:
         """Launch step n + 1, collect step n; where nothing is asynchronous, launch and collect the same one."""
         events = self._collect() if self._must_know_the_last_step else []
         budget = self._budget()
-        prompts, ready = self.scheduler.schedule(budget, self._ahead)
+        room = self.runner.shapes.proposed(2, budget.max_nodes)  # for the tree of any sequence of several
+        prompts, ready = self.scheduler.schedule(budget, self._ahead, room)
         scored, prompts = prompts.parted()
         self._release_preempted()
         for item in prompts.items + scored.items:
@@ -196,8 +198,10 @@ class Engine:
         """The step to run: what its requests ask for, and how large it has to be."""
         seqs = [item.seq for item in ready.items]
         rooms = [item.own_nodes for item in ready.items]
-        eager = not self.runner.captures
-        limited = eager or len(set(rooms)) > 1 or any(seq.params.max_depth is not None for seq in seqs)
+        eager, plan = not self.runner.captures, self.runner.shapes
+        nodes = self._tree_size(min(budget.max_nodes, max(rooms)), whole=not eager)
+        limited = eager or len(set(rooms)) > 1 or max(rooms) < plan.proposed(padded_batch(len(seqs)), nodes)
+        limited = limited or any(seq.params.max_depth is not None for seq in seqs)
         mode = StepMode(
             laws=_names(seq.params.law for seq in seqs),
             drafters=_names(seq.params.drafter for seq in seqs),
@@ -213,18 +217,17 @@ class Engine:
             for asks in (lambda s: edits_on_device(s.params), _masked, lambda s: s.params.logprobs is not None)
         )
         tables = [len(self.scheduler.tables.pages(seq_id)) for seq_id in (*ready.seq_ids, *prompts.seq_ids)]
-        room = self._tree_size(max(rooms), whole=not eager)
         exact = StepShape(
             batch=len(seqs),
-            nodes=room,
-            pages=min(max(*tables, self._pages_behind(ready, room)) + 1, self.runner.state.num_pages),
+            nodes=nodes,
+            pages=min(max(*tables, self._pages_behind(ready, max(rooms))) + 1, self.runner.state.num_pages),
             text=prompts.num_rows,
             edited=len(edited),
             masked=len(masked),
             scored=len(scored),
             alternatives=max((seq.params.logprobs or 0 for seq in seqs), default=0),
         )
-        shape = replace(exact, nodes=self.runner.tree_size(exact, mode))
+        shape = replace(exact, nodes=self.runner.tree_size(exact, mode), proposed=0)
         known = eager and self._in_flight is None
         gained = max(self._gained.get(seq.id, 1) for seq in seqs) if known else None
         return Batch(ready, mode, shape, edited, masked, scored, prompts.spans, gained, budget.min_accept_prob)

@@ -117,12 +117,12 @@ class GraphRunner:
         if shape.text:
             self._frame(shape.text, shape.pages).fill(self.target.cache.stage_text(batch.prompts, device=HOST))
         view = batch.plan.view()
-        self._prepare_host_trees(view, shape.batch, shape.nodes, key[1])
+        self._prepare_host_trees(view, shape.batch, shape.proposed, key[1])
         step.inputs.flat.copy_(self._numbers(batch, shape, key[1]), non_blocking=True)
         step.runs[0]()
         if step.masks is not None:
             self._fill_masks(step, view, batch)
-        launched = self._launched(batch, step.made.output, shape.rows, shape.nodes, bool(shape.text))
+        launched = self._launched(batch, step.made.output, shape.rows, shape, bool(shape.text))
         return replace(launched, captured=True)
 
     def tree_size(self, exact: StepShape, mode: StepMode) -> int:
@@ -173,8 +173,8 @@ class GraphRunner:
         )
         text = _as_wide(cache.stage_text(batch.prompts), shape.pages, cache.scratch_page) if batch.prompts else None
         host = batch.plan.view()
-        self._prepare_host_trees(host, shape.batch, shape.nodes, batch.mode)
-        scored = score(self.parts, view, propose(self.parts, view, shape.nodes), text)
+        self._prepare_host_trees(host, shape.batch, shape.proposed, batch.mode)
+        scored = score(self.parts, view, propose(self.parts, self.state, view, shape), text)
         masks = None
         if batch.masked:
             tree = scored.proposal.tree
@@ -182,7 +182,7 @@ class GraphRunner:
             masks = NodeMasks(found.nodes.to(device), found.allowed.to(device))
         output = settle(self.parts, self.state, view, inputs, scored, shape.alternatives, masks)
         rows = scored.proposal.tree.num_nodes + shape.text
-        return self._launched(batch, output, rows, shape.nodes, bool(batch.prompts))
+        return self._launched(batch, output, rows, shape, bool(batch.prompts))
 
     def _prepare_host_trees(self, view: HostView, size: int, nodes: int, mode: StepMode) -> None:
         if self.parts.drafter.waits or mode.predicted:
@@ -212,14 +212,14 @@ class GraphRunner:
             buffer.copy_(uploaded(part[index], self.state.device), non_blocking=True)
         step.runs[2]()
 
-    def _launched(self, batch: Batch, output: StepOutput, rows: int, nodes: int, with_prompts: bool) -> Launched:
+    def _launched(self, batch: Batch, output: StepOutput, rows: int, shape: StepShape, with_prompts: bool) -> Launched:
         arrived = None
         host = output.over([_on_its_way(part) for part in output.tensors])
         if self.state.device.type == "cuda":
             arrived = torch.cuda.Event()
             arrived.record()
-        depth = self.parts.drafter.depth(nodes) + (PREDICTED if batch.mode.predicted else 0)
-        return Launched(batch, host, arrived, rows, nodes, depth, with_prompts, captured=False)
+        depth = self.parts.drafter.depth(shape.proposed) + (PREDICTED if batch.mode.predicted else 0)
+        return Launched(batch, host, arrived, rows, shape.nodes, depth, with_prompts, captured=False)
 
     def read(self, spans: Sequence[Span]) -> None:
         """Prefill pieces of prompts in target and drafter: a few short ones by a graph, others eagerly."""
@@ -322,7 +322,7 @@ class GraphRunner:
 
             def whole() -> None:
                 view = self.state.view(inputs, mode, shape.pages)
-                made.output = decode_step(self.parts, self.state, view, inputs, shape.nodes, shape.alternatives, text)
+                made.output = decode_step(self.parts, self.state, view, inputs, shape, text)
 
             return CapturedStep(inputs, [self._as_graph(whole)], made, None)
         return self._in_parts(shape, mode, inputs, text, made)
@@ -335,7 +335,7 @@ class GraphRunner:
 
         def first() -> None:
             view[:] = [self.state.view(inputs, mode, shape.pages)]
-            made.proposal = propose(self.parts, view[0], shape.nodes)
+            made.proposal = propose(self.parts, self.state, view[0], shape)
 
         def second() -> None:
             made.scored = score(self.parts, view[0], made.proposal, text)

@@ -97,15 +97,18 @@ class Scheduler:
             events.append(seq.event(0, 0, reason, self.clock(), error=error))
         return events
 
-    def schedule(self, budget: Budget, ahead: Mapping[int, int] = MappingProxyType({})) -> tuple[Plan, Plan]:
+    def schedule(
+        self, budget: Budget, ahead: Mapping[int, int] = MappingProxyType({}), most: int | None = None
+    ) -> tuple[Plan, Plan]:
         """What the next step runs: chunks of prompts, which leave the last token of each prompt pending, and the
         sequences that have nothing else pending, with room for draft nodes.
 
         `ahead`: the most tokens a sequence may have gained on the device that the host does not know of; at least one.
+        `most`: draft nodes of one tree, where those of a step are shared unevenly; None: as many as the budget says.
         """
-        self.budget = budget
+        self.budget, most = budget, budget.max_nodes if most is None else most
         self._admit()
-        share = self._node_rows(max((seq.wanted_nodes(budget.max_nodes) for seq in self.running), default=0))
+        share = self._node_rows(max((seq.wanted_nodes(most) for seq in self.running), default=0))
         items: dict[int, PlanItem] = {}
         text, pieces = self._prefill_room()
         for seq in sorted(self.running, key=lambda s: (self._pending(s) > 1, s.id)):
@@ -121,7 +124,7 @@ class Scheduler:
             end = length if ready else min(start + rows, length - 1)
             room = min(end + ahead.get(seq.id, 0) + (seq.id in ahead), seq.max_length)
             if end > start and self._make_room(seq, room, items):
-                nodes = min(share, rows - 1, seq.wanted_nodes(budget.max_nodes)) if ready else 0
+                nodes = min(share, rows - 1, seq.wanted_nodes(most)) if ready else 0
                 items[seq.id] = PlanItem(seq, start, end, nodes)
         prompts = Plan(tuple(item for item in items.values() if not item.samples))
         # Draft nodes get their pages last: no sequence is preempted for a guess.

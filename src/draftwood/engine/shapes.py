@@ -40,13 +40,17 @@ class StepShape:
     """What a step has room for."""
 
     batch: int  # sequences
-    nodes: int  # of each one's tree, without the root
+    nodes: int  # that it scores of each one's tree, without the root; of several sequences: on average
     pages: int  # of each sequence
     text: int = 0  # prefill rows
     edited: int = 0  # sequences whose logits are edited
     masked: int = 0  # sequences that the host gives masks for
     scored: int = 0  # sequences with log-probabilities
     alternatives: int = 0  # for each of their tokens
+    proposed: int = 0  # nodes of each sequence's tree, of all of which the likeliest are scored; no fewer than `nodes`
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "proposed", max(self.proposed, self.nodes))
 
     @property
     def rows(self) -> int:
@@ -62,7 +66,7 @@ class StepShape:
         """Whether a batch of shape `other` can run in this one, perhaps with smaller trees. A shape without nodes is no
         substitute for one with: a drafter with its own KV cache would fall behind.
         """
-        nodes = self.nodes <= other.nodes and (self.nodes > 0) == (other.nodes > 0)
+        nodes = self.nodes <= other.nodes and (self.nodes > 0) == (other.nodes > 0) and self.proposed <= other.proposed
         extras = all(mine >= asked for mine, asked in zip(self.extras, other.extras, strict=True))
         extras = extras and (self.masked > 0) == (other.masked > 0)  # masks make the host wait for the trees
         return nodes and extras and self.batch >= other.batch and self.pages >= other.pages and self.text >= other.text
@@ -87,15 +91,21 @@ class ShapePlan:
     max_rows: int
     whole_table: int  # pages of the longest possible sequence
     page_size: int
+    surplus: int = 1  # see `Drafter`
     missed: dict[Key, float] = field(default_factory=dict)  # plain steps lost by shapes that are not ready
 
     @classmethod
     def for_trees(
-        cls, sizes: Sequence[int], max_batch: int, max_rows: int, whole_table: int, page_size: int
+        cls, sizes: Sequence[int], max_batch: int, max_rows: int, whole_table: int, page_size: int, surplus: int = 1
     ) -> ShapePlan:
         """A plan for trees of `sizes`, of which few enough are captured where there are many."""
         worth = set(sizes) if len(sizes) <= MOST_TREE_SIZES else set(tree_sizes(sizes[-1]))
-        return cls([size for size in sizes if size in worth], max_batch, max_rows, whole_table, page_size)
+        return cls([size for size in sizes if size in worth], max_batch, max_rows, whole_table, page_size, surplus)
+
+    def proposed(self, batch: int, nodes: int) -> int:
+        """Nodes of each sequence's tree where so many of each are scored on average."""
+        wanted = nodes if batch == 1 else self.surplus * nodes
+        return max(nodes, max(size for size in self.sizes if size <= wanted))
 
     def pages_for(self, pages: int, batch: int = 1) -> int:
         """Pages of the smallest block table for sequences of so many. Its last entry is scratch: a finished sequence
@@ -113,9 +123,10 @@ class ShapePlan:
         edited, masked, scored = (padded_count(count, batch) for count in exact.extras[:3])
         text = next((rows for rows in MIXED_ROWS if rows >= exact.text), exact.text) if exact.text else 0
         alternatives = next((k for k in ALTERNATIVES if k >= exact.alternatives), exact.alternatives)
+        nodes = max(size for size in self.sizes if size <= exact.nodes)
         return StepShape(
-            batch, max(size for size in self.sizes if size <= exact.nodes), self.pages_for(exact.pages, batch), text,
-            edited, masked, scored, alternatives if scored else 0,
+            batch, nodes, self.pages_for(exact.pages, batch), text, edited, masked, scored,
+            alternatives if scored else 0, self.proposed(batch, nodes),
         )  # fmt: skip
 
     def nearest(self, wanted: StepShape, mode: StepMode, ready: Sequence[Key]) -> Key | None:
@@ -192,4 +203,5 @@ class ShapePlan:
         """Every size of tree that so many sequences have rows for, the largest first."""
         most = self.max_rows // batch - 1
         pages = self.pages_for(1, batch)
-        return [StepShape(batch, size, pages) for size in reversed(self.sizes) if size <= max(most, 0)]
+        fitting = [size for size in reversed(self.sizes) if size <= max(most, 0)]
+        return [StepShape(batch, size, pages, proposed=self.proposed(batch, size)) for size in fitting]

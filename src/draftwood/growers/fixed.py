@@ -179,6 +179,7 @@ class _Fixed:
     _trees: dict[tuple[int, int, torch.device], _FixedTree] = field(
         default_factory=dict, init=False, repr=False, compare=False, kw_only=True
     )
+    surplus = 1
 
     @property
     def chosen_by(self) -> ChildPicker:

@@ -26,6 +26,8 @@ class Paths:
     depth: int
     trunk: int = 0
 
+    surplus = 1
+
     def __post_init__(self) -> None:
         if self.paths < 1 or self.depth < 1 or self.trunk < 0:
             raise ValueError("there must be at least one path of at least one token, and no negative trunk")

@@ -81,6 +81,7 @@ class _Ranked:
     width: int
 
     law = POINT_TREE
+    surplus = 2
 
     def _check(self, forwards: int) -> None:
         if not 1 <= self.nodes <= MAX_NODES:
@@ -120,8 +121,8 @@ class Beam(_Ranked):
         return self.depth
 
     def depth_of(self, nodes: int) -> int:
-        """The likeliest may all lie on one path."""
-        return min(nodes, self.depth)
+        """The likeliest may all lie on one path; a small tree is not worth a forward for every node of it."""
+        return min(nodes, self.depth, 1 + nodes.bit_length())
 
     def staged(self, nodes: int) -> int:
         """The likeliest of every level but the last, whatever is kept of them."""

@@ -8,8 +8,11 @@ from torch import Tensor
 from draftwood.links import may_look
 
 
-def suffix_lookup(history: Tensor, rows: Tensor, lengths: Tensor, nodes: int, longest: int, shortest: int) -> Tensor:
-    """The `nodes` tokens after the last earlier place of each text's end, -1 where there is none. [B, nodes].
+def suffix_lookup(
+    history: Tensor, rows: Tensor, lengths: Tensor, nodes: int, longest: int, shortest: int
+) -> tuple[Tensor, Tensor]:
+    """The `nodes` tokens after the last earlier place of each text's end, -1 where there is none [B, nodes]; and how
+    many tokens are alike there [B].
 
     history [any, L] holds the texts, `rows` [B] says which, `lengths` [B] how long they are.
     """
@@ -21,7 +24,7 @@ def suffix_lookup(history: Tensor, rows: Tensor, lengths: Tensor, nodes: int, lo
     return reference_lookup(texts[rows], lengths, nodes, longest, shortest)
 
 
-def reference_lookup(texts: Tensor, lengths: Tensor, nodes: int, longest: int, shortest: int) -> Tensor:
+def reference_lookup(texts: Tensor, lengths: Tensor, nodes: int, longest: int, shortest: int) -> tuple[Tensor, Tensor]:
     """The same in plain torch, on the texts themselves [B, L]."""
     index = torch.arange(texts.shape[1], device=texts.device)
     # equal[b, e] is how many tokens before place e are the last ones of the text, in order.
@@ -38,4 +41,5 @@ def reference_lookup(texts: Tensor, lengths: Tensor, nodes: int, longest: int, s
     best = rank.max(1).values
     place = (best % texts.shape[1])[:, None] + torch.arange(nodes, device=texts.device)
     there = (best[:, None] >= 0) & (place < lengths[:, None])
-    return torch.where(there, texts.gather(1, place.clamp(max=texts.shape[1] - 1)), -1)
+    tokens = torch.where(there, texts.gather(1, place.clamp(max=texts.shape[1] - 1)), -1)
+    return tokens, torch.where(best >= 0, best // texts.shape[1], 0)

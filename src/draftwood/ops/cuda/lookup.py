@@ -17,6 +17,7 @@ def _lookup(
     rows,
     lengths,
     out,
+    alike,
     stride,
     NODES,
     LONGEST: tl.constexpr,
@@ -46,12 +47,17 @@ def _lookup(
     there = (found >= 0) & (at < length) & (node < NODES)
     token = tl.load(text + at, mask=there, other=-1)
     tl.store(out + b * NODES + node, token, mask=node < NODES)
+    tl.store(alike + b, tl.where(found >= 0, found // stride, 0))
 
 
-def suffix_lookup(history: Tensor, rows: Tensor, lengths: Tensor, nodes: int, longest: int, shortest: int) -> Tensor:
+def suffix_lookup(
+    history: Tensor, rows: Tensor, lengths: Tensor, nodes: int, longest: int, shortest: int
+) -> tuple[Tensor, Tensor]:
     """See `ops.lookup.suffix_lookup`."""
     out = torch.empty(len(rows), nodes, dtype=torch.int64, device=history.device)
+    alike = torch.empty(len(rows), dtype=torch.int64, device=history.device)
     _lookup[(len(rows),)](
-        history, rows, lengths, out, history.stride(0), nodes, longest, shortest, BLOCK, triton.next_power_of_2(nodes)
-    )
-    return out
+        history, rows, lengths, out, alike, history.stride(0), nodes, longest, shortest,
+        BLOCK, triton.next_power_of_2(nodes),
+    )  # fmt: skip
+    return out, alike
