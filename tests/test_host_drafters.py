@@ -15,13 +15,14 @@ from draftwood.batch import ForwardBatch
 from draftwood.drafters.branches import as_points, with_branches
 from draftwood.drafters.by_request import OfferedDrafters
 from draftwood.drafters.lookup import LookupDrafter
+from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
 from draftwood.drafters.points import PointDrafter, PointTree
 from draftwood.drafters.predicted import PredictedDrafter
 from draftwood.drafters.scripted import ScriptedDrafter
 from draftwood.drafting import Proposal, Silent
-from draftwood.growers import Independent, Levels, WithoutReplacement
+from draftwood.growers import Beam, Independent, Levels, WithoutReplacement
 from draftwood.joining import choose, join
 from draftwood.links import HostLinks
 from draftwood.protocols import PREDICTED, BatchView, Features, HostView, Span, StepMode
@@ -659,3 +660,13 @@ def test_trees_are_bare_where_it_is_not_known_who_expects_what(picker) -> None:
     assert [paths_of(unknown, b) for b in range(2)] == [set(), set()]
     drafter.prepare(host_view([[0], [0]]), 2, 4)
     assert int((drafter.propose(view, 4, KeyedRng()).tree.q_row >= 0).sum()) > 0, "no request expects anything"
+
+
+def test_rows_are_shared_only_where_no_drafter_draws() -> None:
+    """Whether a drawn node is scored must not depend on draws, so such trees are not selected from."""
+    points, drawn = (
+        ModelDrafter(tiny_runner(), Beam(4, 2, 2)),
+        ModelDrafter(tiny_runner(), Levels((2,), WithoutReplacement())),
+    )
+    assert OfferedDrafters(points, {"none": NoDrafter()}).surplus == points.surplus > 1
+    assert OfferedDrafters(points, {"drawn": drawn}).surplus == 1

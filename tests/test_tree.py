@@ -11,8 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from draftwood.drafting import Proposal
 from draftwood.shape import TreeShape
 from draftwood.tree import Draw, TokenTree, Verdict
+from no_sync import no_looking
 from trees import padded as with_absent
 from trees import tree_of
 
@@ -479,3 +481,65 @@ def test_shapes_side_by_side(tree: TokenTree) -> None:
         assert getattr(tiled, name).tolist() == getattr(double, name).tolist(), name
     assert [nodes.tolist() for nodes in tiled.levels] == [nodes.tolist() for nodes in double.levels]
     assert tiled.widths == double.widths
+
+
+# --- the likeliest nodes of a batch
+
+
+def offered(survival: list[float]) -> Proposal:
+    return Proposal(TokenTree.of_points(TREES), survival=torch.tensor(survival))
+
+
+def kept_of(proposal: Proposal, count: int, real: tuple[bool, ...] = (True, True, True)) -> list[list[int]]:
+    """Local indices of the kept nodes of each tree, without the root: columns say where they were."""
+    there = torch.tensor(real)
+    with no_looking():
+        some = proposal.likeliest(count, there)
+    some.tree.validate()
+    assert some.tree.num_drafted == count
+    assert some.columns is not None
+    return [[int(c) for c in some.columns[some.tree.owner == b] if c] for b in range(some.tree.num_trees)]
+
+
+def test_the_likeliest_nodes_of_all_trees_are_kept() -> None:
+    proposal = offered([1, 0.6, 0.3, 0.1, 0.5, 1, 1, 0.9, 0.8, 0.05])
+    assert kept_of(proposal, 4) == [[1, 4], [], [1, 2]]
+    assert kept_of(proposal, 1) == [[], [], [1]]
+    assert kept_of(proposal, 6) == [[1, 2, 3, 4], [], [1, 2]]
+    assert proposal.likeliest(7, torch.ones(3, dtype=torch.bool)) is proposal
+
+
+def test_padding_gives_way_to_real_sequences() -> None:
+    proposal = offered([1, 0.6, 0.3, 0.1, 0.5, 1, 1, 0.9, 0.8, 0.05])
+    assert kept_of(proposal, 4, (True, True, False)) == [[1, 2, 3, 4], [], []]
+
+
+def test_a_node_is_kept_with_its_parent_whatever_its_chance() -> None:
+    proposal = offered([1, 0.2, 0.3, 0.1, 0.9, 1, 1, 0.1, 0.8, 0.9])
+    assert kept_of(proposal, 3) == [[1, 2, 4], [], []]
+    assert kept_of(Proposal(TokenTree.of_points(TREES)), 3) == [[1, 2], [], [1]], "nothing known: nearest the roots"
+
+
+def test_absent_nodes_are_kept_only_where_there_are_no_others() -> None:
+    proposal = offered([1, 0.6, 0.3, 0.1, 0.5, 1, 1, 0.9, 0.8, 0.05])
+    absent = torch.zeros(10, dtype=torch.bool).index_fill_(0, torch.tensor([7, 8, 9]), True)
+    proposal = replace(proposal, tree=proposal.tree.without(absent))
+    some = proposal.likeliest(5, torch.ones(3, dtype=torch.bool))
+    assert (some.tree.tokens >= 0).sum() == 3 + 4
+    assert some.tree.num_drafted == 5
+
+
+def test_links_of_kept_nodes_are_those_of_a_tree_made_of_them() -> None:
+    some = offered([1, 0.6, 0.3, 0.1, 0.5, 1, 1, 0.9, 0.8, 0.05]).likeliest(4, torch.ones(3, dtype=torch.bool)).tree
+    own = TokenTree.of_points([([9, 1, 4], [-1, 0, 1]), ([8], [-1]), ([7, 5, 6], [-1, 0, 1])])
+    assert some.tokens.tolist() == own.tokens.tolist()
+    for name in ("parents", "offsets", "owner", "local", "depth", "ancestors"):
+        assert torch.equal(vars(some.shape)[name], vars(own.shape)[name]), name
+    assert some.tries[:, :1].tolist() == own.tries.tolist()
+    assert (some.tries[:, 1:] < 0).all()
+
+
+def test_drawn_nodes_are_not_selected_by_their_chances() -> None:
+    drawn = tree_of([1, 2, 3], [-1, 0, 0], [0, 3], q_row=[-1, 0, 0], q=torch.full((1, 5), 0.2))
+    with pytest.raises(ValueError, match="drawn"):
+        Proposal(drawn).likeliest(1, torch.tensor([True]))

@@ -64,17 +64,21 @@ class Proposal:
 
     def likeliest(self, count: int, real: Tensor) -> Proposal:
         """The same with `count` draft nodes of all trees together, those most likely to be accepted; absent ones only
-        where there are no others. Trees of sequences that are not `real` [B] give way to all others.
+        where there are no others. Trees of sequences that are not `real` [B] give way to all others. Of nodes whose
+        chances are not known those nearest to the roots are taken. Does not look at values.
 
-        Where nodes are drawn, or nothing is said of their chances, those nearest to the roots: which they are depends
-        on no draw. Does not look at values.
+        Only for chosen nodes: whether a drawn node is scored must not depend on what was drawn.
         """
         tree = self.tree
+        if tree.q is not None:
+            raise ValueError("nodes that were drawn cannot be selected by their chances")
         if count >= tree.num_drafted:
             return self
-        chance = -tree.depth.float() if self.survival is None or tree.q is not None else self.survival.float()
+        chance = -tree.depth.float() if self.survival is None else self.survival.float()
         chance = torch.where(tree.tokens >= 0, chance, -torch.inf).where(real[tree.owner], -torch.inf)
         chance = chance.masked_fill(tree.local == 0, torch.inf)
+        paths = tree.shape.paths  # a node is no likelier than its parent, whatever a drafter says
+        chance = chance[paths.clamp(min=0)].masked_fill(paths < 0, torch.inf).amin(1)
         # Equal ones stay in order, so that no node comes before its parent.
         ranked = chance.sort(descending=True, stable=True).indices
         kept = ranked[: tree.num_trees + count].sort().values
@@ -118,7 +122,7 @@ class Drafter(Protocol):
     @property
     def surplus(self) -> int:
         """How many times as many nodes as a captured step has rows for it should propose: of all sequences' nodes the
-        likeliest are scored. 1 where nodes that are not scored cost too much.
+        likeliest are scored. 1 where nodes that are not scored cost too much, and where nodes are drawn.
         """
         ...
 

@@ -20,7 +20,9 @@ from draftwood.drafters.none import NoDrafter
 from draftwood.drafters.pard import ParallelDrafter
 from draftwood.drafters.scripted import ScriptedDrafter
 from draftwood.drafters.suffix import SuffixDrafter
+from draftwood.drafting import padded_batch
 from draftwood.engine import shapes
+from draftwood.engine.controller import FixedBudget
 from draftwood.engine.shapes import EVERYTHING, LONG_TABLES, ShapePlan, StepShape
 from draftwood.growers import Beam, BestFirst, Coupled, Hybrid, Independent, Levels, Paths, WithoutReplacement, chain
 from draftwood.growers.pickers import Best
@@ -370,6 +372,45 @@ def test_a_part_that_cannot_be_captured_runs_launch_by_launch(caplog: pytest.Log
     wanted = asks(1.0)
     assert generated(harness.run(wanted)) == plain(wanted)
     assert len(tried) == 1, "once is enough to know"
+
+
+# --- rows of a step go where guesses are likeliest
+
+
+SHARED = [name for name, make in DRAFTERS.items() if make().surplus > 1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", SHARED)
+def test_sequences_share_the_rows_of_a_step(name: str, temperature: float) -> None:
+    wanted = asks(temperature)
+    harness = CapturedHarness(DRAFTERS[name](), "match")
+    harness.engine.controller = FixedBudget(2)
+    answers = harness.run(wanted)
+    assert generated(answers) == plain(wanted)
+    uneven = [shape for shape, _ in harness.runner.ready if shape.proposed > shape.nodes]
+    assert uneven
+    assert not harness.eager
+    assert not harness.runner._refused
+    assert all(shape.batch > 1 for shape in uneven), "one sequence has all rows anyway"
+    drafted = [answer.drafted / answer.steps for answer in answers]
+    assert sum(drafted) <= 2 * padded_batch(len(answers)), "rows of absent sequences are theirs, too"
+    assert max(drafted) > min(drafted)
+
+
+def test_whose_text_cannot_be_guessed_gives_its_rows_to_others() -> None:
+    guessed, strange = (1, 2, 3), (5, 6, 7)
+
+    def script(tokens):  # type: ignore[no-untyped-def]
+        return [[4, 4, 4, 4]] if tokens[0] == guessed[0] else []
+
+    harness = CapturedHarness(ScriptedDrafter(script, 4), "match")
+    harness.engine.controller = FixedBudget(2)
+    wanted = [Ask(prompt, SamplingParams(max_tokens=20, ignore_eos=True)) for prompt in (guessed, strange)]
+    lucky, other = harness.run(wanted)
+    assert generated([lucky, other]) == plain(wanted)
+    assert other.drafted == 0
+    assert lucky.drafted / lucky.steps > 2.5, "twice two rows are there, and nobody else wants them"
 
 
 # --- laws, and what else must hold

@@ -17,7 +17,7 @@ from draftwood.joining import choose, join
 from draftwood.model.runner import ModelRunner
 from draftwood.protocols import BatchView, Features, HostView, Randomness
 from draftwood.shape import follow
-from draftwood.tree import DraftLaw, Verdict
+from draftwood.tree import POINT_TREE, DraftLaw, Verdict
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,9 @@ class OfferedDrafters:
 
     @property
     def surplus(self) -> int:
-        """The default's."""
-        return self.default.surplus
+        """The default's, unless another one draws: nodes of its trees are not selected by their chances."""
+        points = all(drafter.law.draws <= POINT_TREE.draws for drafter in self._all)
+        return self.default.surplus if points else 1
 
     @property
     def needs(self) -> frozenset[int]:
