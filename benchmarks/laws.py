@@ -7,12 +7,14 @@
 Both sides are interleaved, medians are printed, the last line is JSON. On CUDA a verdict is timed launched op by op and
 replayed as a graph; laws that look at values on the host cannot be captured and say so. In the engine a verdict is
 part of the step's graph, and steps follow each other: the graph timed here holds a verdict REPEATS times, a step is
-taken as often in a row, and times are divided.
+taken as often in a row, and times are divided. `torch` is the graph of the law's form in torch, where it has kernels:
+what a kernel is worth is the difference, as a share of the step.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import time
 from collections.abc import Callable
@@ -34,6 +36,7 @@ from draftwood.protocols import BatchView, Span, Verifier
 from draftwood.rng import KeyedRng
 from draftwood.tree import TokenTree
 from draftwood.verifiers import LAWS
+from draftwood.verifiers.law import NodeLaw
 
 CPU_TREES: dict[str, Grower] = {
     "sampled chain of 4": Levels((1,) * 4, Independent()),
@@ -110,6 +113,13 @@ def verdict_of(verifier: Verifier, case: Case) -> Callable[[], object]:
             return verifier.verify(case.tree, case.p, case.view, KeyedRng())
 
     return run
+
+
+def without_kernels(law: NodeLaw) -> NodeLaw:
+    """The same law in its form in torch."""
+    plain = copy.copy(law)
+    plain.at_once = lambda tree, p, view: None  # type: ignore[method-assign]
+    return plain
 
 
 def repeated(run: Callable[[], object], times: int) -> Callable[[], object]:
@@ -209,15 +219,19 @@ def measure(name: str, case: Case, step: Callable[[], object], rounds: int, devi
         ways = {"eager": verdict}
         graph = captured(repeated(verdict, REPEATS)) if device.type == "cuda" else None
         ways |= {} if graph is None else {"graph": graph}
+        if device.type == "cuda" and isinstance(verifier, NodeLaw) and type(verifier).at_once is not NodeLaw.at_once:
+            in_torch = captured(repeated(verdict_of(without_kernels(verifier), case), REPEATS))
+            ways |= {} if in_torch is None else {"torch": in_torch}
         medians = interleaved(
             {way: lambda run=run: seconds(run, device) for way, run in {**ways, "step": steps}.items()}, rounds
         )
-        medians |= {way: medians[way] / REPEATS for way in ("graph", "step") if way in medians}
-        best = min(medians[way] for way in ways)
+        medians |= {way: medians[way] / REPEATS for way in ("graph", "torch", "step") if way in medians}
+        best = min(medians[way] for way in ways if way != "torch")
         found.append({"tree": name, "nodes": case.tree.num_drafted, "law": law, "lossless": verifier.lossless})
         found[-1] |= {f"{way}_us": 1e6 * t for way, t in medians.items()} | {"share": best / medians["step"]}
         columns = "  ".join(f"{way} {1e6 * t:9.1f} us" for way, t in medians.items())
-        print(f"{name:28s} {law:20s} {columns}  share of the step {best / medians['step']:6.1%}", flush=True)
+        worth = f", worth of kernels {(medians['torch'] - best) / medians['step']:6.1%}" if "torch" in medians else ""
+        print(f"{name:28s} {law:20s} {columns}  share of the step {best / medians['step']:6.1%}{worth}", flush=True)
     return found
 
 
