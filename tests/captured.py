@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from draftwood import links
+from draftwood.engine.captured import Graphs
 from draftwood.engine.controller import FixedBudget
 from draftwood.engine.engine import Engine
 from draftwood.engine.graph_runner import GraphRunner
@@ -45,10 +46,10 @@ class Moody:
         assert report.emitted >= report.num_sampling
 
 
-class Replayed(GraphRunner):
+class Calls(Graphs):
     """Where there are no graphs: the same preparations, run again call by call, without a look at values."""
 
-    def _captured(self, run: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
         def blind() -> None:
             seen, links.LOOKED_AT = links.LOOKED_AT, frozenset()
             try:
@@ -58,6 +59,11 @@ class Replayed(GraphRunner):
 
         blind()  # as graphs are before they are captured
         return blind
+
+
+@dataclass
+class Replayed(GraphRunner):
+    _graphs: Graphs = field(default_factory=Calls)
 
 
 LAZY: type[GraphRunner] = GraphRunner if GPU else Replayed

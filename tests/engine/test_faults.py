@@ -54,6 +54,10 @@ class Faulty:
         return self.drafter.sizes
 
     @property
+    def surplus(self) -> int:
+        return self.drafter.surplus
+
+    @property
     def needs(self) -> frozenset[int]:
         return self.drafter.needs
 

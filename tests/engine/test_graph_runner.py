@@ -321,7 +321,7 @@ def test_what_is_captured_first_holds_every_batch() -> None:
 
 
 def test_a_plain_step_that_is_captured_is_better_than_a_tree_that_is_not() -> None:
-    runner = CapturedHarness(draft(chain(7)), "match").runner
+    runner = CapturedHarness(draft(chain(7)), "match", eagerly=True).runner
     exact, drawn = StepShape(1, 7, 4), StepMode(truncates=True)
     assert runner.tree_size(exact, GREEDY) == 7, "nothing is captured: it runs eagerly"
     runner.capture(StepShape(1, 0, runner.state.num_pages), drawn)
@@ -365,7 +365,7 @@ def test_a_part_that_cannot_be_captured_runs_launch_by_launch(caplog: pytest.Log
         tried.append(run)
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    harness.runner._captured = refuse  # type: ignore[method-assign]
+    harness.runner._graphs.capture = refuse  # type: ignore[method-assign]
     with torch.inference_mode():
         assert not harness.runner.capture(StepShape(1, 6, 9), StepMode())
     assert "not permitted" in caplog.text

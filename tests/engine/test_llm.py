@@ -241,7 +241,11 @@ def test_bad_words_are_never_written(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("settings", "error", "words"),
     [
-        ({"drafter": "psychic"}, InvalidRequest, "none, ngram, block, eagle3, hydra, medusa, student, model:NAME"),
+        (
+            {"drafter": "psychic"},
+            InvalidRequest,
+            "none, ngram, suffix, combined, block, eagle3, hydra, medusa, student, model:NAME",
+        ),
         ({"drafter": "ngram:colour=3"}, InvalidRequest, "no setting 'colour'"),
         ({"drafter": "ngram:nodes=many"}, InvalidRequest, "another kind of value"),
         ({"drafter": "ngram:nodes"}, InvalidRequest, "name=value"),

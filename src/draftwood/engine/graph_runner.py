@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +20,7 @@ from torch import Tensor
 from draftwood.batch import ForwardBatch
 from draftwood.cache.batch_state import BatchState, StepInputs, input_numbers, uploaded
 from draftwood.cache.prefill_buffer import SEQUENCES, PrefillBuffer
+from draftwood.engine.captured import CapturedStep, Graphs, StepParts
 from draftwood.engine.decode_step import Parts, StepOutput, decode_step, ingest, propose, score, settle
 from draftwood.engine.launched import Batch, Launched
 from draftwood.engine.plan import Plan
@@ -46,36 +46,6 @@ def batch_state_for(target: ModelRunner, capacity: int, max_nodes: int) -> Batch
 
 
 @dataclass
-class CapturedStep:
-    """A step of one shape and mode, ready to be replayed: as a whole, or in three parts with masks before the last."""
-
-    inputs: StepInputs
-    runs: Sequence[Callable[[], None]]
-    made: _Made
-    masks: NodeMasks | None
-
-
-@dataclass
-class _Made:
-    """What the parts of a captured step leave for each other and for the host."""
-
-    proposal: Any = None
-    scored: Any = None
-    output: Any = None
-
-
-@dataclass(frozen=True)
-class _Replay:
-    """A graph with the function it was captured from, which keeps alive the tensors that the graph reads."""
-
-    graph: torch.cuda.CUDAGraph
-    run: Callable[[], None]
-
-    def __call__(self) -> None:
-        self.graph.replay()
-
-
-@dataclass
 class GraphRunner:
     """Runs steps and prefills."""
 
@@ -90,8 +60,7 @@ class GraphRunner:
     _readings: dict[tuple[int, int], Callable[[], None]] = field(default_factory=dict)
     _baked: tuple[object, ...] = ()  # what captured steps were captured with
     _full: bool = False  # there is no memory for more graphs
-    _pool: Any = None
-    _side: Any = None
+    _graphs: Graphs = field(default_factory=Graphs)
 
     @property
     def target(self) -> ModelRunner:
@@ -288,7 +257,7 @@ class GraphRunner:
         except RuntimeError as error:
             log.warning("%s of %s cannot be captured and runs eagerly: %s", shape, mode, str(error).splitlines()[0])
             self._refused.add((shape, mode))
-            self._pool = None  # a capture that failed leaves its memory pool unusable; other graphs keep theirs
+            self._graphs.leave_pool()
         return (shape, mode) in self._ready
 
     def _usual_readings(self) -> list[tuple[int, int]]:
@@ -299,6 +268,13 @@ class GraphRunner:
             cache, device = self.target.cache, self.state.device
             self._frames[rows, pages] = PrefillBuffer(rows, pages, cache.page_size, cache.scratch_page, device)
         return self._frames[rows, pages]
+
+    def _as_graph(self, run: Callable[[], None]) -> Callable[[], None]:
+        """The same, run once, so that everything is compiled; captured where there are graphs."""
+        if self.captures:
+            return self._graphs.capture(run)
+        run()
+        return run
 
     def _prepare_reading(self, rows: int, pages: int) -> Callable[[], None]:
         frame = self._frame(rows, pages)
@@ -312,7 +288,7 @@ class GraphRunner:
         """A step of this shape, captured on the padding row."""
         numbers = input_numbers([], [], [], (shape.batch, shape.edited, shape.scored), self.state.padding_row)
         flat = torch.tensor(numbers, dtype=torch.int64).to(self.state.device)
-        inputs, made = StepInputs.over(flat, shape.batch, shape.edited), _Made()
+        inputs, made = StepInputs.over(flat, shape.batch, shape.edited), StepParts()
         text = None
         if shape.text:
             frame = self._frame(shape.text, shape.pages)
@@ -328,7 +304,7 @@ class GraphRunner:
         return self._in_parts(shape, mode, inputs, text, made)
 
     def _in_parts(
-        self, shape: StepShape, mode: StepMode, inputs: StepInputs, text: ForwardBatch | None, made: _Made
+        self, shape: StepShape, mode: StepMode, inputs: StepInputs, text: ForwardBatch | None, made: StepParts
     ) -> CapturedStep:
         """The same in three graphs: trees, the target, and what follows once the masks are there."""
         view: list[BatchView] = []
@@ -380,29 +356,6 @@ class GraphRunner:
         step = self._ready[shape, mode]
         step.inputs.sequences[0].copy_(torch.tensor(self.state.rows(seq_ids)))
         return step.runs[0]
-
-    def _as_graph(self, run: Callable[[], None]) -> Callable[[], None]:
-        """The same, run once, so that everything is compiled; captured where there are graphs."""
-        if self.captures:
-            return self._captured(run)
-        run()
-        return run
-
-    def _captured(self, run: Callable[[], None]) -> Callable[[], None]:
-        """The same as one CUDA graph. Graphs run one at a time and the host copies what they leave before the next one
-        runs, so they share a pool.
-        """
-        if self._pool is None:
-            self._pool, self._side = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-        self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side):
-            run()  # libraries set themselves up in the first call on a stream
-        torch.cuda.current_stream().wait_stream(self._side)
-        graph = torch.cuda.CUDAGraph()
-        # "thread_local": what other threads do meanwhile, such as loading files, does not end the capture.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._side, capture_error_mode="thread_local"):
-            run()
-        return _Replay(graph, run)
 
 
 def _on_its_way(found: Tensor) -> Tensor:
