@@ -23,6 +23,7 @@ from draftwood.drafters.none import NoDrafter
 from draftwood.drafters.pard import GUESSES, ParallelDrafter
 from draftwood.drafters.points import HostDrafter
 from draftwood.drafters.predicted import PredictedDrafter
+from draftwood.drafters.recycling import RecyclingDrafter
 from draftwood.drafters.student import StudentDrafter
 from draftwood.drafters.suffix import SuffixDrafter
 from draftwood.drafters.trained import drafter_of
@@ -153,6 +154,12 @@ LOOKUPS: Mapping[str, Entry] = {
         {"nodes": 8, "longest": 32, "shortest": 1, "least": 0.2, "shared": 65536},
         "a tree of what followed the last tokens earlier in the text or in answers to others, by how likely it is",
         on_gpu={"nodes": 15, "least": 0.02},
+    ),
+    "recycling": Entry(
+        RecyclingDrafter,
+        {"nodes": 8, "width": 8, "depth": 6, "least": 0.2},
+        "a tree of what the target held likeliest when it last ran each token, by how often that was right",
+        on_gpu={"nodes": 31, "least": 0.02},
     ),
     "combined": Entry(
         _combined,

@@ -128,7 +128,7 @@ class Drafter(Protocol):
 
     @property
     def needs(self) -> frozenset[int]:
-        """Layers of the target whose output it keeps something of; usually none."""
+        """Layers of the target whose output it keeps something of, `LOGITS` among them; usually none."""
         ...
 
     @property

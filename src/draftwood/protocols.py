@@ -15,6 +15,7 @@ from torch import Tensor
 from draftwood.request import SamplingParams
 from draftwood.tree import DraftLaw, TokenTree, Verdict
 
+LOGITS = -1  # of a drafter's `needs`: the target's logits at tree nodes; rows of prompts have none
 PREDICTED = 32  # draft nodes for what the caller expects of an answer, beside the drafter's own
 
 
@@ -166,6 +167,7 @@ class BatchView:
     rows: Tensor  # [B] int64 rows of `history`
     history: Tensor  # [any, L] int64 committed tokens, row by row
     block_table: Tensor  # [B, P] int64 pages of each sequence, never -1
+    salts: Tensor | None = None  # [any] int64 row by row, less than 0 where rows only fill up: who may learn from whom
     mode: StepMode = field(default_factory=StepMode)
     truncation: Truncation | None = None  # None: nothing is cut off
     max_nodes: Tensor | None = None  # [B] int64 own nodes of the drafter that have room; None: as many as the step has
@@ -199,7 +201,8 @@ class BatchView:
         return replace(self, edits=None, **taken)
 
 
-Features = Mapping[int, Tensor]  # layer -> [rows, hidden] the residual stream after it
+# layer -> [rows, hidden] the residual stream after it; `LOGITS` -> [rows, V], of tree nodes only
+Features = Mapping[int, Tensor]
 
 
 @dataclass(frozen=True)

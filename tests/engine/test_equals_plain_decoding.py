@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from draftwood.drafters.combined import CombinedDrafter
+from draftwood.drafters.recycling import RecyclingDrafter
 from draftwood.growers import (
     Beam,
     Best,
@@ -75,6 +76,7 @@ DRAFTERS: dict[str, DraftMaker] = {
     "ngram": ngram(nodes=4, longest=3, shortest=1),
     "ngram-tree": ngram(nodes=8, longest=3, shortest=1, branches=3),
     "suffix": suffix(nodes=7, longest=6, shortest=1, least=0.01, shared=400),
+    "recycling": lambda dtype: RecyclingDrafter(nodes=7, width=3, depth=4, least=0.01),
     "combined": lambda dtype: CombinedDrafter(
         [suffix(nodes=7, shortest=1, least=0.0)(dtype), ngram(nodes=5, shortest=1, branches=2)(dtype)], 7, 0.01
     ),

@@ -18,6 +18,7 @@ from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
 from draftwood.drafters.pard import ParallelDrafter
+from draftwood.drafters.recycling import RecyclingDrafter
 from draftwood.drafters.scripted import ScriptedDrafter
 from draftwood.drafters.suffix import SuffixDrafter
 from draftwood.drafting import padded_batch
@@ -63,6 +64,7 @@ DRAFTERS = {
     "ngram": lambda **_: NgramDrafter(nodes=6, longest=3, shortest=1),
     "branches": lambda **_: NgramDrafter(nodes=6, longest=3, shortest=1, branches=3),
     "suffix": lambda **_: SuffixDrafter(nodes=7, longest=6, shortest=1, least=0.01, shared=400),
+    "recycling": lambda **_: RecyclingDrafter(nodes=7, width=3, depth=4, least=0.01),
     "combined": lambda **_: CombinedDrafter(
         [SuffixDrafter(6, shortest=1, least=0.0), NgramDrafter(4, 3, 1, 2)], 6, 0.01
     ),

@@ -6,8 +6,10 @@ Every step advances the rows by the tokens it gained. The host follows one step 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -77,6 +79,12 @@ def _filled(numbers: Sequence[int], count: int) -> list[int]:
     return [*numbers, *[numbers[0] if numbers else 0] * (count - len(numbers))]
 
 
+@lru_cache(maxsize=1024)
+def salt_number(salt: str) -> int:
+    """A number for a salt, such that no two salts have the same one; at least 0."""
+    return int.from_bytes(hashlib.blake2b(salt.encode(), digest_size=8).digest(), "little") >> 2
+
+
 class _EditTables:
     """Logit edits of every row, as wide as the widest request so far."""
 
@@ -135,6 +143,7 @@ class BatchState:
         self.block_table = torch.full((rows, pages), scratch_page, dtype=torch.int64, device=device)
         self.sampling = torch.ones(rows, 4, dtype=torch.float64, device=device)  # temperature, top k, top p, min p
         self.limits = torch.zeros(rows, 2, dtype=torch.int64, device=device)  # longest text, deepest tree
+        self.salt = torch.full((rows,), -1, dtype=torch.int64, device=device)
         self.edits = _EditTables(rows, device)
         self._scratch_page = scratch_page
         self._free = list(range(capacity))[::-1]
@@ -156,8 +165,9 @@ class BatchState:
         self._pages[row] = []
         self.block_table[row] = self._scratch_page  # clear the previous occupant's block table
         self.history[row, : len(tokens)] = self._upload(tokens)
-        numbers = self._upload([len(tokens), settings.seed, settings.max_length, settings.max_depth])
-        self.length[row], self.seed[row], self.limits[row] = numbers[0], numbers[1], numbers[2:]
+        salt = salt_number(params.cache_salt)
+        numbers = self._upload([len(tokens), settings.seed, salt, settings.max_length, settings.max_depth])
+        self.length[row], self.seed[row], self.salt[row], self.limits[row] = *numbers[:3], numbers[3:]
         self.sampling[row] = self._upload((params.temperature, *Truncation.limits(params)), torch.float64)
         self.edits.write(row, settings)
 
@@ -206,6 +216,7 @@ class BatchState:
             rows=rows,
             history=self.history,
             block_table=table,
+            salts=self.salt,
             mode=mode,
             truncation=Truncation(top_k, *numbers.unbind(0)) if mode.truncates else None,
             max_nodes=max_nodes if limited else None,

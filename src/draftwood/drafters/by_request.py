@@ -15,7 +15,7 @@ from draftwood.errors import InvalidRequest
 from draftwood.faults import DrafterHealth, GuardedDrafter
 from draftwood.joining import choose, join
 from draftwood.model.runner import ModelRunner
-from draftwood.protocols import BatchView, Features, HostView, Randomness
+from draftwood.protocols import LOGITS, BatchView, Features, HostView, Randomness
 from draftwood.shape import follow
 from draftwood.tree import POINT_TREE, DraftLaw, Verdict
 
@@ -136,7 +136,7 @@ class OfferedDrafters:
             if features is None and guard.reads:
                 guard.ingest(batch, None)
             elif features is not None and (guard.reads or guard.needs):
-                guard.ingest(batch, {layer: features[layer] for layer in guard.needs})
+                guard.ingest(batch, {layer: features[layer] for layer in guard.needs - {LOGITS}})
 
     def commit(self, view: BatchView, proposal: Proposal, verdict: Verdict, features: Features) -> None:
         """Tell each drafter what became of the whole batch; of other drafters' nodes it keeps features at most."""

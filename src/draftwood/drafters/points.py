@@ -34,6 +34,11 @@ class HostTrees:
         """The chances of all nodes."""
         return [chance for own in self.chances or () for chance in own]
 
+    def proposal(self) -> Proposal:
+        """Trees of the sizes they have, on the host."""
+        survival = None if self.chances is None else torch.tensor(self.flat, dtype=torch.float64)
+        return Proposal(TokenTree.of_points(self.trees), survival=survival)
+
     def likely(self, least: float) -> HostTrees:
         """Without nodes that are less likely than `least`."""
         if self.chances is None or least <= 0:
@@ -137,7 +142,7 @@ class HostDrafter(Silent):
         key = view.size, nodes
         made = self._prepared.pop(key, HostTrees([]))  # roots of any other step would be wrong
         if view.may_look or nodes == 0:
-            return _proposal(made.likely(view.min_accept_prob)) if nodes and made.trees else Proposal.bare(view)
+            return made.likely(view.min_accept_prob).proposal() if nodes and made.trees else Proposal.bare(view)
         frame = self._frames.get(key)
         if frame is None:  # a graph is about to be captured, or nothing is
             width = 1 if self.law.chain else nodes
@@ -158,14 +163,6 @@ class HostDrafter(Silent):
     @cached_property
     def _frames(self) -> dict[tuple[int, int], _Frame]:
         return {}
-
-
-def _proposal(made: HostTrees) -> Proposal:
-    """Trees of the sizes they have, on the host."""
-    tree = TokenTree.of_points(made.trees)
-    if made.chances is None:
-        return Proposal(tree)
-    return Proposal(tree, survival=torch.tensor(made.flat, dtype=torch.float64))
 
 
 class PointDrafter(HostDrafter):

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from functools import partial
 
 from draftwood.drafters.automaton import NOWHERE, SuffixAutomaton
+from draftwood.drafters.best_first import grow
 from draftwood.drafters.points import HostDrafter, HostTrees, PointTree
 from draftwood.drafters.successors import Places, Predictor
 from draftwood.protocols import HostView
@@ -91,11 +92,13 @@ class SuffixDrafter(HostDrafter):
 
     def scored(self, view: HostView, nodes: int) -> HostTrees:
         """Grown best first, sequence by sequence."""
-        grown = []
+        grown, known = [], self._predictor
         for b, tokens in enumerate(view.tokens):
             tree = PointTree(tokens[-1], min(view.max_nodes[b], nodes), view.max_depth[b])
             if tree.max_nodes > 0 and tree.max_depth > 0:  # a request that another drafter drafts for is not read
-                self._grow(tree, self._reading(view, b))
+                automata, places = (reading := self._reading(view, b)).automata, reading.places
+                successors, follow = partial(known.successors, automata), partial(known.follow, automata)
+                grow(tree, places, successors, follow, self.least)
             grown.append(tree)
         return HostTrees.of(grown)
 
@@ -149,28 +152,3 @@ class SuffixDrafter(HostDrafter):
 
     def _settled(self, reading: _Reading) -> Places:
         return tuple(a.settled(place) for a, place in zip(reading.automata, reading.places, strict=True))
-
-    def _grow(self, tree: PointTree, reading: _Reading) -> None:
-        """The likeliest nodes, each behind its parent."""
-        offers: list[tuple[float, int, int, int]] = []  # minus chance, order of arrival, parent, token
-        places = [reading.places]
-        arrived = 0
-
-        def offer(node: int) -> None:
-            nonlocal arrived
-            if tree.depths[node] >= tree.max_depth:
-                return
-            for token, chance in self._predictor.successors(reading.automata, places[node]).items():
-                reached = chance * tree.chances[node]
-                if reached > self.least:
-                    heappush(offers, (-reached, arrived, node, token))
-                    arrived += 1
-
-        offer(0)
-        while offers and len(tree.tokens) <= tree.max_nodes:
-            chance, _, parent, token = heappop(offers)
-            node = tree.add(parent, token, -chance)
-            if node is None:
-                return
-            places.append(self._predictor.follow(reading.automata, places[parent], token))
-            offer(node)

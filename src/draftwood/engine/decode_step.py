@@ -24,7 +24,7 @@ from draftwood.faults import DrafterHealth
 from draftwood.model.runner import ModelRunner
 from draftwood.ops.choice import likeliest
 from draftwood.ops.path import keep_chosen
-from draftwood.protocols import BatchView, Features, NodeMasks, Randomness, Verifier
+from draftwood.protocols import LOGITS, BatchView, Features, NodeMasks, Randomness, Verifier
 from draftwood.sampling import PathLogprobs, edited_logits, path_logprobs, target_distribution, usable
 from draftwood.telemetry import Timers
 from draftwood.tree import Verdict
@@ -113,9 +113,9 @@ def score(parts: Parts, view: BatchView, proposal: Proposal, text: ForwardBatch 
     batch = stage_trees(view, tree, target.cache.page_size, target.model.config.max_positions, chain=chain)
     whole = batch if text is None else with_text(batch, text)
     with parts.timers.measure("target"):
-        out = target.forward(whole, parts.drafter.needs)
+        out = target.forward(whole, parts.drafter.needs - {LOGITS})
     count = tree.num_nodes
-    of_nodes = {layer: rows[:count] for layer, rows in out.features.items()}
+    of_nodes = {layer: rows[:count] for layer, rows in out.features.items()} | {LOGITS: out.logits}
     of_text = {layer: rows[count:] for layer, rows in out.features.items()}
     return Scored(proposal, chain, out.logits, of_nodes, text, of_text)
 
@@ -163,7 +163,7 @@ def verify(parts: Parts, view: BatchView, proposal: Proposal, logits: Tensor) ->
 def ingest(parts: Parts, text: ForwardBatch) -> Tensor:
     """Prefill rows of prompts in target and drafter; logits where the batch wants them. [K, V]."""
     with parts.timers.measure("target"):
-        out = parts.target.forward(text, parts.drafter.needs)
+        out = parts.target.forward(text, parts.drafter.needs - {LOGITS})
     with parts.timers.measure("draft"):
         parts.drafter.ingest(replace(text, logit_rows=text.logit_rows[:0]), out.features)
     return out.logits

@@ -54,7 +54,7 @@ def _floor(view: BatchView) -> float:
     return math.log(view.min_accept_prob) if view.min_accept_prob > 0 else -math.inf
 
 
-def _proposal(
+def linked_proposal(
     links: Links, scores: Tensor, columns: Tensor, view: BatchView, max_depth: int, *, certain: bool
 ) -> Proposal:
     """Trees of linked offers. `scores` and `columns` [B, N] of their nodes; not `certain`: some may not exist."""
@@ -164,7 +164,7 @@ class Beam(_Ranked):
         links = likeliest_tree(offers, view.roots, nodes)
         certain = view.max_depth is None and offers.count >= nodes
         scores, columns = offers.scores.gather(1, links.offers), columns.gather(1, links.offers)
-        return _proposal(links, scores, columns, view, depth, certain=certain)
+        return linked_proposal(links, scores, columns, view, depth, certain=certain)
 
 
 def _goes_on(chosen: Chosen, level: int, view: BatchView) -> bool:
@@ -231,7 +231,7 @@ class BestFirst(_Ranked):
             logits, state = model.extend(view, front, state)
             pool = pool.with_children(above, logits, view, model.vocabulary(front.level))
         links = pool.linked(view, self.depth_of(nodes))
-        return _proposal(links, pool.scores, pool.columns, view, self.depth_of(nodes), certain=False)
+        return linked_proposal(links, pool.scores, pool.columns, view, self.depth_of(nodes), certain=False)
 
     def _room(self, view: BatchView, nodes: int) -> Tensor:
         """Levels that have room. [B, 1]."""

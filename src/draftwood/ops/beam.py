@@ -115,7 +115,13 @@ def offer_reference(
     into: Offers, level: int, logits: Tensor, temperature: Tensor, known: Tensor | None, above: Chosen | None
 ) -> Chosen:
     """What it computes."""
-    score, tokens = scored_children(logits, into.width, temperature, known)
+    return offered(into, level, *scored_children(logits, into.width, temperature, known), above)
+
+
+def offered(into: Offers, level: int, score: Tensor, tokens: Tensor, above: Chosen | None) -> Chosen:
+    """Offer children `tokens` of the nodes `above` (None: of the roots) with their log-probabilities, and choose the
+    likeliest of them. 2 x [B, k, width].
+    """
     score = (score if above is None else score + above.scores[..., None]).flatten(1)
     tokens = tokens.flatten(1)
     behind = torch.full_like(tokens[:, :1], -1) if above is None else above.offers
