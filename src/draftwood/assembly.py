@@ -24,9 +24,11 @@ from draftwood.drafters.pard import GUESSES, ParallelDrafter
 from draftwood.drafters.points import HostDrafter
 from draftwood.drafters.predicted import PredictedDrafter
 from draftwood.drafters.recycling import RecyclingDrafter
+from draftwood.drafters.self_drafts import SELF_DRAFTS
 from draftwood.drafters.student import StudentDrafter
 from draftwood.drafters.suffix import SuffixDrafter
 from draftwood.drafters.trained import drafter_of
+from draftwood.drafters.view import ViewDrafter
 from draftwood.drafting import Drafter, Grower
 from draftwood.engine.memory import (
     automatic_cache_tokens,
@@ -223,10 +225,13 @@ def build_drafter(
     if spec.startswith("model:"):
         return load_model_drafter(open_checkpoint(spec.removeprefix("model:"), config.impl), tree, target, config)
     name, _, _ = spec.partition(":")
+    if name in SELF_DRAFTS:
+        part = SELF_DRAFTS[name].build("drafter", *split_spec(spec))
+        return ViewDrafter(part(target), build_grower(tree or DEFAULT_TREE))
     trained = _trained_folder(spec)
     if name not in LOOKUPS and (trained.is_dir() or HUB_ID.fullmatch(spec)):
         return load_trained(trained if trained.is_dir() else spec, tree, target, config, allow_pickle=allow_pickle)
-    entry = _entry("drafter", LOOKUPS, name, (*SHIPPED, MODEL_DRAFTER, "a folder"))
+    entry = _entry("drafter", LOOKUPS, name, (*SELF_DRAFTS, *SHIPPED, MODEL_DRAFTER, "a folder"))
     if tree is not None:
         raise InvalidRequest(
             f"The drafter '{name}' makes its own trees; --tree goes with models and trained networks. "

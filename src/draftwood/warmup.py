@@ -39,7 +39,7 @@ class _Blank:
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         small = min(config.vocab_size, VOCABULARY)
-        self.config = replace(config.first(1), vocab_size=small)
+        self.config = replace(config.part([0]), vocab_size=small)
         self.name = "blank"
         self._dtype, self._device = dtype, device
 

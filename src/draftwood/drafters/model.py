@@ -7,7 +7,6 @@ run; so a step begins with the last two committed tokens, or with one where the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -16,41 +15,22 @@ from torch import Tensor
 
 from draftwood.batch import ForwardBatch
 from draftwood.cache.kv import KVCache, Places, stage_behind
-from draftwood.drafting import Front, Grower, Proposal, Silent, State, Vocabulary
+from draftwood.drafters.grown import GrownDrafter
+from draftwood.drafting import Front, Grower, Proposal, State, Vocabulary
 from draftwood.model.runner import ModelRunner
 from draftwood.protocols import BatchView, Features, Randomness
-from draftwood.tree import DraftLaw, Verdict
+from draftwood.tree import Verdict
 
 
-class CausalDrafter(Silent):
+class CausalDrafter(GrownDrafter):
     """Base of drafters that run a causal language model; they have a `runner` once they are attached."""
 
     runner: ModelRunner
     reads = True
 
     def __init__(self, grower: Grower) -> None:
-        self.grower = grower
+        super().__init__(grower)
         self._shorter = False  # than the target's: the model's longest text
-
-    @property
-    def law(self) -> DraftLaw:
-        """The grower's."""
-        return self.grower.law
-
-    @property
-    def max_nodes(self) -> int:
-        """The grower's."""
-        return self.grower.max_nodes
-
-    @property
-    def sizes(self) -> Sequence[int]:
-        """The grower's."""
-        return self.grower.sizes
-
-    @property
-    def surplus(self) -> int:
-        """The grower's."""
-        return self.grower.surplus
 
     def attach(self, target: ModelRunner) -> None:
         """Lay the model's cache under the target's slots."""
@@ -60,10 +40,6 @@ class CausalDrafter(Silent):
             pages = theirs.pool.num_pages, theirs.page_size
             self.runner.cache = KVCache(model.config, *pages, model.dtype, model.device)
         self._shorter = self._max_positions < target.model.config.max_positions
-
-    def depth(self, nodes: int) -> int:
-        """The grower's."""
-        return self.grower.depth_of(nodes)
 
     def staged(self, nodes: int) -> int:
         """The nodes that the grower asks about."""

@@ -264,11 +264,12 @@ class NativeTransformer:
         """Memory of all weights."""
         return sum(arena.num_bytes for arena in self._arenas)
 
-    def first(self, count: int) -> NativeTransformer:
-        """Its first layers as a model, in the same memory."""
+    def part(self, layers: Sequence[int]) -> NativeTransformer:
+        """Some of its layers as a model, in the same memory."""
         part = copy.copy(self)
-        part.config, part._model = self.config.first(count), structs.Model.from_buffer_copy(self._model)
-        part._model.num_layers = count
+        part.config, part._model = self.config.part(layers), structs.Model.from_buffer_copy(self._model)
+        part._layers = (structs.Layer * len(layers))(*(self._layers[i] for i in layers))
+        part._model.layers, part._model.num_layers = part._layers, len(layers)
         return part
 
     def refresh(self, checkpoint: Checkpoint) -> None:
@@ -315,7 +316,7 @@ class NativeTransformer:
         logits = torch.empty(len(batch.logit_rows), self.config.vocab_size)
         features = torch.empty(len(needs), len(batch.tokens), self.config.hidden_size)
         arrays = [getattr(batch, name).contiguous() for name in _ARRAYS]
-        tables = self._tables(num_keys)
+        tables = self._tables(max(num_keys, 1 + int(batch.positions.max())))  # a draft may leave keys out
         struct = structs.Batch(
             len(batch.tokens), len(batch.tree_base), batch.ancestors.shape[1], batch.block_table.shape[1],
             len(batch.logit_rows), *(array.data_ptr() for array in arrays), ctypes.addressof(tables),
@@ -376,7 +377,7 @@ def _layer(packer: _Packer, config: ModelConfig, storage: Storage | None, i: int
         _HEAD_NORMS[heads.over] if heads else 0, bool(heads and heads.after_rope), attention.window or 0,
         _turnings(config).index((attention.rope, attention.rotated)) if attention.rope else -1, attention.rotated,
         mlp.gated, ACTIVATIONS[mlp.activation], spec.wiring.parallel,
-        attention.scale, attention.softcap or 0, spec.residual_scale,
+        attention.scale, attention.softcap or 0, spec.residual_scale, i,
     )  # fmt: skip
 
 

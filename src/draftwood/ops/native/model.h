@@ -49,6 +49,7 @@ typedef struct {
     int64_t parallel;             /* the MLP reads what attention has read, or the stream before it */
     double scale, softcap;        /* of scores; softcap 0: none */
     double residual_scale;        /* of what attention and MLP add */
+    int64_t cached;               /* where in the store its keys and values lie */
 } Layer;
 
 typedef struct {

@@ -33,7 +33,7 @@ class Layer(Structure):
         ("query_norm", Norm), ("key_norm", Norm), ("head_norms", c_int64), ("norms_turned", c_int64),
         ("window", c_int64), ("rotation", c_int64), ("rotated", c_int64),
         ("gated", c_int64), ("activation", c_int64), ("parallel", c_int64),
-        ("scale", c_double), ("softcap", c_double), ("residual_scale", c_double),
+        ("scale", c_double), ("softcap", c_double), ("residual_scale", c_double), ("cached", c_int64),
     ]  # fmt: skip
 
 
