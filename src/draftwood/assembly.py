@@ -24,7 +24,7 @@ from draftwood.drafters.pard import GUESSES, ParallelDrafter
 from draftwood.drafters.points import HostDrafter
 from draftwood.drafters.predicted import PredictedDrafter
 from draftwood.drafters.recycling import RecyclingDrafter
-from draftwood.drafters.self_drafts import SELF_DRAFTS
+from draftwood.drafters.self_drafts import SELF_DRAFTS, copied_as
 from draftwood.drafters.student import StudentDrafter
 from draftwood.drafters.suffix import SuffixDrafter
 from draftwood.drafters.trained import drafter_of
@@ -174,6 +174,11 @@ LOOKUPS: Mapping[str, Entry] = {
 MODEL_DRAFTER = "model:NAME"
 
 
+def is_self_draft(drafter: str) -> bool:
+    """Whether the name is that of a part of the target itself."""
+    return drafter.partition(":")[0] in SELF_DRAFTS
+
+
 def is_lookup(drafter: str) -> bool:
     """Whether the name is that of a drafter without weights, which makes its own trees."""
     return drafter.partition(":")[0] in LOOKUPS
@@ -225,7 +230,7 @@ def build_drafter(
     if spec.startswith("model:"):
         return load_model_drafter(open_checkpoint(spec.removeprefix("model:"), config.impl), tree, target, config)
     name, _, _ = spec.partition(":")
-    if name in SELF_DRAFTS:
+    if is_self_draft(spec):
         part = SELF_DRAFTS[name].build("drafter", *split_spec(spec))
         return ViewDrafter(part(target), build_grower(tree or DEFAULT_TREE))
     trained = _trained_folder(spec)
@@ -365,9 +370,9 @@ def settle(config: EngineConfig, target: Checkpoint, drafter: str | Drafter) -> 
         return config
     draft, (free, total) = _draft_config(drafter, target.config), device_memory(config.torch_device())
     if not config.cache_tokens:
-        tokens = automatic_cache_tokens(target.config, draft, config, free, total)
+        tokens = automatic_cache_tokens(target.config, draft, config, free, total, copied_as(drafter))
         config = replace(config, cache_tokens=tokens)
-    check(plan_memory(target.config, draft, config, free, total))
+    check(plan_memory(target.config, draft, config, free, total, copied_as(drafter)))
     return config
 
 
@@ -395,7 +400,8 @@ def memory_explained(config: EngineConfig, target: Checkpoint, drafter: str | Dr
     except torch.OutOfMemoryError as error:
         give_back_memory()
         free, total = device_memory(config.torch_device())
-        plan = plan_memory(target.config, _draft_config(drafter, target.config), config, free, total)
+        draft = _draft_config(drafter, target.config)
+        plan = plan_memory(target.config, draft, config, free, total, copied_as(drafter))
         raise explain_out_of_memory(error, plan) from error
 
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from draftwood.assembly import DEFAULT_TREE, build_grower, build_lookup, is_lookup, usual_tree
+from draftwood.assembly import DEFAULT_TREE, build_grower, build_lookup, is_lookup, is_self_draft, usual_tree
 from draftwood.config import EngineConfig
 from draftwood.drafters.none import NoDrafter
 from draftwood.drafting import Drafter, Front, Grower, Proposal, Silent, State, Vocabulary
@@ -113,7 +113,7 @@ def _known_already(drafter: str | Drafter, tree: str | None, vocabulary: int, co
         return NoDrafter()
     if is_lookup(drafter):
         return build_lookup(drafter, device)
-    usual = DEFAULT_TREE if drafter.startswith("model:") else usual_tree(Eagle3, device)
+    usual = DEFAULT_TREE if drafter.startswith("model:") or is_self_draft(drafter) else usual_tree(Eagle3, device)
     return _Undecided(build_grower(tree or usual), vocabulary, config.torch_dtype())
 
 

@@ -21,6 +21,7 @@ from draftwood.drafters.pard import ParallelDrafter
 from draftwood.drafters.recycling import RecyclingDrafter
 from draftwood.drafters.scripted import ScriptedDrafter
 from draftwood.drafters.suffix import SuffixDrafter
+from draftwood.drafters.view import View, ViewDrafter, Window, first_layers, without_layers
 from draftwood.drafting import padded_batch
 from draftwood.engine import shapes
 from draftwood.engine.controller import FixedBudget
@@ -80,6 +81,9 @@ DRAFTERS = {
     "without replacement": lambda **kw: draft(Levels((3, 2), WithoutReplacement()), **kw),
     "hybrid": lambda **kw: draft(Levels((3, 2), Hybrid()), **kw),
     "paths": lambda **kw: draft(Paths(3, 2, trunk=1), **kw),
+    "view": lambda **_: ViewDrafter(View(without_layers((0,))), chain(4)),
+    "view window beam": lambda **_: ViewDrafter(View(window=Window(4, 4)), Beam(9, 3, 3)),
+    "view drawn": lambda **_: ViewDrafter(View(first_layers(1)), Levels((2, 2), WithoutReplacement())),
     "pard": lambda num_pages=200: ParallelDrafter(runner(0.2, num_pages), chain(4), mask=5, guesses=4),
     "eagle3": lambda **_: feature_drafter("eagle3", chain(4)),
     "eagle3 tree": lambda **_: feature_drafter("eagle31", Levels((2, 2, 1), Best())),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from draftwood.drafters.skips import require_skips
-from draftwood.drafters.view import Layers, View, Window, first_layers, without_layers
+from draftwood.drafters.view import View, Window, first_layers, without_layers
 from draftwood.entries import Entry
 from draftwood.errors import IncompatibleParts
 from draftwood.machine import give_back_memory
@@ -18,14 +18,19 @@ ViewOf = Callable[[Checkpoint], View]  # of a model that lies there
 
 
 def _early_exit(layers: int, window: int) -> ViewOf:
-    return lambda checkpoint: View(first_layers(layers), window=_window(window))
+    if layers < 0:
+        raise ValueError("layers counts those that a draft runs; 0 is a third of them")
+    part = View(first_layers(layers), window=_window(window))
+    return lambda checkpoint: part
 
 
 def _layer_skip(skip: tuple[int, ...], window: int) -> ViewOf:
-    def skipping(checkpoint: Checkpoint) -> Layers:
-        return without_layers(skip or require_skips(checkpoint).skipped)
+    seen = _window(window)
 
-    return lambda checkpoint: View(skipping(checkpoint), window=_window(window))
+    def without(checkpoint: Checkpoint) -> View:
+        return View(without_layers(skip or require_skips(checkpoint).skipped), window=seen)
+
+    return without
 
 
 def _rounded(on_cpu: str, on_gpu: str) -> Callable[[int], ViewOf]:
@@ -46,7 +51,11 @@ def _rounded(on_cpu: str, on_gpu: str) -> Callable[[int], ViewOf]:
 
         return rounded
 
-    return lambda window: lambda checkpoint: View(rounded=of(checkpoint), window=_window(window))
+    def part(window: int) -> ViewOf:
+        seen = _window(window)
+        return lambda checkpoint: View(rounded=of(checkpoint), window=seen)
+
+    return part
 
 
 def _windowed(recent: int, sinks: int) -> ViewOf:
@@ -60,6 +69,14 @@ def _window(recent: int) -> Window | None:
     return Window(SINKS, recent) if recent else None
 
 
+COPIES = {"self-int8": "int8", "self-int4": "int4"}  # of all weights, in a format that accelerators have, too
+
+
+def copied_as(drafter: object) -> str | None:
+    """The format of the second copy of the target's weights that a drafter of this name holds, if it does."""
+    return COPIES.get(drafter.partition(":")[0]) if isinstance(drafter, str) else None
+
+
 SELF_DRAFTS: Mapping[str, Entry] = {
     "early-exit": Entry(
         _early_exit,
@@ -71,8 +88,12 @@ SELF_DRAFTS: Mapping[str, Entry] = {
         {"skip": (), "window": 0},
         "the target without some layers: skip=10x11x12, or what `draftwood search-skip` has found",
     ),
-    "self-int8": Entry(_rounded("w8a8", "int8"), {"window": 0}, "the target with 8-bit weights; itself it stays exact"),
-    "self-int4": Entry(_rounded("w4a8", "int4"), {"window": 0}, "the target with 4-bit weights; itself it stays exact"),
+    "self-int8": Entry(
+        _rounded("w8a8", COPIES["self-int8"]), {"window": 0}, "the target with 8-bit weights; itself it stays exact"
+    ),
+    "self-int4": Entry(
+        _rounded("w4a8", COPIES["self-int4"]), {"window": 0}, "the target with 4-bit weights; itself it stays exact"
+    ),
     "window": Entry(
         _windowed, {"recent": 1024, "sinks": SINKS}, "the target, reading only the beginning and the end of long texts"
     ),
