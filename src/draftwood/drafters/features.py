@@ -7,7 +7,7 @@ accepted nodes in `commit`. The last committed token has not been run, so of a s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol

@@ -6,7 +6,7 @@ what it makes of a text lies in pages of its own, of as many layers as it runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -53,10 +53,6 @@ class ShallowModel:
 
         output = batch.at_logits(self.net.run(features[depth - 1], batch.positions, attend))
         return ForwardOutput(self.net.head(output), features)
-
-    def part(self, layers: Sequence[int]) -> Sliceable:
-        """Of the target's own."""
-        return self.trunk.part(layers)
 
     def refresh(self, checkpoint: Checkpoint) -> None:
         """Compute with this adapter from now on."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from draftwood.errors import IncompatibleParts
 from draftwood.machine import home, why_unwritable
 from draftwood.model.checkpoint import Checkpoint, files_of
 
+log = logging.getLogger(__name__)
 NAME = "draftwood-skip.json"
 
 
@@ -47,6 +49,11 @@ def require_skips(checkpoint: Checkpoint) -> SkipSet:
             f"It is not known which layers of '{checkpoint.name}' drafts can leave out: run `draftwood search-skip "
             f"{checkpoint.name}` once, or name them, as in layer-skip:skip=10x11x12."
         )
+    if found.ratio <= 1:
+        log.warning(
+            "The best layers to leave out of '%s' were expected to decode at %.2f times the plain speed.",
+            checkpoint.name, found.ratio,
+        )  # fmt: skip
     return found
 
 

@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from draftwood.batch import ForwardBatch, ForwardOutput, Pages
+from draftwood.batch import ForwardBatch, ForwardOutput, GivenRows, Pages
 from draftwood.cache.kv import KVCache
 from draftwood.errors import InvalidRequest
 from draftwood.model import native
@@ -56,7 +56,13 @@ class Model(Protocol):
 
 @runtime_checkable
 class Sliceable(Model, Protocol):
-    """A model of which a part is a model."""
+    """A model of which a part is a model, and which can begin with a residual stream instead of tokens."""
+
+    def forward(
+        self, batch: ForwardBatch, cache: Pages, needs: frozenset[int] = frozenset(), given: GivenRows | None = None
+    ) -> ForwardOutput:
+        """See `Model`."""
+        ...
 
     def part(self, layers: Sequence[int]) -> Sliceable:
         """Some of its layers, rising, and its last norm and head as a model, in the same memory. It reads and writes a

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from draftwood.batch import AttentionShape, ForwardBatch, ForwardOutput, Pages
+from draftwood.batch import AttentionShape, ForwardBatch, ForwardOutput, GivenRows, Pages
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.experts import Experts
 from draftwood.model.layers import ACTIVATIONS, Norm, Rotary, gated, rotate, softcapped, tensors_of, write_over
@@ -110,12 +110,16 @@ class Transformer:
         fresh = [_layer(loader, i, spec) for i, spec in enumerate(self.specs)]
         write_over([*self.layers, self.final_norm], [*fresh, loader.norm("model.norm", self.config.final_norm)])
 
-    def forward(self, batch: ForwardBatch, cache: Pages, needs: frozenset[int] = frozenset()) -> ForwardOutput:
+    def forward(
+        self, batch: ForwardBatch, cache: Pages, needs: frozenset[int] = frozenset(), given: GivenRows | None = None
+    ) -> ForwardOutput:
         """Run the rows of `batch`, writing their keys and values to `cache`."""
+        if given is not None and given.wide is not None:
+            raise ValueError("torch's operations begin with a residual stream alone")
         shapes = [_shape(spec.attention) for spec in self.specs]
         attention = {shape: plan_attention(batch, cache, shape) for shape in set(shapes)}
         rotations = {turn: self._rotations(rotary, batch) for turn, rotary in self.rotaries.items()}
-        hidden = self._begin(batch)
+        hidden = self._begin(batch) if given is None else given.residual
         features: dict[int, Tensor] = {}
         for i, (layer, spec) in enumerate(zip(self.layers, self.specs, strict=True)):
             turn = _turning(spec)
