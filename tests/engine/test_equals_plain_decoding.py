@@ -14,9 +14,11 @@ from itertools import pairwise
 import pytest
 import torch
 
+from draftwood.drafters.cascade import CascadeDrafter
 from draftwood.drafters.combined import CombinedDrafter
+from draftwood.drafters.lookup import LookupDrafter
 from draftwood.drafters.recycling import RecyclingDrafter
-from draftwood.drafters.view import View, Window, first_layers, without_layers
+from draftwood.drafters.view import View, ViewDrafter, Window, first_layers, without_layers
 from draftwood.growers import (
     Beam,
     Best,
@@ -117,15 +119,20 @@ DRAFTERS: dict[str, DraftMaker] = {
     "kangaroo-tree": with_net("kangaroo", Levels((3, 2, 1), Best())),
     "kangaroo-sampled": with_net("kangaroo", Levels((1, 1, 1), Independent())),
     "model-other-family": with_model(Levels((2, 2), Best()), family="qwen3", layers=1),
-    "view-exit-tree": with_view(View(first_layers(1)), Levels((3, 2, 1), Best())),
     "view-skip-sampled": with_view(View(without_layers((0,))), Levels((2, 2), WithoutReplacement())),
     "view-int4-beam": with_view(View(rounded=rounded("w4a8")), Beam(nodes=9, width=3, depth=3)),
     "view-window": with_view(View(window=Window(4, 4)), BestFirst(nodes=9, width=3, forwards=3)),
     "offered-views": offering(
-        with_view(View(rounded=rounded("int8")), Levels((1, 1, 1), Independent())),
+        with_view(View(first_layers(1)), Levels((1, 1, 1), Independent())),
         with_view(View(window=Window(0, 4)), chain(4)),
         with_model(chain(3)),
         suffix(nodes=4, shortest=1, least=0.0),
+    ),
+    "cascade-view": lambda dtype: CascadeDrafter(
+        suffix(nodes=5, shortest=1, least=0.0)(dtype), ViewDrafter(View(without_layers((0,))), chain(1)), 5, 2, 3
+    ),
+    "cascade-model": lambda dtype: CascadeDrafter(
+        LookupDrafter(3, 2), with_model(chain(1))(dtype), nodes=6, rounds=3, ahead=2
     ),
     "predicted": expecting(no_drafter, lambda prompt: nearly_right(tuple(prompt))),
     "predicted-model-iid": expecting(

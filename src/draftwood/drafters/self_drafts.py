@@ -72,6 +72,11 @@ def _window(recent: int) -> Window | None:
 COPIES = {"self-int8": "int8", "self-int4": "int4"}  # of all weights, in a format that accelerators have, too
 
 
+def is_self_draft(drafter: str) -> bool:
+    """Whether the name is that of a part of the target itself."""
+    return drafter.partition(":")[0] in SELF_DRAFTS
+
+
 def copied_as(drafter: object) -> str | None:
     """The format of the second copy of the target's weights that a drafter of this name holds, if it does."""
     return COPIES.get(drafter.partition(":")[0]) if isinstance(drafter, str) else None

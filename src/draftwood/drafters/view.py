@@ -20,7 +20,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from draftwood.cache.kv import Places, stage_behind
+from draftwood.cache.kv import Places, behind_last, stage_behind
 from draftwood.drafters.grown import GrownDrafter
 from draftwood.drafting import Front, Grower, Proposal, State, Vocabulary
 from draftwood.errors import IncompatibleParts
@@ -109,6 +109,14 @@ class ViewDrafter(GrownDrafter):
         places = _last(view.size, view.roots.device)
         return self.run(state, view.roots[:, None], places).view(view.size, 1, -1), state
 
+    def begin_with(self, view: BatchView, tokens: Tensor, places: Places, room: int) -> tuple[Tensor, State]:
+        """The same, and in the same forward logits at nodes `tokens` [B, k] behind them; so many places are written to
+        in all. [B, 1 + k, R].
+        """
+        state = self.seen(view, room)
+        every = torch.cat([view.roots[:, None], tokens], 1)
+        return self.run(state, every, behind_last(places, 1)).view(*every.shape, -1), state
+
     def extend(self, view: BatchView, front: Front, state: State) -> tuple[Tensor, State]:
         """The pages know their parents. [B, k, R]."""
         return self.run(state, front.tokens, front.places).view(*front.tokens.shape, -1), state
@@ -116,6 +124,9 @@ class ViewDrafter(GrownDrafter):
     def vocabulary(self, level: int | None) -> Vocabulary | None:
         """All tokens."""
         return None
+
+    def keep(self, view: BatchView, columns: Tensor, length: Tensor) -> None:
+        """The target keeps what it makes itself."""
 
     def seen(self, view: BatchView, places: int) -> State:
         """Of each sequence, the tokens that are read [B], pages for them and `places` more [B, P'], and how many tokens
