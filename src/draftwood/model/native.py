@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from draftwood.batch import ForwardBatch, ForwardOutput, GivenRows, Pages
-from draftwood.errors import InvalidRequest
 from draftwood.machine import zeroed_memory
 from draftwood.model.blocks import NUMBERS, Blocks, BlockSource, stay_blocks
 from draftwood.model.checkpoint import Checkpoint
@@ -26,10 +25,12 @@ from draftwood.model.rope import RopeConfig
 from draftwood.model.spec import (
     ATTENTION_NORM,
     ATTENTION_OUTPUT_NORM,
+    CLAMPED,
     MLP_NORM,
     MLP_OUTPUT_NORM,
     ExpertsSpec,
     HeadNorms,
+    MlpSpec,
     NormSpec,
 )
 from draftwood.model.weights import (
@@ -45,7 +46,7 @@ from draftwood.model.weights import (
 )
 from draftwood.ops.native import Kernels, structs
 
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "relu": 3, "relu2": 4}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "relu": 3, "relu2": 4, CLAMPED: 5}
 _HEAD_NORMS = {HeadNorms.EACH: 0, HeadNorms.OWN: 1, HeadNorms.WHOLE: 2}
 Turning = tuple[RopeConfig, int]  # and how many dimensions of a head it turns
 Progress = Callable[[int, int], None]  # matrices packed, of how many
@@ -53,10 +54,10 @@ Progress = Callable[[int, int], None]  # matrices packed, of how many
 
 def refuses(config: ModelConfig) -> str | None:
     """What these kernels cannot compute of a model, if there is something."""
-    if config.has_experts:
-        return "mixtures of experts"
-    if any(layer.attention.sinks for layer in config.layers):
-        return "attention sinks"
+    for layer in config.layers:
+        mlp = layer.mlp.expert if isinstance(layer.mlp, ExpertsSpec) else layer.mlp
+        if mlp.activation == CLAMPED and not mlp.gated:
+            return "clamped activations without a gate"
     return None
 
 
@@ -193,7 +194,8 @@ class _Packer:
     def _heard(self) -> None:
         self._packed += 1
         config = self._checkpoint.config
-        self._progress(self._packed, 4 * config.num_layers + (1 if config.tied_head else 2))
+        in_layers = sum(2 + _matrices(layer.mlp) for layer in config.layer_specs)
+        self._progress(self._packed, in_layers + (1 if config.tied_head else 2))
 
     def _allocate(self, storage: Storage, outputs: int, inputs: int) -> structs.Matrix:
         halves = outputs * inputs // GROUP * 2
@@ -224,6 +226,13 @@ class _Packer:
         own = self._arena.take(tensor.nbytes).view(tensor.dtype)
         own.copy_(tensor.flatten())
         return own.data_ptr()
+
+
+def _matrices(mlp: MlpSpec | ExpertsSpec) -> int:
+    """Packed ones."""
+    if not isinstance(mlp, ExpertsSpec):
+        return 2
+    return 1 + 2 * mlp.count + (0 if mlp.shared is None else 3)
 
 
 _BITS = {Storage.FLOAT32: 32, Storage.BFLOAT16: 16, Storage.INT8: 8, Storage.INT4: 4}
@@ -293,7 +302,7 @@ class NativeTransformer:
         """The whole model: words that are there already, and layers."""
         config, weights = self.config, self.weights
         packer = _Packer(self._library, checkpoint, self._arenas[1], progress, 1 if config.tied_head else 2)
-        # The model points to this array, so it must live as long.
+        # The model points to these arrays, so they must live as long.
         self._layers = (structs.Layer * config.num_layers)(
             *(_layer(packer, config, weights.layers, i) for i in range(config.num_layers))
         )
@@ -358,25 +367,43 @@ _ARRAYS = (
 )  # fmt: skip
 
 
+def _mlp(packer: _Packer, name: str, mlp: MlpSpec, storage: Storage | None) -> tuple[structs.Matrix, structs.Matrix]:
+    """Gate and up, and down."""
+    gates = [f"{name}.gate_proj", f"{name}.up_proj"]
+    first = packer.gated(gates, storage, mlp.bias) if mlp.gated else packer.matrix(gates[1:], storage, mlp.bias)
+    return first, packer.matrix([f"{name}.down_proj"], storage, mlp.bias)
+
+
+def _mixture(packer: _Packer, name: str, spec: ExpertsSpec, storage: Storage | None) -> structs.Mixture:
+    """Router and experts; what weighs rows is never rounded."""
+    router = packer.matrix([f"{name}.router"], None, spec.router_bias)
+    experts = (structs.Expert * spec.count)(
+        *(structs.Expert(*_mlp(packer, f"{name}.experts.{i}", spec.expert, storage)) for i in range(spec.count))
+    )
+    gate = packer.matrix([f"{name}.shared_gate"], None) if spec.shared else structs.Matrix()
+    return structs.Mixture(router, gate, experts, spec.count, spec.top_k, spec.normalised)
+
+
 def _layer(packer: _Packer, config: ModelConfig, storage: Storage | None, i: int) -> structs.Layer:
     name, spec = f"model.layers.{i}", config.layer_specs[i]
     attention, heads = spec.attention, spec.attention.head_norm
     own, inner = f"{name}.self_attn", f"{name}.mlp"
-    if isinstance(spec.mlp, ExpertsSpec):
-        raise InvalidRequest("The kernels for a CPU do not run mixtures of experts; torch's operations do.")
-    mlp, gates = spec.mlp, [f"{inner}.gate_proj", f"{inner}.up_proj"]
+    experts = spec.mlp if isinstance(spec.mlp, ExpertsSpec) else None
+    mixture = None if experts is None else ctypes.pointer(_mixture(packer, inner, experts, storage))
+    mlp, at = (spec.mlp, inner) if isinstance(spec.mlp, MlpSpec) else (spec.mlp.shared, f"{inner}.shared")
+    activation = experts.expert.activation if experts else spec.mlp.activation
     norms = [packer.norm(f"{name}.{norm}", spec.norm if norm in spec.wiring.norms else None) for norm in _LAYER_NORMS]
     return structs.Layer(
         packer.matrix([f"{own}.{part}_proj" for part in "qkv"], storage, attention.qkv_bias),
         packer.matrix([f"{own}.o_proj"], storage, attention.output_bias),
-        packer.gated(gates, storage, mlp.bias) if mlp.gated else packer.matrix(gates[1:], storage, mlp.bias),
-        packer.matrix([f"{inner}.down_proj"], storage, mlp.bias),
+        *((structs.Matrix(), structs.Matrix()) if mlp is None else _mlp(packer, at, mlp, storage)),
         *norms,
         *(packer.norm(f"{own}.{part}_norm", heads and heads.norm) for part in "qk"),
         _HEAD_NORMS[heads.over] if heads else 0, bool(heads and heads.after_rope), attention.window or 0,
         _turnings(config).index((attention.rope, attention.rotated)) if attention.rope else -1, attention.rotated,
-        mlp.gated, ACTIVATIONS[mlp.activation], spec.wiring.parallel,
+        mlp is not None and mlp.gated, ACTIVATIONS[activation], spec.wiring.parallel,
         attention.scale, attention.softcap or 0, spec.residual_scale,
+        packer.floats(f"{own}.sinks.weight", attention.sinks), mixture,
     )  # fmt: skip
 
 
@@ -401,18 +428,21 @@ class _Scratch:
             self._rows, self._scores = max(rows, self._rows), max(scores, self._scores)
             self._threads = threads
             self._buffers = self._allocate()
-            self._struct = structs.Scratch(threads, *(b.data_ptr() for b in self._buffers), self._scores)
+            *buffers, mixture = (buffer.data_ptr() for buffer in self._buffers)
+            self._struct = structs.Scratch(threads, *buffers, self._scores, mixture)
         return self._struct
 
     def _allocate(self) -> list[Tensor]:
-        layer = self._model.layers[0]
-        hidden = _padded(self._model.hidden)
-        widest = max(hidden, layer.qkv.inputs, layer.output.inputs, layer.down.inputs)
-        floats = [hidden, hidden, layer.qkv.outputs, layer.output.inputs, layer.down.inputs]
+        layers = [self._model.layers[i] for i in range(self._model.num_layers)]
+        hidden, gated = _padded(self._model.hidden), max(layer.down.inputs for layer in layers)
+        layer = layers[0]
+        widest = max(hidden, layer.qkv.inputs, layer.output.inputs, gated)
+        floats = [hidden, hidden, layer.qkv.outputs, layer.output.inputs, gated]
         return [
             *(torch.zeros(self._rows, width) for width in floats),
             torch.zeros(self._rows, widest, dtype=torch.int8),
             *(torch.zeros(self._rows, widest // GROUP) for _ in range(3)),  # the last holds 32-bit whole numbers
             torch.empty(self._threads, self._scores),
             torch.zeros(1 + self._threads, 8, dtype=torch.int64),  # the team's barrier and counters
+            torch.empty(self._library.dw_mixture_bytes(ctypes.byref(self._model), self._rows), dtype=torch.uint8),
         ]
