@@ -12,8 +12,9 @@ from torch import Tensor
 from ..config import ModelConfig
 from ..reading import every_nth_full, integer, layer_count, number
 from ..rope import require
-from ..spec import CLAMPED, ExpertsSpec, LayerSpec, MlpSpec
+from ..spec import CLAMPED, MLP_NORM, ExpertsSpec, LayerSpec, MlpSpec
 from .base import Change, Family, PlainChoices, Spelling, Stored, plain, with_layers_changed
+from .in_gguf import GgufForm, has_experts
 
 DEFAULTS = {
     "rms_norm_eps": 1e-5,
@@ -40,6 +41,9 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
         config["rope_parameters"] = _YARN
     for name, known in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
         require(number(config, name, known) == known, f"its {name} is not {known}")
+    rope = config.get("rope_scaling")
+    if isinstance(rope, Mapping):  # GGUF files do not say it, and there is no model of the family that differs
+        config["rope_scaling"] = {"truncate": False, **rope}
     windows = every_nth_full(config, layer_count(config, "num_hidden_layers"), 2)
     biases = bool(config.get("attention_bias"))
     decoder = plain(config, "gpt_oss", PlainChoices(64, biases, biases, experts=True), windows)
@@ -98,4 +102,17 @@ _TENSORS: dict[str, Spelling | tuple[Spelling, ...]] = {
     },
     "self_attn.sinks.weight": Stored(("self_attn.sinks",), _entries(_ALL)),
 }
-FAMILY = Family("gpt_oss", _read, tensors=_TENSORS, reads_quantised="mxfp4")
+
+
+def _entries(own: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "intermediate_size": integer(own, "expert_feed_forward_length"),
+        "num_local_experts": integer(own, "expert_count"),
+        "num_experts_per_tok": integer(own, "expert_used_count"),
+    }
+
+
+FAMILY = Family(
+    "gpt_oss", _read, tensors=_TENSORS, reads_quantised="mxfp4",
+    gguf=GgufForm("gpt-oss", _entries, tensors={MLP_NORM: "post_attention_norm"}, fits=has_experts),
+)  # fmt: skip
