@@ -208,9 +208,13 @@ class SafetensorsCheckpoint:
         place = self._place(name)
         if place is None:
             raise _missing(name, self.name)
+        stored = self._stored(place)
         with refusing_malformed(f"its tensor {place.names[0]}"):
-            stored = [self._read(theirs, place.entry) for theirs in place.names]
             return stored[0] if place.change is None else place.change(self.config, *stored)
+
+    def _stored(self, place: Place) -> list[Tensor]:
+        with refusing_malformed(f"its tensor {place.names[0]}"):
+            return [self._read(theirs, place.entry) for theirs in place.names]
 
     def _quantised_name(self, name: str) -> str | None:
         """What the file calls a quantised matrix of ours; None if there is none, or if it is a part of one there."""
@@ -225,9 +229,13 @@ class SafetensorsCheckpoint:
 
     def blocks(self, name: str) -> Blocks | None:
         """A quantised or float16 matrix for our kernels, None where it is neither or does not fit into blocks."""
-        scaled = self._scaled(name)
+        scaled, place = self._scaled(name), self._place(name)
         if scaled is not None:
             return scaled.blocks()
+        if place is not None and place.blocks is not None:
+            found = place.blocks(self.config, *self._stored(place))
+            _check_shape(name, found.shape, self.config)
+            return found
         value = self.tensor(name)
         if value.dtype != torch.float16 or value.dim() != 2:
             return None

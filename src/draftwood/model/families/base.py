@@ -36,6 +36,7 @@ from ..rope import RopeConfig, require
 from ..spec import LayerSpec, MlpSpec, NormSpec, StreamSpec
 
 if TYPE_CHECKING:
+    from ..blocks import Blocks
     from .in_gguf import GgufForm
 
 LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
@@ -50,6 +51,7 @@ class Stored:
     names: tuple[str, ...]
     change: Change
     of_expert: bool = False  # only the entry of our expert's number is read
+    blocks: Callable[..., Blocks] | None = None  # the same for our kernels, without loss; takes what `change` takes
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Place:
     names: tuple[str, ...]
     entry: int | None = None
     change: Change | None = None
+    blocks: Callable[..., Blocks] | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -127,7 +130,8 @@ def _place(begin: str, spelling: Spelling, kind: str, expert: int | None, change
         theirs = spelling if expert is None else spelling.replace("*", str(expert))
         return Place((f"{begin}{theirs}.{kind}",), None, _in_turn(changes))
     names = tuple(begin + (name if expert is None else name.replace("*", str(expert))) for name in spelling.names)
-    return Place(names, expert if spelling.of_expert else None, _in_turn([spelling.change, *changes]))
+    entry = expert if spelling.of_expert else None
+    return Place(names, entry, _in_turn([spelling.change, *changes]), None if changes else spelling.blocks)
 
 
 def _in_turn(changes: Sequence[Change]) -> Change | None:

@@ -96,12 +96,11 @@ class GgufForm:
         theirs = self.tensors.get(pattern, USUAL.get(pattern))
         if theirs is None:
             return None
-        rows = theirs if isinstance(theirs, Rows) else None
-        picks = (() if rows is None else (rows.pick,)) + (
-            (_in_halves,) if self.interleaved and module in TURNED else ()
-        )
-        own = theirs.name if isinstance(theirs, Rows) else theirs
-        return GgufPlace(f"blk.{layer}.{own}.{kind}", None if expert is None else int(expert[1]), picks)
+        rows = theirs if isinstance(theirs, Rows) else Rows(theirs)
+        turned = _in_halves if self.interleaved and module in TURNED else None
+        picks = tuple(pick for pick in (rows.pick, turned) if pick is not None)
+        entry = None if expert is None else int(expert[1])
+        return GgufPlace(f"blk.{layer}.{rows.name}.{kind}", entry, picks)
 
 
 def _in_halves(config: ModelConfig, rows: Any) -> Any:
