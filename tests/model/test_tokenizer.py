@@ -129,6 +129,8 @@ def test_ids_are_those_of_transformers(rule: str) -> None:
     [
         ("smollm", "a 123 it's", ["a", "Ġ", "1", "2", "3", "Ġit", "'s"]),
         ("qwen2", "a 123 it's", ["a", "Ġ", "1", "2", "3", "Ġit", "'s"]),
+        ("gpt-4o", "HelloWorld it's 1234", ["Hello", "World", "Ġit's", "Ġ", "123", "4"]),
+        ("command-r", "a 12", ["a", "Ġ", "1", "2"]),
         ("llama-bpe", "a 12345 IT'S", ["a", "Ġ", "123", "45", "ĠIT", "'S"]),
         ("gpt-2", "a 12345 IT'S", ["a", "Ġ12345", "ĠIT", "'", "S"]),
         ("tekken", "CamelCase a/b 12", ["Camel", "Case", "Ġa", "/b", "Ġ", "1", "2"]),
