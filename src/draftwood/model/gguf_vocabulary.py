@@ -74,7 +74,7 @@ PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "gpt-4o": _words(_GPT4O_WORDS),
     "tekken": _words(_TEKKEN_WORDS),
 }
-_COMPOSED = ("qwen2", "deepseek-r1-qwen", "command-r")  # normalise to NFC first
+COMPOSED = ("qwen2", "deepseek-r1-qwen", "command-r")  # normalise to NFC first
 _WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "tekken")  # tiktoken vocabularies
 
 
@@ -126,7 +126,7 @@ def _byte_level(fields: Mapping[str, Any], vocabulary: dict[str, int]) -> Tokeni
         )
     merges = [_pair(merge) for merge in fields.get("tokenizer.ggml.merges") or []]
     tokenizer = Tokenizer(_bpe(vocabulary, merges, ignore_merges=rule in _WHOLE_WORDS_FIRST))
-    if rule in _COMPOSED:
+    if rule in COMPOSED:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = PRE_TOKENIZERS[rule]()
     tokenizer.decoder = decoders.ByteLevel()
