@@ -5,8 +5,8 @@ python benchmarks/selfdrafts.py [--model smollm2] [--weights float32] [--depth 4
                                 [--prompts FILE | --data DIR --every 80]
 
 One engine offers all drafters and answers every prompt with each in turn, plain decoding among them, the order
-reversed every other round; an answer that differs from plain decoding's ends the run. Chains of `--depth`; cascades have
-a size of their own.
+reversed every other round; an answer that differs from plain decoding's ends the run. Chains of `--depth`; cascades
+have a size of their own.
 `--long N` puts N tokens of other text before every prompt: what windows are for. Times are of decoding alone, from the
 first event on.
 """
