@@ -29,9 +29,12 @@ from draftwood.model.checkpoint import open_checkpoint
 from quality import own_prose
 
 EARLY = "early-exit"
-SELF = (EARLY, "layer-skip", "self-int8", "self-int4", "window:recent=512", "suffix")
+# Suffixes of this request alone: every prompt is asked again and again.
+SELF = (EARLY, "layer-skip", "self-int8", "self-int4", "window:recent=512", "suffix:shared=0")
 LONG = "self-int8:window=512", "self-int4:window=512"
-CASCADES = tuple(f"cascade:inner=suffix,middle={middle}" for middle in ("self-int8", "self-int4", "layer-skip"))
+CASCADES = tuple(
+    f"cascade:inner=suffix:shared=0,middle={middle}" for middle in ("self-int8", "self-int4", "layer-skip")
+)
 Row = tuple[str, float | None, str, float | None, str]
 
 
