@@ -184,7 +184,7 @@ class CascadeDrafter(Silent):
 CASCADE = Entry(
     CascadeDrafter,
     {"inner": "suffix", "middle": "layer-skip", "nodes": 8, "rounds": 3, "ahead": 4},
-    "what a middle level (early-exit, layer-skip, self-int8, model:NAME …) says, checking an inner drafter's guesses; "
+    "what a middle level (early-exit, layer-skip, self-int8, model:NAME) says, checking an inner drafter's guesses; "
     "settings of either behind it: middle=early-exit:layers=9+window=512",
 )
 
