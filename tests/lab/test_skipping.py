@@ -112,6 +112,13 @@ def test_a_knapsack_leaves_out_what_takes_long(probe: Probe) -> None:
     assert any(own in sets for own in [(3,), (1, 2)])
 
 
+def test_no_set_that_leaves_the_model_like_itself(probe: Probe, monkeypatch) -> None:
+    monkeypatch.setattr(skipping, "LEAST_COSINE", 1.1)
+    monkeypatch.setattr(Probe, "costs", lambda self: FLAT)
+    with pytest.raises(InvalidRequest, match="'cosine' finds no layers"):
+        search(probe, "cosine", 1, lambda done, best: None)
+
+
 def test_the_rate_of_a_chain() -> None:
     costs = Costs((2.0, 2.5, 3.0), (0.5, 0.5))
     assert costs.draft((0,)) == 1.5
@@ -132,6 +139,9 @@ def test_too_little_to_look_at_is_refused() -> None:
     runner = runner_of(TinyCheckpoint(CONFIG))
     with pytest.raises(InvalidRequest, match="more than 9 tokens"):
         Probe(runner, [Answer([1] * 12, 5)], 4, 8)
+    thin = runner_of(TinyCheckpoint(tiny_config(layers=1)))
+    with Probe(thin, answers_of(thin), 4, 3).reading() as probe, pytest.raises(InvalidRequest, match="has one layer"):
+        search(probe, "auto", 1, lambda done, best: None)
     small = ModelRunner(runner.model, 6, 4)
     with pytest.raises(InvalidRequest, match="cache is too small"), Probe(small, answers_of(runner), 4, 3).reading():
         pass

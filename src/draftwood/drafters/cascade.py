@@ -141,21 +141,23 @@ class CascadeDrafter(Silent):
         self, view: BatchView, nodes: int, rounds: int, guess: Proposal, rng: Randomness
     ) -> tuple[Proposal, Tensor, int]:
         """What the middle says in so many forwards, how many tokens that is of each sequence, and forwards made."""
-        chains, state = Chains.empty(view, nodes, self._columns), ()
-        for number in range(rounds):
-            rows = chains.rows(guess.tree, first=number == 0)
-            if number == 0:
+        chains, made = Chains.empty(view, nodes, self._columns), 0
+        state: State = ()
+        while True:
+            rows = chains.rows(guess.tree, first=made == 0)
+            if made == 0:
                 logits, state = self.middle.begin_with(view, rows.tokens[:, 1:], rows.places(1), self._columns)
             else:
                 front = Front(rows.tokens, rows.depth, None, rows.depth, None, (), rows.places(0))
                 logits, state = self.middle.extend(view, front, state)
             chains.follow(guess.tree, rows, logits.argmax(-1).view(-1))
-            if number + 1 == rounds or (view.may_look and bool((chains.count >= nodes).all())):
+            made += 1
+            if made == rounds or (view.may_look and bool((chains.count >= nodes).all())):
                 break
             guess = self._guess_again(chains.behind(view), rng)
         columns = torch.nn.functional.pad(chains.columns[:, :-1], (1, 0)).view(-1)
         proposal = Proposal(chains_behind(view.roots, chains.tokens[:, :-1]), columns).limited(view)
-        return proposal, chains.count, number + 1
+        return proposal, chains.count, made
 
     def _guess_again(self, view: BatchView, rng: Randomness) -> Proposal:
         """Behind text that is not committed, which the host has prepared nothing for."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from draftwood.drafters.skips import SkipSet
+from draftwood.errors import InvalidRequest
 from draftwood.lab.probe import Costs, Probe
 
 Skipped = tuple[int, ...]
@@ -89,7 +90,6 @@ def by_search(judge: Judge, effort: int) -> Iterator[tuple[float, Skipped]]:
 def by_both(judge: Judge, effort: int) -> Iterator[tuple[float, Skipped]]:
     """The knapsack first, then changes to the best of it."""
     for done, skipped in by_knapsack(judge, effort):
-        judge.roughly(skipped)
         yield done / 2, skipped
     for done, skipped in by_search(judge, effort):
         yield 0.5 + done / 2, skipped
@@ -105,10 +105,17 @@ POLICIES: Mapping[str, Callable[[Judge, int], Iterator[tuple[float, Skipped]]]] 
 
 def search(probe: Probe, policy: str, effort: int, say: Say) -> tuple[Found, Costs]:
     """The best set that a policy finds; `effort`: sets that are tried at random."""
+    if probe.num_layers < 2:
+        raise InvalidRequest("The model has one layer, which a draft cannot leave out.")
     judge = Judge(probe, probe.costs())
     for done, skipped in POLICIES[policy](judge, effort):
-        judge.roughly(skipped)
-        say(done, f"{judge.roughly(judge.best[0]):.2f}× without {len(judge.best[0])} layers")
+        if skipped:
+            judge.roughly(skipped)
+            say(done, f"{judge.roughly(judge.best[0]):.2f}× without {len(judge.best[0])} layers")
+    if not judge.best:
+        raise InvalidRequest(
+            f"The policy '{policy}' finds no layers that leave the model like itself; try another one."
+        )
     found = max((judge.exactly(skipped) for skipped in judge.best[:FINALISTS]), key=lambda one: one.ratio)
     say(1.0, f"{found.ratio:.2f}× without {len(found.skipped)} layers")
     return found, judge.costs
