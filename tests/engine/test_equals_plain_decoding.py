@@ -16,7 +16,6 @@ import torch
 
 from draftwood.drafters.cascade import CascadeDrafter
 from draftwood.drafters.combined import CombinedDrafter
-from draftwood.drafters.lookup import LookupDrafter
 from draftwood.drafters.recycling import RecyclingDrafter
 from draftwood.drafters.view import View, ViewDrafter, Window, first_layers, without_layers
 from draftwood.growers import (
@@ -119,8 +118,7 @@ DRAFTERS: dict[str, DraftMaker] = {
     "kangaroo-tree": with_net("kangaroo", Levels((3, 2, 1), Best())),
     "kangaroo-sampled": with_net("kangaroo", Levels((1, 1, 1), Independent())),
     "model-other-family": with_model(Levels((2, 2), Best()), family="qwen3", layers=1),
-    "view-skip-sampled": with_view(View(without_layers((0,))), Levels((2, 2), WithoutReplacement())),
-    "view-int4-beam": with_view(View(rounded=rounded("w4a8")), Beam(nodes=9, width=3, depth=3)),
+    "view-int4-beam": with_view(View(without_layers((0,)), rounded("w4a8")), Beam(nodes=9, width=3, depth=3)),
     "view-window": with_view(View(window=Window(4, 4)), BestFirst(nodes=9, width=3, forwards=3)),
     "offered-views": offering(
         with_view(View(first_layers(1)), Levels((1, 1, 1), Independent())),
@@ -130,9 +128,6 @@ DRAFTERS: dict[str, DraftMaker] = {
     ),
     "cascade-view": lambda dtype: CascadeDrafter(
         suffix(nodes=5, shortest=1, least=0.0)(dtype), ViewDrafter(View(without_layers((0,))), chain(1)), 5, 2, 3
-    ),
-    "cascade-model": lambda dtype: CascadeDrafter(
-        LookupDrafter(3, 2), with_model(chain(1))(dtype), nodes=6, rounds=3, ahead=2
     ),
     "predicted": expecting(no_drafter, lambda prompt: nearly_right(tuple(prompt))),
     "predicted-model-iid": expecting(
