@@ -1,4 +1,4 @@
-"""Makes a folder of safetensors and tokenizer.json out of a Marian model as it is published: a pickle and two .spm files.
+"""A folder of safetensors and tokenizer.json from a Marian model as it is published: a pickle and two .spm files.
 
 The pickle is read once, tensors only (`torch.load(weights_only=True)`), and never again. The tokenizer segments as the
 source's SentencePiece model does; pieces that only the target's knows can be read back.

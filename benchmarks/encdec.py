@@ -1,4 +1,4 @@
-"""What drafts from the source are worth: an encoder-decoder translates sentences plainly and with lookups in the source.
+"""What drafts from the source are worth: an encoder-decoder translates plainly and with lookups in the source.
 
     python benchmarks/convert_marian.py path/to/opus-mt-en-fr marian-en-fr
     python benchmarks/encdec.py marian-en-fr

@@ -20,7 +20,7 @@ from draftwood.drafters.suffix import SuffixDrafter
 from draftwood.drafting import Drafter
 from draftwood.errors import CheckpointError
 from draftwood.growers import Best, Independent, Levels
-from draftwood.model import universal_seq2seq
+from draftwood.model import universal_seq2seq, universal_sources
 from draftwood.model.checkpoint import open_checkpoint
 from draftwood.model.runner import ModelRunner
 from draftwood.model.universal_seq2seq import Seq2SeqModel
@@ -256,7 +256,15 @@ def test_other_encoders_are_not_shared(made: Made, tmp_path: Path) -> None:
         assert not bart.share_encoder(other)  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("broken", ["source", "distances", "text", "padding"])
+BROKEN = {
+    "source": r"answers would be wrong \(logits differ by",
+    "distances": "adds a bias to its scores that was not made for our keys",
+    "text": r"answers would be wrong \(logits differ by",
+    "padding": r"answers would be wrong \(logits differ by",
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
 def test_the_self_check_sees_what_is_wrong(made: Made, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     """Another's source, biases of rows' numbers, texts that begin within their source, padding that is read."""
     folder = made("t5")[1]
@@ -266,11 +274,17 @@ def test_the_self_check_sees_what_is_wrong(made: Made, monkeypatch: pytest.Monke
     if broken == "distances":
         monkeypatch.setattr(universal_seq2seq, "with_distances", lambda decoder: None)
     if broken == "text":
-        monkeypatch.setattr(SourcedStep, "slots", property(lambda step: [own[1:] for own in step.all_slots]))
+        monkeypatch.setattr(SourcedStep, "slots", property(_one_too_early))
     if broken == "padding":
-        monkeypatch.setattr(torch.Tensor, "long", torch.ones_like)
-    with pytest.raises(CheckpointError, match=r"answers would be wrong \(logits differ by"):
+        there = universal_sources._there
+        monkeypatch.setattr(universal_sources, "_there", lambda inputs: torch.ones_like(there(inputs)))
+    with pytest.raises(CheckpointError, match=BROKEN[broken]):
         seq2seq_runner(folder)
+
+
+def _one_too_early(step: SourcedStep) -> list[torch.Tensor]:
+    slots = zip(step.all_slots, step.source_lengths, strict=True)
+    return [own[before - 1 : -1] if before else own for own, before in slots]
 
 
 def test_an_encoder_gives_no_logits(made: Made) -> None:
@@ -294,3 +308,23 @@ def test_what_cannot_be_computed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"m2m_100.*cannot be run.*docs/models.md"):
         seq2seq_runner(tmp_path)
     assert open_checkpoint(tmp_path).config.encoder is not None
+
+
+def test_sources_are_padded_only_where_that_cannot_matter(tmp_path: Path, made: Made) -> None:
+    """An encoder that looks at blocks of long sources reads those of one length together."""
+    read: list[int] = []
+    FAMILIES["longt5"] = ("longt5", {**FAMILIES["t5"][1], "encoder_attention_type": "local"})
+    try:
+        seq2seq_model("longt5").save_pretrained(tmp_path)
+    finally:
+        del FAMILIES["longt5"]
+    sources = [Source((1,) * n, torch.arange(i, i + n)) for i, n in enumerate((4, 5, 6, 6, 9))]
+    for folder, groups in ((tmp_path, [1, 1, 1, 2]), (made("bart")[1], [1, 4])):
+        encoder = seq2seq_runner(folder).model.encoder  # type: ignore[attr-defined]
+        alone = [Encoder(encoder.modules, None).states([source])[0] for source in sources]
+        read.clear()
+        own = encoder._read
+        encoder._read = lambda some, own=own: read.append(len(some)) or own(some)
+        together = encoder.states(sources)
+        assert sorted(read) == groups
+        assert all((a - b).abs().max() <= 1e-12 for a, b in zip(alone, together, strict=True))

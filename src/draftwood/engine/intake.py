@@ -124,8 +124,8 @@ class Intake:
         """What the decoder begins with; behind an encoder, the token that its texts begin with goes before all else."""
         begun = prompt.prompt if isinstance(prompt, WithSource) else prompt
         spec = self._config.encoder
-        if spec is not None and (begun is None or begun == ""):
-            return begun, list(spec.opening)
+        if spec is not None and not begun:
+            return "" if begun == "" else None, list(spec.opening)
         assert begun is not None
         if spec is None:
             return self.encode(begun)

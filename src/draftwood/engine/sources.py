@@ -41,13 +41,13 @@ def paired(
     prompts: str | Sequence[PlainPrompt] | None, encoder_input: EncoderInput | Sequence[EncoderInput] | None
 ) -> tuple[list[Prompt], bool]:
     """Prompts with what their encoder reads; and whether it is one, not a list. One of either goes with all others."""
-    alone = prompts is None or isinstance(prompts, str)
-    if encoder_input is None or (is_one(encoder_input) and alone):
-        return [with_source(p, encoder_input) for p in ([prompts] if alone else prompts or ())], alone
+    if prompts is None or isinstance(prompts, str):
+        if is_one(encoder_input):
+            return [with_source(prompts, encoder_input)], True
+        return [WithSource(own, prompts) for own in encoder_input], False
     if is_one(encoder_input):
-        return [with_source(prompt, encoder_input) for prompt in prompts or ()], False
-    inputs = list(encoder_input)
-    each = [prompts] * len(inputs) if prompts is None or isinstance(prompts, str) else list(prompts)
+        return [with_source(prompt, encoder_input) for prompt in prompts], False
+    inputs, each = list(encoder_input), list(prompts)
     if len(each) != len(inputs):
         raise InvalidRequest(f"{len(each)} prompts came with {len(inputs)} encoder inputs: give one, or one each.")
     return [WithSource(*both) for both in zip(inputs, each, strict=True)], False

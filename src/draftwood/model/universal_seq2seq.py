@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import random
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +34,7 @@ from draftwood.model.universal_sources import (
 )
 from draftwood.model.weights import FORMATS
 
+_PARTS = ("window", "local", "block", "chunk", "attention_type")
 SOURCES = (5, 7)  # lengths that it is checked with: read together, one of them padded
 
 
@@ -49,7 +51,8 @@ class Seq2SeqModel:
         self._words = checkpoint.config.vocab_size
         self._modules = loaded(modules_of(hf_config(checkpoint.stated)), checkpoint, dtype)
         self._decoder = self._modules.get_decoder()
-        self.encoder = Encoder(self._encoder_apart(), self._padding())
+        self._padding = None if _sees_parts(hf_config(checkpoint.stated).to_dict()) else self._padding_token()
+        self.encoder = Encoder(self._encoder_apart(), self._padding)
         with_distances(self._decoder)
         set_attention(self._decoder, CALLED)
         self.config, self._layouts = self._checked(checkpoint)
@@ -124,16 +127,16 @@ class Seq2SeqModel:
             layouts = self._probed()
             config = replace(checkpoint.config, planes=layouts.total, plane=layouts.text.plane)
             worst = self._worst_difference(config, layouts)
-            reason = None if worst <= TOLERANCE else f"logits differ by {worst:.1g} of their spread"
+            if worst <= TOLERANCE:
+                return config, layouts
+            reason = f"logits differ by {worst:.1g} of their spread"
         except Exception as error:  # whatever modules that were not written for this do
             reason = said(error)
-        if reason is not None:
-            raise CheckpointError(
-                f"{checkpoint.name} ({checkpoint.config.model_type}) cannot be run: with our pages and masks, "
-                "transformers' modules do not compute what they compute by themselves, so answers would be wrong "
-                f"({reason}). Use another model; docs/models.md lists those that were tried."
-            )
-        return config, layouts
+        raise CheckpointError(
+            f"{checkpoint.name} ({checkpoint.config.model_type}) cannot be run: with our pages and masks, "
+            "transformers' modules do not compute what they compute by themselves, so answers would be wrong "
+            f"({reason}). Use another model; docs/models.md lists those that were tried."
+        )
 
     def _probed(self) -> Layouts:
         """From one row behind one source, of which nothing is kept."""
@@ -156,7 +159,7 @@ class Seq2SeqModel:
             with attending(self._decoder, "eager", CALLED), torch.inference_mode():
                 return self._modules(encoder_outputs=states, decoder_input_ids=tokens[None], use_cache=False).logits[0]
 
-        self.encoder = Encoder(self.encoder.modules, self._padding())  # which knows none of them yet
+        self.encoder = Encoder(self.encoder.modules, self._padding)  # which knows none of them yet
         return worst_difference(forward, reference, cache, config.vocab_size, sources)
 
     def _trial_sources(self) -> tuple[Source, ...]:
@@ -180,9 +183,14 @@ class Seq2SeqModel:
         set_attention(encoder, "eager")
         return encoder
 
-    def _padding(self) -> int:
+    def _padding_token(self) -> int:
         padding = getattr(self._modules.config, "pad_token_id", None)
         return padding if isinstance(padding, int) and 0 <= padding < self._spec.vocab_size else 0
+
+
+def _sees_parts(stated: Mapping[str, Any]) -> bool:
+    """Whether an encoder may look at long sources in parts, where padding may matter; the check has short ones."""
+    return any(value for key, value in stated.items() if any(word in key for word in _PARTS))
 
 
 def _without_sources(batch: ForwardBatch) -> ForwardBatch:

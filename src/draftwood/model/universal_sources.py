@@ -207,16 +207,16 @@ def _by_distance(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 class Encoder:
     """An encoder's modules, and what they last gave: a draft model with the same encoder reads it too."""
 
-    def __init__(self, modules: Any, padding: int) -> None:
+    def __init__(self, modules: Any, padding: int | None) -> None:
         self.modules = modules
-        self._padding = padding
+        self._padding = padding  # a token behind shorter sources; None: only sources of one length are read together
         self._last: dict[str, Tensor] = {}
 
     def states(self, sources: Sequence[Source]) -> list[Tensor]:
         """Of each source [n, hidden]; those of about the same length are read together."""
         known = {source.key: source for source in sources}
         kept = {key: self._last[key] for key in known if key in self._last}
-        for group in _alike([source for key, source in known.items() if key not in kept]):
+        for group in self._alike([source for key, source in known.items() if key not in kept]):
             kept |= dict(zip([source.key for source in group], self._read(group), strict=True))
         self._last = kept
         return [kept[source.key] for source in sources]
@@ -228,19 +228,23 @@ class Encoder:
                 dtype = next(self.modules.parameters()).dtype
                 found = self.modules(torch.stack(inputs).to(dtype)).last_hidden_state
             else:
-                padded = nn.utils.rnn.pad_sequence(inputs, batch_first=True, padding_value=self._padding)
-                lengths = torch.tensor([len(own) for own in inputs])
-                mask = (torch.arange(padded.shape[1]) < lengths[:, None]).long()
-                found = self.modules(input_ids=padded, attention_mask=mask).last_hidden_state
+                padded = nn.utils.rnn.pad_sequence(inputs, batch_first=True, padding_value=self._padding or 0)
+                found = self.modules(input_ids=padded, attention_mask=_there(inputs)).last_hidden_state
         for source, own in zip(sources, found, strict=True):
             if len(own) < len(source):
                 raise CheckpointError(f"its encoder makes {len(own)} states where {len(source)} are expected")
             yield own[: len(source)]
 
+    def _alike(self, sources: Sequence[Source]) -> list[list[Source]]:
+        """Groups in which the longest is less than twice as long as the shortest, or of one length."""
+        groups: dict[int, list[Source]] = {}
+        for source in sources:
+            length = len(source)
+            groups.setdefault(length if self._padding is None else length.bit_length(), []).append(source)
+        return list(groups.values())
 
-def _alike(sources: Sequence[Source]) -> list[list[Source]]:
-    """Groups in which the longest is less than twice as long as the shortest."""
-    groups: dict[int, list[Source]] = {}
-    for source in sources:
-        groups.setdefault(len(source).bit_length(), []).append(source)
-    return list(groups.values())
+
+def _there(inputs: Sequence[Tensor]) -> Tensor:
+    """Which of the padded tokens are a source's. [b, longest] int64."""
+    lengths = torch.tensor([len(own) for own in inputs])
+    return (torch.arange(int(lengths.max())) < lengths[:, None]).long()
