@@ -207,6 +207,9 @@ def test_the_command_line(folder: Path) -> None:
     without = CliRunner().invoke(app, ["generate", "one two", *flags])
     assert without.exit_code == 1
     assert "--encoder-input" in without.output
+    talk = CliRunner().invoke(app, ["chat", "--model", str(folder)], input="Hello")
+    assert talk.exit_code == 1
+    assert "--encoder-input" in talk.output
     nothing = CliRunner().invoke(app, ["generate", *flags])
     assert nothing.exit_code == 2
     assert "--encoder-input" in nothing.output
