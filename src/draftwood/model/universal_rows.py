@@ -100,6 +100,11 @@ class Step:
         return [(table[:, None] * size + within).view(-1)[:n] for table, n in zip(tables, self.num_keys, strict=True)]
 
     @cached_property
+    def runs(self) -> list[slice | Tensor]:
+        """The same, as slices where keys lie in a row."""
+        return [as_run(own) for own in self.slots]
+
+    @cached_property
     def seen(self) -> Tensor:
         """Which keys of its sequence a row may see, whatever the model says. [N, keys] bool."""
         return visible_keys(self.batch, max(self.num_keys), None)
@@ -132,13 +137,15 @@ class Step:
             cut = numbers.unflatten(2, (-1, self.width)).transpose(1, 2).flatten(0, 1)
             planes[first : first + len(cut)].index_copy_(1, self.batch.slots, cut)
 
-    def read(self, call: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values at some slots. 2 x [K, n, D]."""
+    def read(self, call: int, slots: slice | Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values at some slots, of slices in place where planes are as wide as heads. 2 x [K, n, D]."""
         planes, shape, start = self._planes(call)
         parts = []
         for dim in (shape.key_dim, shape.value_dim):
             count = shape.kv_heads * dim // self.width
-            cut = planes[start : start + count].index_select(1, slots).unflatten(0, (shape.kv_heads, -1))
+            own = planes[start : start + count]
+            cut = own[:, slots] if isinstance(slots, slice) else own.index_select(1, slots)
+            cut = cut.unflatten(0, (shape.kv_heads, -1))
             parts.append(cut.transpose(1, 2).flatten(2))
             start += count
         return parts[0], parts[1]
@@ -166,6 +173,13 @@ class Step:
         if call >= len(self.layout.shapes) or self.layout.shapes[call].module is not module:
             raise CheckpointError("The model's layers attend in another order than when it was loaded.")
         return call
+
+
+def as_run(slots: Tensor) -> slice | Tensor:
+    """Slots that lie in a row as a slice: what is there is then read without a copy."""
+    if not len(slots) or bool((slots.diff() != 1).any()):
+        return slots
+    return slice(int(slots[0]), int(slots[-1]) + 1)
 
 
 _STEP: ContextVar[Step] = ContextVar("draftwood_step")
@@ -261,7 +275,7 @@ def _attend_one(
 ) -> Tensor:
     """The rows of one sequence; a bias [H, N, keys] is added to their scores. [H, n, Dv]."""
     low, high = step.offsets[i], step.offsets[i + 1]
-    keys, values = step.read(call, step.slots[i])
+    keys, values = step.read(call, step.runs[i])
     grouped = query[:, low:high].unflatten(0, (len(keys), -1))  # [K, H / K, n, D]
     scores = grouped @ keys[:, None].transpose(2, 3) * scale
     if bias is not None:

@@ -19,7 +19,7 @@ from transformers.cache_utils import EncoderDecoderCache
 
 from draftwood.batch import ForwardBatch, Pages, Source
 from draftwood.errors import CheckpointError
-from draftwood.model.universal_rows import LayerShape, Layout, RowsCache, Step, current, require_order
+from draftwood.model.universal_rows import LayerShape, Layout, RowsCache, Step, as_run, current, require_order
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,11 @@ class SourcedStep(Step):
         return [own[before:] for own, before in zip(self.all_slots, self.source_lengths, strict=True)]
 
     @cached_property
+    def source_runs(self) -> list[slice | Tensor]:
+        """Where each source's lie."""
+        return [as_run(own[:before]) for own, before in zip(self.all_slots, self.source_lengths, strict=True)]
+
+    @cached_property
     def source_keys(self) -> Step:
         """The pages as sources use them."""
         return Step(self.batch, self.pages, self.sources)
@@ -101,13 +106,13 @@ class SourcedStep(Step):
         call, self.source_calls = self.source_calls, self.source_calls + 1
         if call >= len(self.sources.shapes) or self.sources.shapes[call].module is not module:
             raise CheckpointError("The model's layers attend to sources in another order than when it was loaded.")
-        rows = [self._attend_one(call, i, query[0], scale) for i in range(len(self.all_slots))]
+        rows = [self._attend_one(call, i, query[0], scale) for i in range(len(self.source_lengths))]
         return torch.cat(rows, 1).transpose(0, 1)[None].contiguous()
 
     def _attend_one(self, call: int, i: int, query: Tensor, scale: float) -> Tensor:
         """The rows of one sequence. [H, n, Dv]."""
         low, high = self.offsets[i], self.offsets[i + 1]
-        keys, values = self.source_keys.read(call, self.all_slots[i][: self.source_lengths[i]])
+        keys, values = self.source_keys.read(call, self.source_runs[i])
         grouped = query[:, low:high].unflatten(0, (len(keys), -1))
         weights = (grouped @ keys[:, None].transpose(2, 3) * scale).softmax(-1)
         return (weights @ values[:, None]).flatten(0, 1)
