@@ -252,7 +252,9 @@ def test_other_encoders_are_not_shared(made: Made, tmp_path: Path) -> None:
     seq2seq_model("bart", noise=0.3).save_pretrained(tmp_path)
     models = [seq2seq_runner(folder).model for folder in (made("bart")[1], tmp_path, made("t5")[1])]
     bart, likeness, t5 = models
-    for other in (likeness, t5, tiny_runner().model):
+    heads = tmp_path / "heads"
+    seq2seq_model("bart", encoder_attention_heads=2).save_pretrained(heads)
+    for other in (likeness, t5, tiny_runner().model, seq2seq_runner(heads).model):
         assert not bart.share_encoder(other)  # type: ignore[attr-defined]
 
 

@@ -70,6 +70,9 @@ class Seq2SeqModel:
         same = type(self.encoder.modules) is type(other.encoder.modules) and own.keys() == theirs.keys()
         if not same or not all(own[n].dtype == theirs[n].dtype and torch.equal(own[n], theirs[n]) for n in own):
             return False
+        trial = [self._trial_sources()[0]]  # what weights do not show, as the number of heads
+        if not torch.equal(self.encoder.states(trial)[0], other.encoder.states(trial)[0]):
+            return False
         for mine, its in zip(self.encoder.modules.parameters(), other.encoder.modules.parameters(), strict=True):
             mine.data = its.data  # one copy in memory
         self.encoder = other.encoder
