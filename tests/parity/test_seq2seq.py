@@ -23,6 +23,7 @@ from draftwood.growers import Best, Independent, Levels
 from draftwood.model import universal_seq2seq, universal_sources
 from draftwood.model.checkpoint import open_checkpoint
 from draftwood.model.runner import ModelRunner
+from draftwood.model.universal_rows import as_run
 from draftwood.model.universal_seq2seq import Seq2SeqModel
 from draftwood.model.universal_sources import Encoder, SourcedStep
 from draftwood.protocols import Span
@@ -330,3 +331,9 @@ def test_sources_are_padded_only_where_that_cannot_matter(tmp_path: Path, made: 
         together = encoder.states(sources)
         assert sorted(read) == groups
         assert all((a - b).abs().max() <= 1e-12 for a, b in zip(alone, together, strict=True))
+
+
+def test_keys_that_lie_in_a_row_are_read_in_place() -> None:
+    assert as_run(torch.tensor([3, 4, 5])) == slice(3, 6)
+    for slots in ([3, 5, 4], [3, 5, 6], [4, 3], []):
+        assert isinstance(as_run(torch.tensor(slots, dtype=torch.int64)), torch.Tensor)
