@@ -130,7 +130,7 @@ def bushy(wanted: Sequence[Ask], truth: Sequence[Sequence[int]]) -> ScriptedDraf
     return ScriptedDrafter(script, 16)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in ("mbart", "umt5")])
 def test_tokens_are_the_models_own_whatever_drafts_and_chunks(made: Made, name: str) -> None:
     model, folder = made(name)
     runner, cold = seq2seq_runner(folder), asks(name, 0.0)
