@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from draftwood.batch import Source
 from draftwood.drafters.by_request import OfferedDrafters
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
@@ -164,14 +165,8 @@ def tiny_folder(
     path: Path, family: str = "llama", tokenizer: bool = True, noise: float = 0.0, **changes: object
 ) -> Path:
     """A checkpoint folder on disk: config, safetensors and a byte-level tokenizer with a chat template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
+    backend = byte_tokenizer(("<|end|>",))
     path.mkdir(parents=True, exist_ok=True)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<|end|>"])
     vocab = backend.get_vocab_size()
     config = hf_config(family, vocab, eos_token_id=vocab - 1, **changes)
     (path / "config.json").write_text(json.dumps(config))
@@ -183,6 +178,26 @@ def tiny_folder(
         template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
         (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, "eos_token": "<|end|>"}))
     return path
+
+
+def byte_tokenizer(special: Sequence[str]) -> Any:
+    """A token for every byte, and special ones behind them."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(special))
+    return backend
+
+
+def save_tokenizer(path: Path, special: Sequence[str]) -> int:
+    """Without a chat template; how many tokens there are."""
+    path.mkdir(parents=True, exist_ok=True)
+    backend = byte_tokenizer(special)
+    backend.save(str(path / "tokenizer.json"))
+    return backend.get_vocab_size()
 
 
 class LetterDecoder:
@@ -226,6 +241,7 @@ class Ask:
     params: SamplingParams = field(default_factory=SamplingParams)
     arrives: int = 0  # the step before which it is added
     cancelled: int | None = None  # the step before which it is cancelled
+    source: Source | None = None  # what an encoder reads before the prompt
 
 
 @dataclass(frozen=True)
@@ -261,14 +277,16 @@ class Harness:
     def answer(self, i: int, ask: Ask, eos: frozenset[int] = frozenset()) -> Answer:
         drafter = self.engine.drafter
         params = drafter.asked_for(i, ask) if isinstance(drafter, Expecting | Offering) else ask.params
+        tokens = [*(() if ask.source is None else ask.source.tokens), *ask.prompt]
         return Answer(
             id=i,
             request_id=i,
             index=0,
-            tokens=list(ask.prompt),
+            tokens=tokens,
+            source=ask.source,
             params=params,
             seed=params.seed or 0,
-            max_length=min(len(ask.prompt) + params.max_tokens, self.engine.target.model.config.max_positions),
+            max_length=min(len(tokens) + params.max_tokens, self.engine.target.model.config.max_positions),
             stop_ids=frozenset(params.stop_token_ids) | eos,
             bad_words=tuple(tuple(ord(c) - ord("a") for c in word) for word in params.bad_words),
             text=TextStream(LetterDecoder(), params.stop),

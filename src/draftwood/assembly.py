@@ -52,6 +52,7 @@ from draftwood.growers import (
 from draftwood.machine import give_back_memory
 from draftwood.model.checkpoint import HUB_ID, Checkpoint, open_checkpoint
 from draftwood.model.config import ModelConfig
+from draftwood.model.encoders import check_reads_as_much
 from draftwood.model.native import Progress
 from draftwood.model.runner import ModelRunner, require_strict
 from draftwood.model.universal_folder import UniversalCheckpoint, require_supported
@@ -323,6 +324,7 @@ def load_model_drafter(
     """A second model as drafter, once it is known to speak the target's vocabulary."""
     grower = build_grower(tree or DEFAULT_TREE)
     check_same_vocabulary(checkpoint, target)
+    check_reads_as_much(checkpoint.name, checkpoint.config.encoder, target.name, target.config.encoder)
     return ModelDrafter(load_runner(checkpoint, config), grower)
 
 

@@ -6,12 +6,33 @@ from `tree_base` on those whose bit is set in `ancestors`.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """What an encoder reads for one sequence. It takes the first slots of the sequence: keys and values that the
+    decoder's layers make of the encoder's states lie there, one slot for each state.
+    """
+
+    tokens: tuple[int, ...]  # one for each state: what was read, or any token where that is no text of the decoder's
+    inputs: Tensor  # token ids [n], or features [bins, frames]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @cached_property
+    def key(self) -> str:
+        """A name for what is read; the same for the same inputs only."""
+        said = f"{self.inputs.dtype} {tuple(self.inputs.shape)} {len(self.tokens)} ".encode()
+        content = self.inputs.contiguous().view(-1).numpy().tobytes()
+        return hashlib.blake2b(said + content, digest_size=32).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -36,6 +57,8 @@ class ForwardBatch:
     logits_in_order: bool = False  # `logit_rows` rise: if there are as many as rows, they are all of them
     parts: tuple[ForwardBatch, ...] = ()  # what it was joined of: rows so different that attention takes them apart
     pieces: tuple[tuple[int, int], ...] = ()  # [start, end) of each sequence's rows in its text, where the host knows
+    source_lengths: Tensor | None = None  # [S] first keys of each sequence that are of its source; None: no encoder
+    unread: tuple[tuple[int, Source], ...] = ()  # sequences that have rows of their source here
 
     def at_logits(self, rows: Tensor) -> Tensor:
         """Of something that all rows have, what those have whose logits are wanted. [N, *] -> [K, *]."""
@@ -56,9 +79,14 @@ def with_text(batch: ForwardBatch, text: ForwardBatch) -> ForwardBatch:
     no_ancestors = batch.ancestors.new_zeros(len(text.tokens), batch.ancestors.shape[1])
     ancestors = torch.cat([batch.ancestors, no_ancestors])
     rows = None if batch.max_rows is None or text.max_rows is None else max(batch.max_rows, text.max_rows)
+    sources = None
+    if batch.source_lengths is not None and text.source_lengths is not None:
+        sources = torch.cat([batch.source_lengths, text.source_lengths])
+    behind = len(batch.tree_base)
+    unread = (*batch.unread, *((behind + i, source) for i, source in text.unread))
     return replace(
         batch, **both, row_offsets=offsets, ancestors=ancestors, max_rows=rows, linear=batch.linear and text.linear,
-        logits_in_order=False, parts=(batch, text), pieces=(),
+        logits_in_order=False, parts=(batch, text), pieces=(), source_lengths=sources, unread=unread,
     )  # fmt: skip
 
 

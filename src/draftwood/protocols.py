@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from draftwood.batch import Source
 from draftwood.request import SamplingParams
 from draftwood.tree import DraftLaw, TokenTree, Verdict
 
@@ -108,7 +109,8 @@ class LogitEdits:
     penalties: Tensor  # [E, 3] float64 repetition, presence, frequency
     stop_tokens: Tensor  # [E, S] int64 what may not end an answer before its minimum length, -1 padded
     min_lengths: Tensor  # [E] int64 tokens, the prompt's included, before which that holds
-    prompt_lengths: Tensor  # [E] int64
+    source_lengths: Tensor  # [E] int64 first tokens that an encoder has read, which are no text of the answer's
+    prompt_lengths: Tensor  # [E] int64 source included
     lengths: Tensor  # [E] int64
     history: Tensor  # [E, L] int64 committed tokens
 
@@ -175,6 +177,7 @@ class BatchView:
     law: Tensor | None = None  # [B] int64 which of the mode's laws each has; None: there is one
     drafter: Tensor | None = None  # [B] int64 likewise
     edits: LogitEdits | None = None
+    source_lengths: Tensor | None = None  # [B] int64 first tokens that an encoder reads; None: there is no encoder
     gained: int | None = None  # no sequence has gained more tokens in the last step; None: as many as a tree is deep
     min_accept_prob: float = 0.0  # chosen nodes that are less likely to be accepted should be absent
     may_look: bool = False  # values may be looked at on the host: nothing is captured, and looking is cheap
@@ -192,7 +195,7 @@ class BatchView:
     def take(self, rows: Tensor) -> BatchView:
         """The view of some of its sequences [b]; without logit edits, which only the whole step needs."""
         per_sequence = ("lengths", "seeds", "roots", "temperature", "rows", "block_table")
-        optional = ("max_nodes", "max_depth", "law", "drafter")
+        optional = ("max_nodes", "max_depth", "law", "drafter", "source_lengths")
         taken = {name: getattr(self, name)[rows] for name in per_sequence}
         taken |= {name: part[rows] for name in optional if (part := getattr(self, name)) is not None}
         limits = self.truncation
@@ -210,9 +213,10 @@ class Span:
     """Committed tokens [start, end) of one sequence that a forward has to run."""
 
     seq_id: int
-    tokens: Sequence[int]
+    tokens: Sequence[int]  # those of its source included
     start: int
     end: int
+    source: Source | None = None  # what an encoder reads before the text
 
 
 class Randomness(Protocol):

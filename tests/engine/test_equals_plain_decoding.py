@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -35,6 +36,7 @@ from draftwood.train.online import LEARNT, AdaptConfig, Adapter, Contest
 from draftwood.train.optim import OptimConfig
 from draftwood.tree import DraftLaw, Draw
 from draftwood.verifiers import LAWS
+from seq2seq import seq2seq_folder, seq2seq_runner, source_of
 from tiny import (
     NETS,
     Ask,
@@ -289,6 +291,40 @@ def test_every_weight_format_is_a_target_of_its_own(weights: str, name: str, tem
     target = tiny_runner(config, dtype=torch.float32, weights=weights, num_pages=16)
     drafter = DRAFTERS[name](torch.float32)
     answers = Harness(target, drafter, LAWS["match"](), Regime(max_rows=24, num_pages=16)).run(asks)
+    assert generated(answers) == wanted
+
+
+def translations() -> list[Ask]:
+    """Sources of several lengths, some of them the same, behind which texts begin in several ways."""
+    return [
+        replace(ask, source=source_of("t5", i % 3), params=replace(ask.params, max_tokens=5 + i))
+        for i, ask in enumerate(requests(1.0)[:5])
+    ]
+
+
+@pytest.fixture(scope="module")
+def translator(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
+    """An encoder-decoder, and what it says of each source alone."""
+    folder = seq2seq_folder(tmp_path_factory.mktemp("t5"), "t5")
+    target, plain = seq2seq_runner(folder), no_drafter(torch.float64)
+    return folder, [generated(Harness(target, plain, LAWS["match"]()).run([ask]))[0] for ask in translations()]
+
+
+BEHIND_ENCODERS = (
+    *("none", "scripted-bushy", "ngram", "ngram-tree", "suffix", "recycling", "combined", "model-static", "model-iid"),
+    *("pard-tree", "predicted-model-iid", "offered-suffix"),
+)
+
+
+@pytest.mark.parametrize("name", BEHIND_ENCODERS)
+def test_a_decoder_behind_an_encoder_is_a_target_like_any_other(
+    translator: tuple[Path, list[list[int]]], name: str
+) -> None:
+    """Draft models without an encoder read sources as text."""
+    folder, wanted = translator
+    regime = Regime(max_rows=24, num_pages=20)
+    target = seq2seq_runner(folder, num_pages=regime.num_pages)
+    answers = Harness(target, DRAFTERS[name](torch.float64), LAWS["match"](), regime).run(translations())
     assert generated(answers) == wanted
 
 

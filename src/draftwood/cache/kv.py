@@ -92,6 +92,10 @@ class KVCache:
             max_rows=max((span.end - span.start for span in spans), default=0),
             linear=True,
             pieces=tuple((span.start, span.end) for span in spans),
+            source_lengths=_source_lengths(spans, device),
+            unread=tuple(
+                (i, s.source) for i, s in enumerate(spans) if s.source is not None and s.start < len(s.source)
+            ),
         )
 
     def keep(self, block_table: Tensor, base: Tensor, index: Tensor, length: Tensor, *, chain: bool = False) -> None:
@@ -142,6 +146,7 @@ def stage_behind(
     page_size: int,
     max_positions: int,
     logit_rows: Tensor | None = None,
+    source_lengths: Tensor | None = None,
 ) -> ForwardBatch:
     """As many rows `tokens` [B, R] for every sequence, around the end of its `lengths` [B] tokens.
 
@@ -178,6 +183,7 @@ def stage_behind(
         max_depth=places.max_depth,
         max_nodes=places.max_nodes,
         logits_in_order=logit_rows is None,
+        source_lengths=source_lengths,
     )
 
 
@@ -190,7 +196,10 @@ def stage_trees(view: BatchView, tree: TokenTree, page_size: int, max_positions:
     if not chain:  # a chain is a piece of text
         places = replace(places, ancestors=tree.shape.ancestors, max_depth=tree.max_depth, max_nodes=rows - 1)
     tokens = tree.tokens.clamp(min=0).view(size, rows)
-    return stage_behind(view.lengths, view.block_table, tokens, places, page_size, max_positions)
+    sources = view.source_lengths
+    return stage_behind(
+        view.lengths, view.block_table, tokens, places, page_size, max_positions, source_lengths=sources
+    )
 
 
 def _stage_ragged(view: BatchView, tree: TokenTree, page_size: int, max_positions: int, chain: bool) -> ForwardBatch:
@@ -214,6 +223,7 @@ def _stage_ragged(view: BatchView, tree: TokenTree, page_size: int, max_position
         max_depth=None if chain else tree.max_depth,
         max_nodes=None if chain else tree.widest - 1,
         logits_in_order=True,
+        source_lengths=view.source_lengths,
     )
 
 
@@ -239,6 +249,13 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
             f"A cache of {num_bytes / 2**30:.1f} GiB does not fit into this machine's memory; lower cache_tokens."
         ) from error
     return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def _source_lengths(spans: Sequence[Span], device: torch.device) -> Tensor | None:
+    """Tokens of each span's source; None where there are no sources. [S]."""
+    if all(span.source is None for span in spans):
+        return None
+    return torch.tensor([0 if span.source is None else len(span.source) for span in spans], device=device)
 
 
 def _pending_rows(spans: Sequence[Span], device: torch.device) -> Tensor:

@@ -55,11 +55,15 @@ def _root(
 @app.command(rich_help_panel="Answers")
 @command
 def generate(
-    prompt: Annotated[
-        str, typer.Argument(help='The prompt, or "-" to read it from standard input.', show_default=False)
-    ],
     engine: EngineFlags,
     sampling: SamplingFlags,
+    prompt: Annotated[
+        str | None, typer.Argument(help='The prompt, or "-" to read it from standard input.', show_default=False)
+    ] = None,
+    encoder_input: Annotated[
+        str | None,
+        typer.Option(help='What the encoder of an encoder-decoder model reads, or "-"; then a prompt may be left out.'),
+    ] = None,
     raw: Annotated[
         bool,
         typer.Option("--raw", help="Continue the prompt as plain text, without the model's chat template."),
@@ -76,17 +80,24 @@ def generate(
     draftwood generate --raw "Once upon a time" -n 50 -t 0.8 --seed 1
 
     cat notes.txt | draftwood generate - --drafter ngram:nodes=8 --json
+
+    draftwood generate --model path/to/marian --encoder-input "Why is the sky blue?"
     """
     from draftwood.cli.session import conversation, open_llm, print_answer, report
+    from draftwood.engine.sources import with_source
 
     params = sampling.params()
-    text = _read_prompt(prompt, raw)
+    if prompt is None and encoder_input is None:
+        raise typer.BadParameter("give it, or --encoder-input", param_hint="PROMPT")
+    source = None if encoder_input is None else _read_prompt(encoder_input, raw=True)
+    text = None if prompt is None and source is not None else _read_prompt(prompt or "", raw)
     if raw and system is not None:
         raise InvalidRequest("--raw continues the bare prompt, so --system has no place in it; leave one of them out.")
     with open_llm(engine) as llm:
-        plain = raw or (system is None and not llm.tokenizer.has_chat_template)
+        plain = raw or source is not None or (system is None and not llm.tokenizer.has_chat_template)
         transcript = Transcript()
-        print_answer(llm, text if plain else conversation(text, system), params, transcript, quiet=as_json)
+        asked = text if plain or text is None else conversation(text, system)
+        print_answer(llm, with_source(asked, source), params, transcript, quiet=as_json)
         report(transcript, engine, params, as_json=as_json)
 
 

@@ -203,7 +203,9 @@ class PredictedDrafter:
         places, no_logits = _behind_text(view.size, longest, tokens.device)
         limits = self._target.cache.page_size, self._target.model.config.max_positions
         # What lies behind a path's end is written over before it is read.
-        self.drafter.ingest(stage_behind(view.lengths, view.block_table, tokens, places, *limits, no_logits), None)
+        sources = view.source_lengths
+        batch = stage_behind(view.lengths, view.block_table, tokens, places, *limits, no_logits, sources)
+        self.drafter.ingest(batch, None)
 
     def release(self, seq_id: int) -> None:
         """Forget it."""

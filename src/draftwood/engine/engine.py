@@ -260,7 +260,8 @@ class Engine:
             self._unread.difference_update(self._pages_from(item.seq.id, self._read.get(item.seq.id, item.start)))
         # A step begins with the last two tokens, so what the step in flight adds need not be known here.
         behind = [(item, self._read.pop(item.seq.id, item.end)) for item in ready.items]
-        self._read_along([Span(i.seq.id, i.seq.tokens, read, i.end - 1) for i, read in behind if read < i.end - 1])
+        missed = [(i.seq, read, i.end - 1) for i, read in behind if read < i.end - 1]
+        self._read_along([Span(seq.id, seq.tokens, read, end, seq.source) for seq, read, end in missed])
 
     def _pages_from(self, seq_id: int, token: int) -> list[int]:
         return self.scheduler.tables.pages(seq_id)[token // self.target.cache.page_size :]
@@ -277,7 +278,7 @@ class Engine:
         """Let the drafter read, with as many pieces together as a step has rows for."""
         rows = self.scheduler.config.max_rows
         pieces = [
-            Span(span.seq_id, span.tokens, start, min(span.end, start + rows))
+            replace(span, start=start, end=min(span.end, start + rows))
             for span in spans
             for start in range(span.start, span.end, rows)
         ]

@@ -42,7 +42,9 @@ def batch_state_for(target: ModelRunner, capacity: int, max_nodes: int) -> Batch
     """State for sequences as long as the model and its cache allow."""
     tables = target.cache.tables
     longest = min(target.model.config.max_positions, tables.capacity) + 2 * max_nodes + 2
-    return BatchState(capacity, longest, tables.page_size, target.cache.scratch_page, target.device)
+    sources = target.model.config.encoder is not None
+    scratch = target.cache.scratch_page
+    return BatchState(capacity, longest, tables.page_size, scratch, target.device, has_sources=sources)
 
 
 @dataclass

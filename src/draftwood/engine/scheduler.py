@@ -121,7 +121,8 @@ class Scheduler:
             if rows < 1 or seq.id not in self.tables or (seq.id in ahead and length + 1 >= seq.max_length):
                 continue  # no room, preempted, or certain to end with what it has gained already
             ready = start == length - 1
-            end = length if ready else min(start + rows, length - 1)
+            # An encoder reads a source as a whole, whatever rows there are.
+            end = length if ready else max(min(start + rows, length - 1), seq.source_length)
             room = min(end + ahead.get(seq.id, 0) + (seq.id in ahead), seq.max_length)
             if end > start and self._make_room(seq, room, items):
                 nodes = min(share, rows - 1, seq.wanted_nodes(most)) if ready else 0
@@ -224,7 +225,7 @@ class Scheduler:
             if self._sibling_will_share(seq):
                 held.append(self.waiting.popleft())
                 continue
-            cached = self.tables.open(seq.id, seq.reusable_tokens, seq.params.cache_salt)
+            cached = self.tables.open(seq.id, seq.reusable_tokens, seq.prefix_salt)
             missing = -(-(len(seq.tokens) - cached) // self.tables.page_size)
             if self.running and missing > self.tables.pool.num_available:
                 self.tables.close(seq.id)

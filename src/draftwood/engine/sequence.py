@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
+from draftwood.batch import Source
 from draftwood.cache.batch_state import RowSettings
 from draftwood.engine.text import TextStream
 from draftwood.errors import GrammarError
@@ -22,10 +23,10 @@ class Sequence:
     id: int  # in order of arrival: the smaller, the older
     request_id: int
     index: int
-    tokens: list[int]
+    tokens: list[int]  # of its source, prompt and answer
     params: SamplingParams
     seed: int
-    max_length: int  # prompt and answer together
+    max_length: int  # source, prompt and answer together
     stop_ids: frozenset[int]
     bad_words: tuple[tuple[int, ...], ...]
     text: TextStream
@@ -35,6 +36,7 @@ class Sequence:
     reproducible: bool = True
     prediction: tuple[int, ...] = ()
     constraint: Constraint | None = None
+    source: Source | None = None  # what an encoder reads before the prompt
     tenant: str = ""  # on whose behalf it runs: free places go to the tenant that has the fewest
     prompt_length: int = field(init=False)
     cached_prompt_tokens: int = 0
@@ -51,7 +53,19 @@ class Sequence:
     def __post_init__(self) -> None:
         self.prompt_length = len(self.tokens)
         asked = self.params.prompt_logprobs is not None and self.index == 0
-        self.prompt_logprobs = [None] if asked else []  # nothing comes before the first token
+        # Nothing comes before the first token; an encoder gives no distribution of what it reads.
+        self.prompt_logprobs = [None] * (self.source_length + 1) if asked else []
+
+    @property
+    def source_length(self) -> int:
+        """First tokens that an encoder reads, all of them together."""
+        return 0 if self.source is None else len(self.source)
+
+    @property
+    def prefix_salt(self) -> str:
+        """Pages are shared with sequences of the same one: what an encoder makes of a token depends on all others."""
+        salt = self.params.cache_salt
+        return salt if self.source is None else f"{self.source.key} {salt}"
 
     @property
     def num_generated(self) -> int:
@@ -89,7 +103,9 @@ class Sequence:
         """
         stops = frozenset(token for token in self.stop_ids if token < vocab_size)
         deferred = stops if self.params.min_tokens else frozenset()
-        return RowSettings(self.params, self.seed, self.prompt_length, self.max_length, self.deepest, deferred)
+        return RowSettings(
+            self.params, self.seed, self.prompt_length, self.max_length, self.deepest, deferred, self.source_length
+        )
 
     def wanted_nodes(self, nodes: int) -> int:
         """Draft nodes it wants where others get `nodes`: also for what is predicted, within what its request allows."""
@@ -179,4 +195,4 @@ class Sequence:
         if self._told_prompt or not self.prompt_logprobs or self._unscored:
             return ()
         self._told_prompt = True
-        return tuple(self.prompt_logprobs)
+        return tuple(self.prompt_logprobs[self.source_length :])

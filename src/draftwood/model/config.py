@@ -15,7 +15,17 @@ from typing import Any
 
 from .reading import SIZES, optional_integer, token_ids
 from .rope import RopeConfig, refusing_malformed, require, shown
-from .spec import ACTIVATIONS, AttentionSpec, ExpertsSpec, HeadNormSpec, LayerSpec, MlpSpec, NormSpec, StreamSpec
+from .spec import (
+    ACTIVATIONS,
+    AttentionSpec,
+    EncoderSpec,
+    ExpertsSpec,
+    HeadNormSpec,
+    LayerSpec,
+    MlpSpec,
+    NormSpec,
+    StreamSpec,
+)
 
 __all__ = ["GGUF_CONTROL", "ModelConfig", "RopeConfig", "gguf_eos_ids", "token_ids"]
 
@@ -52,6 +62,7 @@ class ModelConfig:
     bos_token_id: int | None
     layers: tuple[LayerSpec, ...] = ()  # what each is, if they are not plain
     stream: StreamSpec = _PLAIN
+    encoder: EncoderSpec | None = None  # None: a decoder alone
 
     def __post_init__(self) -> None:
         for name, most in SIZES.items():

@@ -57,6 +57,7 @@ NOT_OFFERED: NotOffered = {
     "max_completion_tokens": ((), "use max_tokens"),
     "top_logprobs": ((), "logprobs is the number of alternatives here"),
     "echo": ((False,), "use /v1/completions"),
+    "encoder_input": ((), "use /v1/completions"),
     "web_search_options": ((), "this server reaches no other"),
 }
 

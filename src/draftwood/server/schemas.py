@@ -221,7 +221,12 @@ class ChatRequest(Sampling):
 class CompletionRequest(Sampling):
     """A text to go on with."""
 
-    prompt: str | Items[str] | TokenIds | Items[TokenIds]
+    prompt: str | Items[str] | TokenIds | Items[TokenIds] | None = Field(
+        None, description="Has to be given unless `encoder_input` is: then it is how the answer begins."
+    )
+    encoder_input: str | Items[str] | TokenIds | Items[TokenIds] | None = Field(
+        None, description="What the encoder of an encoder-decoder model reads; one, or one for each prompt."
+    )
     max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
         None, description="0, only with `echo`: nothing is generated; with `logprobs` the prompt is scored."
     )

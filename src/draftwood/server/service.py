@@ -15,6 +15,7 @@ from draftwood.drafters.by_request import OfferedDrafters
 from draftwood.engine.intake import Prompt
 from draftwood.engine.llm import LLM
 from draftwood.engine.sequence import Sequence as Answer
+from draftwood.engine.sources import WithSource, paired
 from draftwood.request import FinishReason, SamplingParams
 from draftwood.server.admission import Admission, Arrival, Ticket
 from draftwood.server.choice_state import Choice
@@ -141,9 +142,13 @@ class Service:
         """Each prompt as it is repeated: decoded once, however many answers it gets."""
         firsts = [first for first, *_ in answers]
         if params.prompt_logprobs is not None:
-            check_entries(sum(first.prompt_length for first in firsts), params.n, params.prompt_logprobs)
+            check_entries(
+                sum(first.prompt_length - first.source_length for first in firsts), params.n, params.prompt_logprobs
+            )
         make = Echo.of if params.prompt_logprobs is None else Echo.scored
-        return (make(prompt, tuple(a.tokens), self.llm.tokenizer) for prompt, a in zip(prompts, firsts, strict=True))
+        plain = (prompt.prompt or "" if isinstance(prompt, WithSource) else prompt for prompt in prompts)
+        texts = (tuple(first.tokens[first.source_length :]) for first in firsts)
+        return (make(prompt, text, self.llm.tokenizer) for prompt, text in zip(plain, texts, strict=True))
 
     def _answers(self, prompts: Sequence[Prompt], params: SamplingParams, caller: Caller) -> list[list[Answer]]:
         return [self.llm.intake.answers(prompt, params, caller.name)[1] for prompt in prompts]
@@ -229,13 +234,14 @@ def _nothing_to_do(arrival: Arrival, prompts: list[list[Answer]]) -> Ticket:
 
 
 def _prompts(body: CompletionRequest) -> list[Prompt]:
-    """One prompt, or each of a list."""
+    """One prompt, or each of a list, with what the encoder is to read for it."""
     given = body.prompt
-    if isinstance(given, str) or (given and isinstance(given[0], int)):
-        return [given]  # type: ignore[list-item]
-    if not given:
-        raise invalid("There is no prompt.", "prompt")
-    return list(given)  # type: ignore[arg-type]
+    if given is None or given == []:
+        if body.encoder_input is None:
+            raise invalid("There is no prompt.", "prompt")
+        return paired(None, body.encoder_input)[0]
+    one = not isinstance(given, str) and isinstance(given[0], int)
+    return paired([given] if one else given, body.encoder_input)[0]  # type: ignore[list-item, arg-type]
 
 
 def _figures(reply: Reply) -> dict[str, Any]:
