@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from draftwood.batch import Source
+from draftwood.batch import Images, Source
 from draftwood.drafters.by_request import OfferedDrafters
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
@@ -242,6 +242,7 @@ class Ask:
     arrives: int = 0  # the step before which it is added
     cancelled: int | None = None  # the step before which it is cancelled
     source: Source | None = None  # what an encoder reads before the prompt
+    images: Images | None = None  # what stands at the prompt's image tokens
 
 
 @dataclass(frozen=True)
@@ -284,6 +285,7 @@ class Harness:
             index=0,
             tokens=tokens,
             source=ask.source,
+            images=ask.images,
             params=params,
             seed=params.seed or 0,
             max_length=min(len(tokens) + params.max_tokens, self.engine.target.model.config.max_positions),

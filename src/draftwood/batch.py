@@ -35,6 +35,17 @@ class Source:
         return hashlib.blake2b(said + content, digest_size=32).hexdigest()
 
 
+@dataclass(frozen=True, eq=False)
+class Images:
+    """What the images of one prompt are to its model: embeddings that stand where the prompt has image tokens."""
+
+    rows: Tensor  # [n] int64 the image tokens of the prompt, ascending
+    embeds: Tensor  # [n, hidden]
+    turns: Tensor | None  # [3, prompt] int64 time, height and width that rotation goes by; None: by positions
+    shift: int  # what is to be added to the positions of tokens behind the prompt for that
+    key: str  # a name for what is seen; the same for the same images only
+
+
 @dataclass(frozen=True)
 class ForwardBatch:
     """N rows of S sequences; the rows of a sequence are contiguous, in the order of `row_offsets`."""
@@ -59,6 +70,16 @@ class ForwardBatch:
     pieces: tuple[tuple[int, int], ...] = ()  # [start, end) of each sequence's rows in its text, where the host knows
     source_lengths: Tensor | None = None  # [S] first keys of each sequence that are of its source; None: no encoder
     unread: tuple[tuple[int, Source], ...] = ()  # sequences that have rows of their source here
+    turns: Tensor | None = (
+        None  # [3, N] int64 what rotation goes by, where images have rows of their own; else positions
+    )
+    embed_rows: Tensor | None = None  # [K] int64 rows that begin with `embeds` instead of their tokens' embeddings
+    embeds: Tensor | None = None  # [K, hidden]
+
+    @property
+    def turned_by(self) -> Tensor:
+        """What rotation goes by: time, height and width of each row. [3, N]."""
+        return self.positions.expand(3, -1) if self.turns is None else self.turns
 
     def at_logits(self, rows: Tensor) -> Tensor:
         """Of something that all rows have, what those have whose logits are wanted. [N, *] -> [K, *]."""
@@ -84,9 +105,14 @@ def with_text(batch: ForwardBatch, text: ForwardBatch) -> ForwardBatch:
         sources = torch.cat([batch.source_lengths, text.source_lengths])
     behind = len(batch.tree_base)
     unread = (*batch.unread, *((behind + i, source) for i, source in text.unread))
+    turns = None
+    if batch.turns is not None or text.turns is not None:
+        turns = torch.cat([batch.turned_by, text.turned_by], 1)
+    embed_rows = None if text.embed_rows is None else text.embed_rows + len(batch.tokens)  # trees have no images
     return replace(
         batch, **both, row_offsets=offsets, ancestors=ancestors, max_rows=rows, linear=batch.linear and text.linear,
         logits_in_order=False, parts=(batch, text), pieces=(), source_lengths=sources, unread=unread,
+        turns=turns, embed_rows=embed_rows, embeds=text.embeds,
     )  # fmt: skip
 
 

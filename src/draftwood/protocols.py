@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
-from draftwood.batch import Source
+from draftwood.batch import Images, Source
 from draftwood.request import SamplingParams
 from draftwood.tree import DraftLaw, TokenTree, Verdict
 
@@ -178,6 +178,7 @@ class BatchView:
     drafter: Tensor | None = None  # [B] int64 likewise
     edits: LogitEdits | None = None
     source_lengths: Tensor | None = None  # [B] int64 first tokens that an encoder reads; None: there is no encoder
+    turn_shifts: Tensor | None = None  # [B] int64 added to positions for rotation; None: no images have such rows
     gained: int | None = None  # no sequence has gained more tokens in the last step; None: as many as a tree is deep
     min_accept_prob: float = 0.0  # chosen nodes that are less likely to be accepted should be absent
     may_look: bool = False  # values may be looked at on the host: nothing is captured, and looking is cheap
@@ -195,7 +196,7 @@ class BatchView:
     def take(self, rows: Tensor) -> BatchView:
         """The view of some of its sequences [b]; without logit edits, which only the whole step needs."""
         per_sequence = ("lengths", "seeds", "roots", "temperature", "rows", "block_table")
-        optional = ("max_nodes", "max_depth", "law", "drafter", "source_lengths")
+        optional = ("max_nodes", "max_depth", "law", "drafter", "source_lengths", "turn_shifts")
         taken = {name: getattr(self, name)[rows] for name in per_sequence}
         taken |= {name: part[rows] for name in optional if (part := getattr(self, name)) is not None}
         limits = self.truncation
@@ -217,6 +218,7 @@ class Span:
     start: int
     end: int
     source: Source | None = None  # what an encoder reads before the text
+    images: Images | None = None  # what stands at its image tokens
 
 
 class Randomness(Protocol):

@@ -34,6 +34,7 @@ class RowSettings:
     max_depth: int  # draft tokens one behind the other
     stop_ids: frozenset[int] = frozenset()  # that its `min_tokens` defers
     source_length: int = 0  # first tokens that an encoder reads
+    turn_shift: int = 0  # what images add to the positions of the tokens behind them, for rotation
 
     @property
     def edits(self) -> bool:
@@ -147,6 +148,7 @@ class BatchState:
         device: torch.device,
         *,
         has_sources: bool = False,
+        has_turns: bool = False,
     ) -> None:
         rows, pages = capacity + 1, -(-max_length // page_size)
         self.device = device
@@ -161,6 +163,8 @@ class BatchState:
         self.salt = torch.full((rows,), -1, dtype=torch.int64, device=device)
         # First tokens that an encoder reads; None: there is no encoder.
         self.source_length = torch.zeros(rows, dtype=torch.int64, device=device) if has_sources else None
+        # What is added to positions for rotation; None: images have no rows and columns.
+        self.turn_shift = torch.zeros(rows, dtype=torch.int64, device=device) if has_turns else None
         self.edits = _EditTables(rows, device)
         self._scratch_page = scratch_page
         self._free = list(range(capacity))[::-1]
@@ -187,6 +191,8 @@ class BatchState:
         self.length[row], self.seed[row], self.salt[row], self.limits[row] = *numbers[:3], numbers[3:]
         if self.source_length is not None:
             self.source_length[row] = settings.source_length
+        if self.turn_shift is not None:
+            self.turn_shift[row] = settings.turn_shift
         self.sampling[row] = self._upload((params.temperature, *Truncation.limits(params)), torch.float64)
         self.edits.write(row, settings)
 
@@ -244,6 +250,7 @@ class BatchState:
             drafter=drafter if len(mode.drafters) > 1 else None,
             edits=self._edits(rows[inputs.edited], inputs.edited, lengths) if len(inputs.edited) else None,
             source_lengths=None if self.source_length is None else self.source_length[rows],
+            turn_shifts=None if self.turn_shift is None else self.turn_shift[rows],
         )
 
     def _max_depth(self, rows: Tensor, lengths: Tensor) -> Tensor:

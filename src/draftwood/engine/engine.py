@@ -261,7 +261,7 @@ class Engine:
         # A step begins with the last two tokens, so what the step in flight adds need not be known here.
         behind = [(item, self._read.pop(item.seq.id, item.end)) for item in ready.items]
         missed = [(i.seq, read, i.end - 1) for i, read in behind if read < i.end - 1]
-        self._read_along([Span(seq.id, seq.tokens, read, end, seq.source) for seq, read, end in missed])
+        self._read_along([Span(seq.id, seq.tokens, read, end, seq.source, seq.images) for seq, read, end in missed])
 
     def _pages_from(self, seq_id: int, token: int) -> list[int]:
         return self.scheduler.tables.pages(seq_id)[token // self.target.cache.page_size :]

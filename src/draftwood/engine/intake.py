@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from draftwood.batch import Source
 from draftwood.drafters.by_request import OfferedDrafters
 from draftwood.engine.engine import check_exact
+from draftwood.engine.images import Conversation, ImageReader
 from draftwood.engine.sequence import Sequence as Answer
 from draftwood.engine.sources import PlainPrompt, Prompt, SourceReader, WithSource
 from draftwood.engine.text import TextStream
@@ -95,12 +96,20 @@ def _decided_by_seed(law: Verifier, params: SamplingParams) -> bool:
 class Intake:
     """Checks requests, and makes their answers."""
 
-    def __init__(self, checkpoint: Checkpoint, guessers: Guessers, max_length: int, capacity: int) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        guessers: Guessers,
+        max_length: int,
+        capacity: int,
+        images: ImageReader,
+    ) -> None:
         self.tokenizer = checkpoint.tokenizer()
         self.max_length = max_length
         self._config = checkpoint.config
         self._guessers = guessers
         self._capacity = capacity
+        self.images = images
         self.sources = SourceReader(checkpoint.config.encoder, self.encode_text)
         self._grammars = Grammars(self.tokenizer, checkpoint.config.vocab_size)
         self._request_ids = itertools.count()
@@ -109,16 +118,26 @@ class Intake:
     def answers(self, prompt: Prompt, params: SamplingParams, tenant: str = "") -> tuple[str | None, list[Answer]]:
         """The prompt as a text, where it is one, and its answers in the making, on behalf of `tenant`."""
         source = self.sources.read(prompt)
+        prompt, files = self._without_images(prompt)
         text, tokens = self._text(prompt)
+        tokens, images = self.images.place(tokens, files)
         self._check_tokens(tokens, params, 0 if source is None else len(source))
         params = self._guessers.fitted(params)
         if params.min_tokens and not (params.stop or self._stop_ids(params)):
             params = replace(params, min_tokens=0)  # nothing can end it early: it runs where others do
         request_id = next(self._request_ids)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        first = self._answer(request_id, source, tokens, params, seed, tenant)
+        first = replace(self._answer(request_id, source, tokens, params, seed, tenant), images=images)
         others = range(1, params.n)
         return text, [first, *(self._sibling(first, i, fold_seed(seed, Purpose.SAMPLE, i)) for i in others)]
+
+    def _without_images(self, prompt: Prompt) -> tuple[Prompt, list[bytes]]:
+        """A conversation without the images in it, and their files; anything else as it is."""
+        if isinstance(prompt, Conversation):
+            return prompt.tokens, list(prompt.files)
+        if isinstance(prompt, str | WithSource) or not all(isinstance(item, Mapping) for item in prompt):
+            return prompt, []
+        return self.images.apart([item for item in prompt if isinstance(item, Mapping)])
 
     def _text(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """What the decoder begins with; behind an encoder, the token that its texts begin with goes before all else."""

@@ -40,6 +40,7 @@ from draftwood.drafters.by_request import OfferedDrafters
 from draftwood.drafting import Drafter
 from draftwood.engine.answering import Answering
 from draftwood.engine.engine import Engine, check_exact
+from draftwood.engine.images import ImageReader
 from draftwood.engine.intake import Guessers, Intake, Prompt
 from draftwood.engine.scheduler import Scheduler, SchedulerConfig
 from draftwood.engine.sequence import Sequence as Answer
@@ -121,7 +122,10 @@ class LLM:
         offered = self.engine.drafter if isinstance(self.engine.drafter, OfferedDrafters) else None
         strict = self.engine.target.model.strict
         guessers = Guessers(self.engine.drafter.law, offered, self.laws, suits_itself=law == AUTO, strict=strict)
-        self.intake = Intake(self.checkpoint, guessers, self.max_length, self.engine.scheduler.tables.capacity)
+        model = self.engine.target.model
+        images = ImageReader.of(self.checkpoint, model.dtype, model.device)
+        capacity = self.engine.scheduler.tables.capacity
+        self.intake = Intake(self.checkpoint, guessers, self.max_length, capacity, images)
         self._worker = Worker(self.engine)
         gc.freeze()  # looking for garbage in all that was loaded takes a tenth of a second each time, and steps wait
 
@@ -260,8 +264,10 @@ class LLM:
             return self._wait([self._prepare(asked[0], each[0])])[0]
         return self._wait([self._prepare_or_explain(*both) for both in zip(asked, each, strict=True)])
 
-    def chat(self, messages: Sequence[dict[str, str]], params: SamplingParams | None = None) -> Result:
-        """Answer a conversation: a list of {"role": …, "content": …}."""
+    def chat(self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None) -> Result:
+        """Answer a conversation: a list of {"role": …, "content": …}. For a model that sees images, a content may be a
+        list of parts as in OpenAI's interface: {"type": "image_url", "image_url": {"url": "data:image/png;base64,…"}}.
+        """
         return self._wait([self._prepare(messages, params or SamplingParams())])[0]
 
     def stream(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
-from draftwood.batch import Source
+from draftwood.batch import Images, Source
 from draftwood.cache.batch_state import RowSettings
 from draftwood.engine.text import TextStream
 from draftwood.errors import GrammarError
@@ -37,6 +37,7 @@ class Sequence:
     prediction: tuple[int, ...] = ()
     constraint: Constraint | None = None
     source: Source | None = None  # what an encoder reads before the prompt
+    images: Images | None = None  # what stands at the prompt's image tokens
     tenant: str = ""  # on whose behalf it runs: free places go to the tenant that has the fewest
     prompt_length: int = field(init=False)
     cached_prompt_tokens: int = 0
@@ -63,9 +64,11 @@ class Sequence:
 
     @property
     def prefix_salt(self) -> str:
-        """Pages are shared with sequences of the same one: what an encoder makes of a token depends on all others."""
-        salt = self.params.cache_salt
-        return salt if self.source is None else f"{self.source.key} {salt}"
+        """Pages are shared with sequences of the same one: what an encoder makes of a token depends on all others,
+        and an image token is another one for each image.
+        """
+        seen = [part.key for part in (self.source, self.images) if part is not None]
+        return " ".join([*seen, self.params.cache_salt])
 
     @property
     def num_generated(self) -> int:
@@ -104,8 +107,9 @@ class Sequence:
         stops = frozenset(token for token in self.stop_ids if token < vocab_size)
         deferred = stops if self.params.min_tokens else frozenset()
         return RowSettings(
-            self.params, self.seed, self.prompt_length, self.max_length, self.deepest, deferred, self.source_length
-        )
+            self.params, self.seed, self.prompt_length, self.max_length, self.deepest, deferred, self.source_length,
+            0 if self.images is None else self.images.shift,
+        )  # fmt: skip
 
     def wanted_nodes(self, nodes: int) -> int:
         """Draft nodes it wants where others get `nodes`: also for what is predicted, within what its request allows."""

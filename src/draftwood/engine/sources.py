@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from draftwood.batch import Source
+from draftwood.engine.images import Conversation
 from draftwood.errors import ContextLengthExceeded, InvalidRequest
 from draftwood.model.spec import EncoderSpec
 
@@ -25,7 +26,7 @@ class WithSource:
     prompt: PlainPrompt | None = None  # None: as the model says
 
 
-Prompt = PlainPrompt | WithSource
+Prompt = PlainPrompt | WithSource | Conversation
 
 
 def with_source(prompt: Prompt | None, encoder_input: EncoderInput | None) -> Prompt:

@@ -168,6 +168,13 @@ class EncoderSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class ImageSpec:
+    """What a model that sees images has in its prompts for them."""
+
+    token: int  # stands for a piece of an image
+
+
+@dataclass(frozen=True, slots=True)
 class StreamSpec:
     """What happens before the first layer and behind the last."""
 

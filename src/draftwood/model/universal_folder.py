@@ -66,7 +66,7 @@ class UniversalCheckpoint:
 
         self.name = name or str(folder)
         self.folder = folder
-        self.stated = _readable(folder, stated)
+        self.stated = readable(folder, stated)
         self._files = tensor_files(folder)
         with_own = hf_config(self.stated)
         self.config = _described(with_own, folder_eos_ids(folder), _count(self.files), self._encoder(with_own))
@@ -171,7 +171,7 @@ def _version() -> str:
     return metadata.version("transformers")
 
 
-def _readable(folder: Path, stated: Mapping[str, Any]) -> dict[str, Any]:
+def readable(folder: Path, stated: Mapping[str, Any]) -> dict[str, Any]:
     """What transformers is given of a config.json."""
     require(
         not stated.get("quantization_config"),

@@ -12,6 +12,7 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from draftwood.drafters.by_request import OfferedDrafters
+from draftwood.engine.images import Conversation
 from draftwood.engine.intake import Prompt
 from draftwood.engine.llm import LLM
 from draftwood.engine.sequence import Sequence as Answer
@@ -101,7 +102,7 @@ class Service:
         arrival = self._arrival(body, request, params)
 
         def prepare() -> list[list[Answer]]:
-            return self._answers([self._chat_tokens(body.messages, toolbox)], params, arrival.caller)
+            return self._answers([self._conversation(body.messages, toolbox)], params, arrival.caller)
 
         ticket = await self.admission.take(arrival, prepare, params.n, patient=not body.stream)
         return await self._respond(body, request, ticket, params, writer, reads_calls=toolbox is not None)
@@ -153,8 +154,9 @@ class Service:
     def _answers(self, prompts: Sequence[Prompt], params: SamplingParams, caller: Caller) -> list[list[Answer]]:
         return [self.llm.intake.answers(prompt, params, caller.name)[1] for prompt in prompts]
 
-    def _chat_tokens(self, messages: Sequence[Message], toolbox: ToolBox | None) -> list[int]:
-        return self.llm.intake.encode_text(chat_text(self.llm.tokenizer, messages, toolbox), special=False)
+    def _conversation(self, messages: Sequence[Message], toolbox: ToolBox | None) -> Conversation:
+        text, files = chat_text(self.llm.tokenizer, messages, toolbox, self.llm.intake.images)
+        return Conversation(self.llm.intake.encode_text(text, special=False), files)
 
     def _arrival(self, body: Sampling, request: Request, params: SamplingParams) -> Arrival:
         deadline = self.config.deadline if body.deadline is None else body.deadline
@@ -202,7 +204,8 @@ class Service:
         if (body.prompt is None) == (body.messages is None):
             raise invalid("Give either a prompt or messages.", "prompt")
         if body.messages is not None:
-            return self._chat_tokens(body.messages, None)
+            asked = self._conversation(body.messages, None)
+            return self.llm.intake.images.place(asked.tokens, asked.files)[0]
         return self.llm.intake.encode_text(body.prompt or "", special=body.add_special_tokens)
 
     def text(self, tokens: Sequence[int]) -> str:
