@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 from draftwood.costs import StepCosts
 from draftwood.drafting import padded_batch, tree_sizes
 from draftwood.engine.acceptance import ChainAcceptance, TreeAcceptance
-from draftwood.engine.reasons import BestRate, Look, MeasuredFaster, Outlook, WorthTheRow, count
+from draftwood.engine.promises import keeping, prompt_rows
+from draftwood.engine.reasons import BestRate, KeepsPromises, Look, MeasuredFaster, Outlook, WorthTheRow, count
 from draftwood.engine.timing import Mean, StepTiming
 from draftwood.protocols import Budget, Load, StepReport
 
@@ -168,6 +170,7 @@ class _Goodput:
         size = self._size(report) if report.room else 0
         if size or not report.room:
             self._timing.learn(report, size)
+        self._timing.learn_prompts(report, size)
         if report.room:
             self._learned.observe(report)
             self._behind = 0
@@ -196,14 +199,24 @@ class _Goodput:
         if catching_up:
             once = catching_up / self.HORIZON
             rates |= {n: outlook.tokens / (outlook.seconds + once) for n, outlook in outlooks.items() if n}
+        sizes, kept = keeping(outlooks, load.paces)
+        pressed = len(sizes) < len(rates)
+        rates = {n: rate for n, rate in rates.items() if n in sizes}
         best = max(rates, key=lambda nodes: rates[nodes])
         if sticks and self._last in rates and rates[best] < self.STAY * rates[self._last]:
             best = self._last
-        budget = Budget(best, why=BestRate(best, outlooks[best], plain))
-        budget = self._by_the_clock(budget, rates, batch)
+        why = KeepsPromises(best, outlooks[best], len(load.paces), kept) if pressed else None
+        budget = self._by_the_clock(Budget(best, why=why or BestRate(best, outlooks[best], plain)), rates, batch)
         self._last = budget.max_nodes
-        look = self._look(budget.max_nodes, outlooks, catching_up, batch)
+        look = None if pressed else self._look(budget.max_nodes, outlooks, catching_up, batch)
         return budget if look is None else look
+
+    def _with_prompts(self, budget: Budget, load: Load) -> Budget:
+        """The same with room for prompts that leaves others the time they were promised."""
+        if not load.paces:
+            return budget
+        rows = max(load.num_running, 1) * (1 + budget.max_nodes)
+        return replace(budget, max_prompt_rows=prompt_rows(self._timing, load, budget.max_nodes, rows))
 
     def _catching_up(self, load: Load, batch: int) -> float:
         """Seconds until a drafter has read what it missed."""
@@ -219,7 +232,10 @@ class _Goodput:
         better = self._rates.better(batch, drafting=self._last > 0)
         if better is None or better < 1:
             return budget
-        kept = max((n for n in rates if (n > 0) == (self._last > 0)), key=lambda nodes: rates[nodes])
+        same = [n for n in rates if (n > 0) == (self._last > 0)]
+        if not same:
+            return budget
+        kept = max(same, key=lambda nodes: rates[nodes])
         return Budget(kept, why=MeasuredFaster(kept, better))
 
     def _look(self, nodes: int, outlooks: dict[int, Outlook], catching_up: float, batch: int) -> Budget | None:
@@ -287,7 +303,8 @@ class MeasuredBudget(_Goodput):
             return Outlook(tokens[nodes], self._seconds(rows, load, batch, nodes), assumed)
 
         sizes = self._sizes if load.padded else range(self._most + 1)
-        return self._decide({nodes: outlook(nodes) for nodes in sizes}, load, sticks=load.padded)
+        budget = self._decide({nodes: outlook(nodes) for nodes in sizes}, load, sticks=load.padded)
+        return self._with_prompts(budget, load)
 
     def survival(self) -> list[float]:
         """The chance that the first, the first two, … nodes of a chain are all accepted."""
@@ -312,6 +329,9 @@ class MeasuredTreeBudget(_Goodput):
 
     def budget(self, load: Load) -> Budget:
         """As the device runs them."""
+        return self._with_prompts(self._sized(load), load)
+
+    def _sized(self, load: Load) -> Budget:
         batch = max(load.num_running, 1)
         if load.padded:
             sizes = self._sizes

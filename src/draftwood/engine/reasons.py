@@ -40,6 +40,21 @@ class BestRate:
 
 
 @dataclass(frozen=True, slots=True)
+class KeepsPromises:
+    """It is the best of the sizes that keep what requests were promised, or comes nearest to it."""
+
+    nodes: int
+    best: Outlook
+    promised: int  # sequences
+    kept: bool
+
+    def __str__(self) -> str:
+        size = count(self.nodes) if self.nodes else "no nodes"
+        how = "keeps" if self.kept else "comes nearest to"
+        return f"{size}: {how} what {self.promised} of the sequences were promised; {self.best}"
+
+
+@dataclass(frozen=True, slots=True)
 class MeasuredFaster:
     """The mode was faster by the clock than the one which estimates speak for."""
 

@@ -109,6 +109,10 @@ class Metrics:
         self._position = self._counter(
             "spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by their place.", "position"
         )
+        self._promises = {
+            kept: self._counter(f"slo_{'kept' if kept else 'violated'}", text, "promise")
+            for kept, text in ((True, "Promises that were kept."), (False, "Promises that were broken."))
+        }
         named = {
             "prompt_tokens": "Tokens of prompts that were read.",
             "generation_tokens": "Tokens of answers.",
@@ -198,6 +202,9 @@ class Metrics:
         }
         for name, value in times.items():
             self._times[name].observe(value)
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            for promise, kept in stats.promises_kept.items():
+                self._promises[kept].labels(self._model, promise).inc()
         if stats.num_tokens > 1:
             self._times["request_time_per_output_token_seconds"].observe(decode / (stats.num_tokens - 1))
 
