@@ -15,13 +15,14 @@ from pathlib import Path
 import torch
 
 from draftwood import __version__
-from draftwood.costs import LIKE_OTHER_GPUS, StepCosts
+from draftwood.costs import LIKE_OTHER_CPUS, LIKE_OTHER_GPUS, StepCosts
 from draftwood.drafters.scripted import ScriptedDrafter
 from draftwood.drafting import Drafter
-from draftwood.engine.controller import FixedBudget, MeasuredBudget, MeasuredTreeBudget
+from draftwood.engine.controller import FixedBudget
 from draftwood.engine.decode_step import Parts
 from draftwood.engine.engine import Engine
 from draftwood.engine.graph_runner import GraphRunner, batch_state_for
+from draftwood.engine.policies import AUTO, Guessing, make_controller
 from draftwood.engine.scheduler import Scheduler, SchedulerConfig
 from draftwood.engine.sequence import Sequence
 from draftwood.engine.shapes import ShapePlan
@@ -70,13 +71,21 @@ def known_costs(target: ModelRunner) -> StepCosts | None:
     return costs if costs is not None and costs.doubt is None else None
 
 
-def default_controller(target: ModelRunner, drafter: Drafter, costs: StepCosts | None = None) -> Controller:
-    """By costs that are given or known, on a GPU else by those of another; without any as much as the drafter likes."""
-    costs = costs or known_costs(target) or (LIKE_OTHER_GPUS if target.device.type == "cuda" else None)
-    if costs is None or drafter.max_nodes == 0:
-        return FixedBudget(drafter.max_nodes)
-    kind = MeasuredBudget if drafter.law.chain else MeasuredTreeBudget
-    return kind(costs, drafter.max_nodes, reads=drafter.reads)
+def default_controller(
+    target: ModelRunner, drafter: Drafter, costs: StepCosts | None = None, policy: str = AUTO
+) -> Controller:
+    """By costs that are given or known, else by those of another machine of the kind, until steps have run here."""
+    assumed = LIKE_OTHER_GPUS if target.device.type == "cuda" else LIKE_OTHER_CPUS
+    return make_controller(
+        policy,
+        Guessing(
+            costs or known_costs(target) or assumed,
+            drafter.max_nodes,
+            drafter.depth,
+            chain=drafter.law.chain,
+            reads=drafter.reads,
+        ),
+    )
 
 
 def calibrate(target: ModelRunner, say: Say = lambda _: None) -> StepCosts:

@@ -107,6 +107,12 @@ LIKE_OTHER_GPUS = StepCosts(
 )  # fmt: skip
 
 
+# Two cores and a model of 0.1 B parameters: eight rows take twice as long as one, then each as many more as much again.
+LIKE_OTHER_CPUS = StepCosts(
+    (1, 2, 3, 4, 8, 16, 32, 64), (64,), ((1.0, 1.12, 1.25, 1.4, 2.0, 3.3, 6.0, 11.5),), 0.0, assumed=True
+)
+
+
 def _interpolate(xs: Sequence[int], ys: Sequence[float], x: float) -> float:
     right = min(max(bisect.bisect_left(xs, x), 1), len(xs) - 1)
     left = right - 1

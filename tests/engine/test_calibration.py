@@ -16,7 +16,7 @@ import torch
 from captured import Replayed
 from draftwood import LLM, EngineConfig, SamplingParams, calibration
 from draftwood.calibration import CONTEXTS, ROWS, calibrate, costs_path, default_controller, known_costs
-from draftwood.costs import StepCosts
+from draftwood.costs import LIKE_OTHER_CPUS, StepCosts
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
 from draftwood.engine.controller import FixedBudget, MeasuredBudget, MeasuredTreeBudget
@@ -103,9 +103,9 @@ def test_the_name_holds_what_a_cost_depends_on(monkeypatch: pytest.MonkeyPatch) 
 
 def test_budgets_read_the_table_if_there_is_one() -> None:
     target = roomy(dtype=torch.float32)
-    assert isinstance(default_controller(target, NgramDrafter()), FixedBudget)
+    assert default_controller(target, NgramDrafter())._timing.costs.table is LIKE_OTHER_CPUS
     calibrate(target)
-    assert isinstance(default_controller(target, NgramDrafter()), MeasuredBudget)
+    assert default_controller(target, NgramDrafter())._timing.costs.table == known_costs(target)
     assert isinstance(default_controller(target, NoDrafter()), FixedBudget)
 
 
@@ -163,10 +163,10 @@ def test_an_implausible_table_is_not_used_and_is_replaced() -> None:
     path = poison(target)
     assert StepCosts.load(path) is not None, "it can be read"
     assert known_costs(target) is None
-    assert isinstance(default_controller(target, NgramDrafter()), FixedBudget)
+    assert default_controller(target, NgramDrafter())._timing.costs.assumed
     calibrate(target)
     assert known_costs(target) is not None
-    assert isinstance(default_controller(target, NgramDrafter()), MeasuredBudget)
+    assert not default_controller(target, NgramDrafter())._timing.costs.assumed
 
 
 class Busy:

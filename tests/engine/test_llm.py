@@ -21,7 +21,7 @@ from draftwood.errors import (
 )
 from tiny import tiny_folder
 
-SMALL = EngineConfig(cache_tokens=2048, page_size=16, threads=1)
+SMALL = EngineConfig(cache_tokens=2048, page_size=16, threads=1, controller="fixed")
 PROMPTS = ["the cat sat on the mat", "abcabcabc", "x"]
 
 

@@ -221,7 +221,7 @@ def test_an_answer_knows_which_promises_were_kept(slo: Slo | None, kept: dict[st
 
 @pytest.mark.parametrize("wrong", [{"priority": 101}, {"priority": True}, {"priority": 0.5}, {"slo": {"tpot_ms": 3}}])
 def test_wrong_promises_are_refused(wrong: dict) -> None:
-    with pytest.raises(InvalidRequest, match="priority must be|slo must be"):
+    with pytest.raises(InvalidRequest, match=r"priority must be|slo must be"):
         SamplingParams(**wrong)
     for value in (0, -1, float("nan"), "5", True):
         with pytest.raises(InvalidRequest, match="milliseconds"):

@@ -19,6 +19,9 @@ from draftwood.engine.timing import Mean, StepTiming
 from draftwood.protocols import Budget, Load, StepReport
 
 
+READING = 0.1  # what a drafter takes to read rows that it missed, of what the target would take for them
+
+
 class FixedBudget:
     """The same number of nodes in every step."""
 
@@ -137,9 +140,7 @@ class _Goodput:
     TRIES = 4  # steps of a size that was never timed
     EARLY = 8  # steps with drafts after which plain steps are measured, where they never were
     BOREDOM = 0.997  # what times of drafting count after a step without
-    # A drafter that reads every token is behind after plain steps. Reading takes about this share of what the target
-    # would take for the rows, and it has to be worth it within so many steps.
-    READING, HORIZON = 0.1, 50
+    HORIZON = 50  # steps within which it has to be worth it that a drafter reads what it missed
 
     def __init__(
         self,
@@ -223,7 +224,7 @@ class _Goodput:
         if not (self._reads and self._behind):
             return 0.0
         rows = batch * min(self._behind, max(1, round(load.context)))
-        return self.READING * self._timing.costs.at(rows, load.context, batch)
+        return READING * self._timing.costs.at(rows, load.context, batch)
 
     def _by_the_clock(self, budget: Budget, rates: dict[int, float], batch: int) -> Budget:
         """Stay in a mode that was measured faster than the other."""

@@ -9,7 +9,6 @@ from typing import NamedTuple
 from draftwood.costs import StepCosts
 from draftwood.protocols import StepReport
 
-
 MOST_PROMPT_ROWS = 1 << 16  # that a step is asked about
 
 
