@@ -400,6 +400,18 @@ def test_sequences_share_the_rows_of_a_step(name: str, temperature: float) -> No
     assert max(drafted) > min(drafted)
 
 
+@pytest.mark.parametrize("name", ["eagle3 beam", "beam"])
+def test_corrected_chances_change_no_token(name: str) -> None:
+    """The answers stay those of plain decoding while corrections are learnt; and they are learnt."""
+    wanted = asks(1.0)
+    harness = CapturedHarness(DRAFTERS[name](), "match")
+    harness.engine.controller = FixedBudget(2)
+    for _ in range(2):
+        assert generated(harness.run(wanted)) == plain(wanted)
+    learnt = harness.runner.parts.survival._counts
+    assert sum(float(counts[0].sum()) for counts in learnt.values()) > 10
+
+
 def test_whose_text_cannot_be_guessed_gives_its_rows_to_others() -> None:
     guessed, strange = (1, 2, 3), (5, 6, 7)
 

@@ -18,7 +18,6 @@ from draftwood.engine.reasons import BestRate, KeepsPromises, Look, MeasuredFast
 from draftwood.engine.timing import Mean, StepTiming
 from draftwood.protocols import Budget, Load, StepReport
 
-
 READING = 0.1  # what a drafter takes to read rows that it missed, of what the target would take for them
 
 
