@@ -63,9 +63,10 @@ class Proposal:
         return replace(self, tree=tree, columns=columns[nodes.whole], survival=survival)
 
     def likeliest(self, count: int, real: Tensor, corrected: Tensor | None = None) -> Proposal:
-        """The same with `count` draft nodes of all trees together, those most likely to be accepted; absent ones only
-        where there are no others; by their `corrected` chances, if given. Trees of sequences that are not `real` [B] give way to all others. Of nodes whose
-        chances are not known those nearest to the roots are taken. Does not look at values.
+        """The same with `count` draft nodes of all trees together, those most likely to be accepted, by their
+        `corrected` chances [M] if given; absent ones only where there are no others. Trees of sequences that are not
+        `real` [B] give way to all others. Of nodes whose chances are not known those nearest to the roots are taken.
+        Does not look at values.
 
         Only for chosen nodes: whether a drawn node is scored must not depend on what was drawn.
         """

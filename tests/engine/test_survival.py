@@ -1,4 +1,4 @@
-"""Chances of drafters, corrected by what became of their nodes: synthetic drafters that are sure of the wrong things."""
+"""Chances of drafters, corrected by what became of their nodes: synthetic drafters that are wrongly sure."""
 
 from __future__ import annotations
 
