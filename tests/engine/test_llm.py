@@ -275,6 +275,8 @@ TREES = {  # shape -> the law it gets if none is named
     "sampled": "layer",
     "hybrid": "layer",
     "without-replacement": "traversal",
+    "sequoia:nodes=6,depth=3": "traversal",
+    "greedy:nodes=6,forwards=3": "traversal",
     "paths:paths=3,depth=2": "layer-kseq",
     "paths:paths=2,depth=2,trunk=2": "layer-kseq",
     "paths:paths=1": "block",
