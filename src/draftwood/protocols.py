@@ -20,12 +20,21 @@ PREDICTED = 32  # draft nodes for what the caller expects of an answer, beside t
 
 
 @dataclass(frozen=True)
+class Gain:
+    """How many times as many tokens a second steps with drafts give as plain ones do; None: not known."""
+
+    expected: float | None = None  # of the chosen size, where there is something to propose; 1: no drafts
+    measured: float | None = None  # by the clock, of steps with drafts lately
+
+
+@dataclass(frozen=True)
 class Budget:
     """How much a step may guess: draft nodes a sequence, the root not counted."""
 
     max_nodes: int
     min_accept_prob: float = 0.0  # chance of acceptance below which a node costs more than it gives
     why: object = field(default="", compare=False)  # the controller's reason; its `str` is for people, if any ask
+    gain: Gain = field(default=Gain(), compare=False)
     max_prompt_rows: int | None = None  # beside sequences that decode, so that these wait no longer than promised
 
 

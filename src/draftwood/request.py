@@ -284,6 +284,9 @@ class StepTrace:
     emitted: tuple[TracedToken, ...]
     num_sequences: int  # that the step ran
     num_rows: int
+    why: str = ""  # as many nodes were drafted as were
+    expected_gain: float | None = None  # times as many tokens a second as without drafts
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

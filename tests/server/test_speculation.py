@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -192,6 +193,24 @@ def test_metrics_count_what_happened(served: Serving, client: openai.OpenAI) -> 
     assert figure("spec_decode_num_accepted_tokens_per_pos_total") - positions == block["num_accepted_draft_tokens"]
     assert served.idle()
     assert figure("num_requests_running") == figure("kv_cache_usage_perc") == 0
+
+
+def test_decisions_are_counted_by_their_reasons(served: Serving, client: openai.OpenAI) -> None:
+    def lines() -> dict[str, float]:
+        with served.http() as http:
+            page = http.get("/metrics").text.splitlines()
+        told = (line.rsplit(" ", 1) for line in page if line.startswith("draftwood:controller_"))
+        return {name: float(value) for name, value in told}
+
+    decided = f'draftwood:controller_decisions_total{{model_name="{NAME}",reason="rule"}}'
+    before = lines().get(decided, 0.0)
+    chat(client, {}, temperature=0)
+    after = lines()
+    assert after[decided] > before
+    assert after[f'draftwood:controller_nodes{{model_name="{NAME}"}}'] > 0
+    assert math.isnan(after[f'draftwood:controller_expected_gain{{model_name="{NAME}"}}']), (
+        "a fixed size expects nothing"
+    )
 
 
 def test_promises_are_counted_and_priorities_accepted(served: Serving, client: openai.OpenAI) -> None:

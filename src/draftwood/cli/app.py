@@ -66,6 +66,9 @@ def generate(
         typer.Option("--raw", help="Continue the prompt as plain text, without the model's chat template."),
     ] = False,
     system: System = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say for every step what was guessed, why so much, and what it took.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Answer one prompt.
@@ -78,7 +81,7 @@ def generate(
 
     cat notes.txt | draftwood generate - --drafter ngram:nodes=8 --json
     """
-    from draftwood.cli.session import conversation, open_llm, print_answer, report
+    from draftwood.cli.session import conversation, open_llm, print_answer, report, step_told
 
     params = sampling.params()
     text = _read_prompt(prompt, raw)
@@ -87,7 +90,10 @@ def generate(
     with open_llm(engine) as llm:
         plain = raw or (system is None and not llm.tokenizer.has_chat_template)
         transcript = Transcript()
-        print_answer(llm, text if plain else conversation(text, system), params, transcript, quiet=as_json)
+        if explain:
+            params = replace(params, trace=True)
+        asked = text if plain else conversation(text, system)
+        print_answer(llm, asked, params, transcript, quiet=as_json or explain, listen=step_told if explain else None)
         report(transcript, engine, params, as_json=as_json)
 
 

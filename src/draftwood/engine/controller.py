@@ -16,7 +16,7 @@ from draftwood.engine.acceptance import ChainAcceptance, TreeAcceptance
 from draftwood.engine.promises import keeping, prompt_rows
 from draftwood.engine.reasons import BestRate, KeepsPromises, Look, MeasuredFaster, Outlook, WorthTheRow, count
 from draftwood.engine.timing import Mean, StepTiming
-from draftwood.protocols import Budget, Load, StepReport
+from draftwood.protocols import Budget, Gain, Load, StepReport
 
 READING = 0.1  # what a drafter takes to read rows that it missed, of what the target would take for them
 
@@ -209,7 +209,9 @@ class _Goodput:
         budget = self._by_the_clock(Budget(best, why=why or BestRate(best, outlooks[best], plain)), rates, batch)
         self._last = budget.max_nodes
         look = None if pressed else self._look(budget.max_nodes, outlooks, catching_up, batch)
-        return budget if look is None else look
+        chosen = budget if look is None else look
+        expected = outlooks[chosen.max_nodes].rate / plain.rate
+        return replace(chosen, gain=Gain(expected, self._rates.better(batch, drafting=True)))
 
     def _with_prompts(self, budget: Budget, load: Load) -> Budget:
         """The same with room for prompts that leaves others the time they were promised."""
@@ -342,7 +344,7 @@ class MeasuredTreeBudget(_Goodput):
             return grows
         outlooks = {nodes: self._outlook(nodes, load, batch) for nodes in (0, self._most)}
         decided = self._decide(outlooks, load, sticks=True)
-        return grows if decided.max_nodes else decided
+        return replace(grows, gain=decided.gain) if decided.max_nodes else decided
 
     def _outlook(self, nodes: int, load: Load, batch: int) -> Outlook:
         rows = padded_batch(batch) * (1 + nodes) if load.padded else round(batch * (1 + min(nodes, self._grown.value)))

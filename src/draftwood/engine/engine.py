@@ -30,7 +30,7 @@ from draftwood.errors import IncompatibleParts
 from draftwood.faults import guarded
 from draftwood.model.runner import ModelRunner
 from draftwood.protocols import Budget, Controller, Randomness, Span, StepMode, StepReport, TimedStep, Verifier
-from draftwood.request import Event
+from draftwood.request import Event, StepTrace
 from draftwood.telemetry import Timers
 from draftwood.tree import DraftLaw, HostVerdict
 
@@ -55,6 +55,7 @@ class _InFlight:
     draft_seconds: float  # spent on drafting before the launch
     alone: bool  # nothing else took device time: no prefill in it or before it
     prompt_rows: int  # that were prefilled with it, or before it
+    budget: Budget
 
     @property
     def plan(self) -> Plan:
@@ -187,7 +188,7 @@ class Engine:
         alone = alone and launched.captured == self.runner.captures  # else it took what its shape will not take again
         self._behind_text = False
         rows, self._prefilled = self._prefilled + prompts.num_rows * launched.with_prompts, 0
-        return _InFlight(launched, lives, since, drafting, alone, rows)
+        return _InFlight(launched, lives, since, drafting, alone, rows, budget)
 
     def _add_to_batch(self, ready: Plan) -> None:
         state, tables = self.runner.state, self.scheduler.tables
@@ -322,7 +323,7 @@ class Engine:
         if flight.launched.nodes:
             self._gained |= {i.seq.id: len(t) for i, t in zip(plan.items, outcome.tokens, strict=True)}
         logprobs = [flight.launched.logprobs(b, tokens) for b, tokens in zip(kept, outcome.tokens, strict=True)]
-        traces = [flight.launched.trace(b) for b in kept]
+        traces = [_explained(flight.launched.trace(b), flight.budget, whole) for b in kept]
         return self.scheduler.commit(plan, outcome, logprobs, traces)
 
     def _seconds(self, flight: _InFlight) -> tuple[float, float | None]:
@@ -353,6 +354,13 @@ class Engine:
             prompt_rows=rows,
             whole_seconds=whole if rows and seconds is None else None,
         )
+
+
+def _explained(trace: StepTrace | None, budget: Budget, seconds: float) -> StepTrace | None:
+    """With what the controller decided for the step, and what it took."""
+    if trace is None:
+        return None
+    return replace(trace, why=str(budget.why), expected_gain=budget.gain.expected, seconds=seconds)
 
 
 def _masked(seq: Sequence) -> bool:

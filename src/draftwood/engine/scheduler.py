@@ -16,6 +16,7 @@ from types import MappingProxyType
 
 from draftwood.cache.blocks import PageTables
 from draftwood.engine.plan import Plan, PlanItem
+from draftwood.engine.reasons import kind_of
 from draftwood.engine.sequence import Sequence
 from draftwood.errors import DraftwoodError, QueueFull
 from draftwood.protocols import Budget, Load, Pace
@@ -70,6 +71,7 @@ class Scheduler:
         self._turns = itertools.count(1)
         self._last_served: Counter[str] = Counter()  # tenant -> the turn in which it last got a place
         self.budget = Budget(0, why="no step has run yet")  # of the last step
+        self.decisions: Counter[str] = Counter()  # by the kind of their reason
 
     @property
     def load(self) -> Load:
@@ -115,6 +117,7 @@ class Scheduler:
         `ahead`: the most tokens a sequence may have gained on the device that the host does not know of; at least one.
         `most`: draft nodes of one tree, where those of a step are shared unevenly; None: as many as the budget says.
         """
+        self.decisions[kind_of(budget.why)] += 1
         self.budget, most = budget, budget.max_nodes if most is None else most
         self._admit()
         share = self._node_rows(max((seq.wanted_nodes(most) for seq in self.running), default=0))
