@@ -311,3 +311,10 @@ def test_the_command_compares_controllers(tmp_path: Path) -> None:
     for wrong in (["--text", "poems"], ["--at", "few"], ["--controllers", "best"], ["--at", "0"]):
         done = CliRunner().invoke(app, ["simulate", str(tmp_path / "own.json"), *wrong])
         assert done.exit_code == 1, wrong
+
+
+def test_the_fleet_of_the_documents_can_be_simulated(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "controller.md").read_text()
+    (tmp_path / "fleet.json").write_text(page.split("```json\n")[1].split("```")[0])
+    simulation = Simulation(Recording.load(tmp_path / "fleet.json"), "auto")
+    assert simulation.run(Workload(4, requests=6, answer=(20, 30))).tokens >= 120
