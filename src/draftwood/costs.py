@@ -6,7 +6,7 @@ import bisect
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,17 @@ class StepCosts:
     def slope(self, rows: int, context: float = 0, batch: int = 1, over: int = 8) -> float:
         """Seconds that one more row costs, on average over the next few."""
         return (self.at(rows + over, context, batch) - self.at(rows, context, batch)) / over
+
+    def of_experts(self, count: int, active: int, share: float) -> StepCosts:
+        """The same for a mixture, in plain steps: every row goes to `active` of `count` experts, which are such a
+        `share` of the weights that one row reads. Rows that go to other experts read those as well.
+        """
+        distinct = [count / active * (1 - (1 - active / count) ** rows) for rows in self.rows]
+        lines = (
+            tuple(time + share * line[0] * (more - 1) for time, more in zip(line, distinct, strict=True))
+            for line in self.seconds
+        )
+        return replace(self, seconds=tuple(lines))
 
     def record(self) -> dict[str, Any]:
         """For JSON: what was measured."""
