@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 
@@ -111,3 +112,19 @@ def test_a_drafter_that_has_to_catch_up_is_taken_up_later() -> None:
         machine.run(400, Chain(0.8))
         starts.append(next(step for step, nodes in enumerate(machine.sizes) if nodes > 2))
     assert starts[0] < starts[1]
+
+
+@pytest.mark.parametrize("batch", [1, 32, 128])
+@pytest.mark.parametrize("kind", KINDS)
+def test_noise_alone_changes_nothing(kind: str, batch: int) -> None:
+    """Steps that vary and spikes: what was settled on stays, and modes do not take turns; looks are not counted."""
+    make, most, profiles = KINDS[kind]
+    machine = Machine(make(LIKE_OTHER_GPUS, most), batch, noise=0.1, spikes=0.05)
+    machine.run(150, profiles["low"])
+    settled = []
+    for _ in range(300):
+        machine.run(1, profiles["low"])
+        settled.append(machine.controller._last)
+    changes = [(one, other) for one, other in itertools.pairwise(settled) if one != other]
+    assert len(changes) <= 5
+    assert sum((one > 0) != (other > 0) for one, other in changes) <= 2
