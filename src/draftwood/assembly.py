@@ -115,7 +115,7 @@ TREES: Mapping[str, Entry] = {
     "sequoia": Entry(
         sequoia,
         {"nodes": 15, "depth": 5, "rates": (60, 15, 8, 4)},
-        "Sequoia: the best drawn shape where so many of 100 first, second, … children are accepted",
+        "Sequoia: the best drawn shape where so many of 100 first, second and further children are accepted",
     ),
     "greedy": Entry(
         Greedy, {"nodes": 12, "forwards": 4}, "DySpec: drawn without repeating, wherever the next draw is likeliest"
