@@ -14,18 +14,20 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from draftwood import LLM, EngineConfig
 from draftwood.cli.app import app
+from draftwood.cli.simulate import rates_of, record
 from draftwood.costs import LIKE_OTHER_GPUS, StepCosts
 from draftwood.drafters.scripted import ScriptedDrafter
 from draftwood.drafting import padded_batch, tree_sizes
 from draftwood.engine.policies import Guessing, make_controller
 from draftwood.errors import InvalidRequest
-from draftwood.lab.recording import Fleet, Recorder, Recording
+from draftwood.lab.recording import Fleet, Recorder, Recording, rank_rates
 from draftwood.lab.simulate import Limits, Simulation, Workload
 from draftwood.protocols import Budget, Controller, Load, StepReport
-from draftwood.request import SamplingParams, Slo
+from draftwood.request import GuessedTree, SamplingParams, Slo
 from draftwood.verifiers import LAWS
-from tiny import Ask, Harness, generated, no_drafter, tiny_runner
+from tiny import Ask, Harness, generated, no_drafter, tiny_folder, tiny_runner
 
 BATCHES = (1, 2, 8, 32, 128)
 SECONDS = StepCosts(LIKE_OTHER_GPUS.rows, (64,), (tuple(4e-3 * s for s in LIKE_OTHER_GPUS.seconds[0]),), 0.0)
@@ -318,3 +320,30 @@ def test_the_fleet_of_the_documents_can_be_simulated(tmp_path: Path) -> None:
     (tmp_path / "fleet.json").write_text(page.split("```json\n")[1].split("```")[0])
     simulation = Simulation(Recording.load(tmp_path / "fleet.json"), "auto")
     assert simulation.run(Workload(4, requests=6, answer=(20, 30))).tokens >= 120
+
+
+def test_ranks_of_siblings_are_counted_where_their_parent_was_accepted() -> None:
+    def tree(parents: tuple[int, ...], accepted: tuple[bool, ...]) -> GuessedTree:
+        nothing = (None,) * len(parents)
+        return GuessedTree((0,) * len(parents), parents, nothing, nothing, accepted)
+
+    first = tree((-1, 0, 0, 1, 1, 2), (True, True, False, False, True, False))
+    second = tree((-1, 0, 0, 0), (True, False, False, False))
+    assert rank_rates([first, second]) == [33, 33], "the first of three parents, the second of three, never the third"
+
+
+def test_a_real_drafter_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DRAFTWOOD_HOME", str(tmp_path / "home"))
+    folder = tiny_folder(tmp_path / "model", max_position_embeddings=512)
+    config = EngineConfig(cache_tokens=4096, page_size=16, threads=1)
+    with LLM(folder, drafter="ngram:nodes=4,shortest=1,branches=2", config=config) as llm:
+        controller = llm.engine.controller
+        recording = record(llm, ["abcabcabcabc", "xyxyxyxy"], 16)
+        rates = rates_of(llm, ["abcabcabcabc"], 16)
+        assert llm.engine.controller is not controller, "it was calibrated"
+    assert set(recording.texts["recorded"]) == {1, 2, 3, 4}
+    assert not recording.chain
+    assert 0 <= recording.silent["recorded"] < 1
+    assert all(0 < rate <= 100 for rate in rates)
+    recording.save(tmp_path / "own.json")
+    assert Recording.load(tmp_path / "own.json") == recording

@@ -128,8 +128,25 @@ def run_record(engine: EngineFlags, file: Path, prompts: Path | None) -> None:
     texts = [prompt.text for prompt in PROMPTS] if prompts is None else read_prompts(prompts)
     with open_llm(engine) as llm:
         recording = record(llm, texts)
+        rates = [] if recording.chain else rates_of(llm, texts)
     recording.save(file)
+    if rates:
+        say(f"Accepted by the rank of siblings, of 100: --tree sequoia:rates={'x'.join(map(str, rates))}")
     say(f"Written: {file}. Replay it with: draftwood simulate {file}")
+
+
+def rates_of(llm: LLM, texts: list[str], max_tokens: int = 64) -> list[int]:
+    """How often the first, second, … child of an accepted node is accepted, with all that the drafter proposes."""
+    from draftwood.engine.worker import ComputeThread
+    from draftwood.lab.recording import Recorder, rank_rates
+    from draftwood.request import SamplingParams
+
+    before, recorder = llm.engine.controller, Recorder(llm.engine.drafter.max_nodes)
+    ComputeThread.shared().call(partial(setattr, llm.engine, "controller", recorder))
+    params = SamplingParams(max_tokens=max_tokens, trace=True)
+    steps = [event.step for text in texts for event in llm.stream(text, params) if event.step is not None]
+    ComputeThread.shared().call(partial(setattr, llm.engine, "controller", before))
+    return rank_rates(step.tree for step in steps if step.tree is not None)
 
 
 def record(llm: LLM, texts: list[str], max_tokens: int = 64) -> Recording:

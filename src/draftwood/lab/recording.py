@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import bisect
+import itertools
 import json
 import math
 import random
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 from draftwood.costs import StepCosts
 from draftwood.errors import InvalidRequest
 from draftwood.protocols import Budget, Load, StepReport
+from draftwood.request import GuessedTree
 
 FORMAT = "draftwood-recording/1"
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -152,7 +155,7 @@ class Recording:
 def _costs(raw: Mapping[str, Any]) -> StepCosts:
     lines = tuple(tuple(float(time) for time in line) for line in raw["seconds"])
     others = float(raw["per_sequence"]), float(raw.get("per_token", 0.0))
-    return StepCosts(tuple(raw["rows"]), tuple(raw["contexts"]), lines, *others)
+    return StepCosts(tuple(raw["rows"]), tuple(raw["contexts"]), lines, *others, spread=raw.get("spread"))
 
 
 def _drawn(counts: Histogram, draw: random.Random) -> int:
@@ -201,3 +204,21 @@ class Recorder:
         """Of a step: none of its own, and the median of each sequence's share."""
         each = sorted(seconds / count for count, seconds in self.drafting)
         return 0.0, each[len(each) // 2] if each else 0.0
+
+
+def rank_rates(trees: Iterable[GuessedTree]) -> list[int]:
+    """Of a hundred accepted nodes with children, how many had the first accepted, the second, …: what Sequoia's shape
+    is made from. Ranks that were never accepted are left out from the first of them on.
+    """
+    tried, right = Counter[int](), Counter[int]()
+    for tree in trees:
+        seen = Counter[int]()  # children so far, by parent
+        for node, parent in enumerate(tree.parents):
+            if parent < 0:
+                continue
+            rank, seen[parent] = seen[parent], seen[parent] + 1
+            if tree.accepted[parent]:
+                tried[rank] += 1
+                right[rank] += tree.accepted[node]
+    rates = [round(100 * right[rank] / tried[rank]) for rank in sorted(tried)]
+    return list(itertools.takewhile(lambda rate: rate > 0, rates))
