@@ -43,11 +43,13 @@ from draftwood.growers import (
     BestFirst,
     ChildPicker,
     Coupled,
+    Greedy,
     Hybrid,
     Independent,
     Levels,
     Paths,
     WithoutReplacement,
+    sequoia,
 )
 from draftwood.machine import give_back_memory
 from draftwood.model.checkpoint import HUB_ID, Checkpoint, open_checkpoint
@@ -110,6 +112,14 @@ TREES: Mapping[str, Entry] = {
     "sampled": Entry(_levels(Independent()), {"widths": (2, 2, 1)}, "independently drawn children"),
     "without-replacement": Entry(
         _levels(WithoutReplacement()), {"widths": (2, 2, 1)}, "children drawn without repeating a sibling"
+    ),
+    "sequoia": Entry(
+        sequoia,
+        {"nodes": 15, "depth": 5, "rates": (60, 15, 8, 4)},
+        "Sequoia: the best drawn shape where so many of 100 first, second and further children are accepted",
+    ),
+    "greedy": Entry(
+        Greedy, {"nodes": 12, "forwards": 4}, "DySpec: drawn without repeating, wherever the next draw is likeliest"
     ),
     "paths": Entry(
         Paths, {"paths": 2, "depth": 4, "trunk": 0}, "independent paths, merged where they agree, behind a common trunk"

@@ -21,12 +21,31 @@ PREDICTED = 32  # draft nodes for what the caller expects of an answer, beside t
 
 
 @dataclass(frozen=True)
+class Gain:
+    """How many times as many tokens a second steps with drafts give as plain ones do; None: not known."""
+
+    expected: float | None = None  # of the chosen size, where there is something to propose; 1: no drafts
+    measured: float | None = None  # by the clock, of steps with drafts lately
+
+
+@dataclass(frozen=True)
 class Budget:
     """How much a step may guess: draft nodes a sequence, the root not counted."""
 
     max_nodes: int
     min_accept_prob: float = 0.0  # chance of acceptance below which a node costs more than it gives
     why: object = field(default="", compare=False)  # the controller's reason; its `str` is for people, if any ask
+    gain: Gain = field(default=Gain(), compare=False)
+    max_prompt_rows: int | None = None  # beside sequences that decode, so that these wait no longer than promised
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What a running sequence has been promised for the tokens behind its first."""
+
+    per_token: float  # seconds
+    left: float  # seconds until its next token is due; less than 0: it is late
+    gain: float = 1.0  # what drafts gain it, relative to what they gain an average sequence
 
 
 @dataclass(frozen=True)
@@ -37,6 +56,7 @@ class Load:
     num_waiting: int
     context: float = 0.0  # mean length of those that run
     padded: bool = False  # every sequence runs as many nodes, whether they were guessed or not
+    paces: tuple[Pace, ...] = ()  # of those that decode and were promised one
 
 
 @dataclass(frozen=True)
@@ -53,6 +73,8 @@ class StepReport:
     step_seconds: float | None = None  # of all of it, drafting included; None: something else took time meanwhile
     context: float = 0.0  # mean length of those that sampled, where that is
     room: int = 0  # draft nodes that each of them could have had
+    prompt_rows: int = 0  # that were prefilled in the same time
+    whole_seconds: float | None = None  # of all of it, those rows included; None: something else took time as well
 
 
 @dataclass(frozen=True)

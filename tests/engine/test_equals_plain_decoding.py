@@ -22,6 +22,7 @@ from draftwood.growers import (
     Best,
     BestFirst,
     Coupled,
+    Greedy,
     Hybrid,
     Independent,
     Levels,
@@ -29,6 +30,7 @@ from draftwood.growers import (
     StaticShape,
     WithoutReplacement,
     chain,
+    sequoia,
 )
 from draftwood.model.weights import FORMATS
 from draftwood.request import FinishReason, SamplingParams
@@ -91,6 +93,8 @@ DRAFTERS: dict[str, DraftMaker] = {
     "model-iid": with_model(Levels((2, 2), Independent())),
     "model-without-replacement": with_model(Levels((3, 2, 1), WithoutReplacement())),
     "model-pairs": with_model(Levels((2, 2), WithoutReplacement())),
+    "model-sequoia": with_model(sequoia(9, 4, (50, 20, 10))),
+    "model-greedy": with_model(Greedy(9, 3)),
     "model-hybrid": with_model(Levels((3, 2, 1), Hybrid())),
     "model-paths": with_model(Paths(3, 3)),
     "model-delayed": with_model(Paths(2, 2, trunk=2)),

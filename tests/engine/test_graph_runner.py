@@ -25,7 +25,19 @@ from draftwood.drafting import padded_batch
 from draftwood.engine import shapes
 from draftwood.engine.controller import FixedBudget
 from draftwood.engine.shapes import EVERYTHING, LONG_TABLES, ShapePlan, StepShape
-from draftwood.growers import Beam, BestFirst, Coupled, Hybrid, Independent, Levels, Paths, WithoutReplacement, chain
+from draftwood.growers import (
+    Beam,
+    BestFirst,
+    Coupled,
+    Greedy,
+    Hybrid,
+    Independent,
+    Levels,
+    Paths,
+    WithoutReplacement,
+    chain,
+    sequoia,
+)
 from draftwood.growers.pickers import Best
 from draftwood.protocols import StepMode, TimedStep
 from draftwood.request import FinishReason, SamplingParams
@@ -78,6 +90,8 @@ DRAFTERS = {
     "sampled": lambda **kw: draft(Levels((1, 1, 1), Independent()), **kw),
     "independent": lambda **kw: draft(Levels((2, 2), Independent()), **kw),
     "without replacement": lambda **kw: draft(Levels((3, 2), WithoutReplacement()), **kw),
+    "sequoia": lambda **kw: draft(sequoia(4, 2, (50, 20)), **kw),
+    "greedy": lambda **kw: draft(Greedy(7, 3), **kw),
     "hybrid": lambda **kw: draft(Levels((3, 2), Hybrid()), **kw),
     "paths": lambda **kw: draft(Paths(3, 2, trunk=1), **kw),
     "pard": lambda num_pages=200: ParallelDrafter(runner(0.2, num_pages), chain(4), mask=5, guesses=4),
@@ -400,6 +414,18 @@ def test_sequences_share_the_rows_of_a_step(name: str, temperature: float) -> No
     assert max(drafted) > min(drafted)
 
 
+@pytest.mark.parametrize("name", ["eagle3 beam", "beam"])
+def test_corrected_chances_change_no_token(name: str) -> None:
+    """The answers stay those of plain decoding while corrections are learnt; and they are learnt."""
+    wanted = asks(1.0)
+    harness = CapturedHarness(DRAFTERS[name](), "match")
+    harness.engine.controller = FixedBudget(2)
+    for _ in range(2):
+        assert generated(harness.run(wanted)) == plain(wanted)
+    learnt = harness.runner.parts.survival._counts
+    assert sum(float(counts[0].sum()) for counts in learnt.values()) > 10
+
+
 def test_whose_text_cannot_be_guessed_gives_its_rows_to_others() -> None:
     guessed, strange = (1, 2, 3), (5, 6, 7)
 
@@ -417,7 +443,17 @@ def test_whose_text_cannot_be_guessed_gives_its_rows_to_others() -> None:
 
 # --- laws, and what else must hold
 
-DRAWN = ("sampled", "independent", "without replacement", "hybrid", "paths", "tree", "coupled", "eagle3 hybrid")
+DRAWN = (
+    "sampled",
+    "greedy",
+    "independent",
+    "without replacement",
+    "hybrid",
+    "paths",
+    "tree",
+    "coupled",
+    "eagle3 hybrid",
+)
 
 
 def lawful() -> list[tuple[str, str]]:

@@ -21,7 +21,7 @@ from draftwood.errors import (
 )
 from tiny import tiny_folder
 
-SMALL = EngineConfig(cache_tokens=2048, page_size=16, threads=1)
+SMALL = EngineConfig(cache_tokens=2048, page_size=16, threads=1, controller="fixed")
 PROMPTS = ["the cat sat on the mat", "abcabcabc", "x"]
 
 
@@ -275,6 +275,8 @@ TREES = {  # shape -> the law it gets if none is named
     "sampled": "layer",
     "hybrid": "layer",
     "without-replacement": "traversal",
+    "sequoia:nodes=6,depth=3": "traversal",
+    "greedy:nodes=6,forwards=3": "traversal",
     "paths:paths=3,depth=2": "layer-kseq",
     "paths:paths=2,depth=2,trunk=2": "layer-kseq",
     "paths:paths=1": "block",

@@ -20,6 +20,7 @@ from draftwood.errors import DraftwoodError
 from draftwood.growers import (
     Beam,
     BestFirst,
+    Greedy,
     Hybrid,
     Independent,
     Levels,
@@ -95,6 +96,10 @@ TREES = {
     "without-replacement-of-three": Case(Levels((3,), WithoutReplacement()), 4),
     "without-replacement-beyond-support": Case(Levels((3, 1), WithoutReplacement()), 2),
     "without-replacement-cut": Case(Levels((2, 2), WithoutReplacement()), 3, nodes=3),
+    "greedy": Case(Greedy(3, 3), 3),
+    "greedy-in-rounds": Case(Greedy(4, 2), 3),
+    "greedy-beyond-support": Case(Greedy(4, 4), 2),
+    "sequoia": Case(StaticShape(((0,), (1,), (0, 0)), WithoutReplacement()), 3),
     "hybrid": Case(Levels((2, 1), Hybrid()), 3),
     "hybrid-of-three": Case(Levels((3,), Hybrid()), 4),
     "hybrid-cut": Case(Levels((2, 2), Hybrid()), 3, nodes=4),

@@ -13,6 +13,7 @@ import draftwood
 from draftwood.cli.flags import EngineFlags, SamplingFlags, command
 from draftwood.cli.screen import Transcript, say, stdout
 from draftwood.cli.serve import ServeFlags
+from draftwood.cli.simulate import SimulateFlags
 from draftwood.cli.train import TrainFlags
 from draftwood.errors import InvalidRequest
 
@@ -69,6 +70,9 @@ def generate(
         typer.Option("--raw", help="Continue the prompt as plain text, without the model's chat template."),
     ] = False,
     system: System = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say for every step what was guessed, why so much, and what it took.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Answer one prompt.
@@ -83,7 +87,7 @@ def generate(
 
     draftwood generate --model path/to/marian --encoder-input "Why is the sky blue?"
     """
-    from draftwood.cli.session import conversation, open_llm, print_answer, report
+    from draftwood.cli.session import conversation, open_llm, print_answer, report, step_told
     from draftwood.engine.sources import with_source
 
     params = sampling.params()
@@ -96,8 +100,11 @@ def generate(
     with open_llm(engine) as llm:
         plain = raw or source is not None or (system is None and not llm.tokenizer.has_chat_template)
         transcript = Transcript()
+        if explain:
+            params = replace(params, trace=True)
         asked = text if plain or text is None else conversation(text, system)
-        print_answer(llm, with_source(asked, source), params, transcript, quiet=as_json)
+        listen = step_told if explain else None
+        print_answer(llm, with_source(asked, source), params, transcript, quiet=as_json or explain, listen=listen)
         report(transcript, engine, params, as_json=as_json)
 
 
@@ -276,6 +283,36 @@ def laws(
     except ValueError as error:
         raise InvalidRequest(f"Temperatures are numbers separated by commas, not '{temperatures}'.") from error
     run_laws(engine, prompts, Setting(degrees, paths, depth, contexts, seed=seed), out, save, rows)
+
+
+@app.command(rich_help_panel="What there is")
+@command
+def simulate(
+    file: Annotated[Path, typer.Argument(help="A recording, or a described fleet; see docs/controller.md.")],
+    engine: EngineFlags,
+    flags: SimulateFlags,
+    record: Annotated[
+        bool, typer.Option("--record", help="Write FILE instead: what steps cost here, and what drafts gain.")
+    ] = False,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Texts to record: one a line, or JSON lines with turns, prompt or text.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Replay recorded costs and acceptance through the real scheduler and controller: for machines that are not here.
+
+    [dim]Examples:[/]
+
+    draftwood simulate smollm2.json --record --drafter eagle3
+
+    draftwood simulate fleet.json --controllers auto,off,fixed:nodes=3 --at 1,32,256 --tpot-ms 40
+    """
+    from draftwood.cli.simulate import run_record, run_simulate
+
+    if record:
+        run_record(engine, file, prompts)
+    else:
+        run_simulate(file, flags, as_json=as_json)
 
 
 @app.command(rich_help_panel="What there is")

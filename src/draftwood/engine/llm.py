@@ -42,6 +42,7 @@ from draftwood.engine.answering import Answering
 from draftwood.engine.engine import Engine, check_exact
 from draftwood.engine.images import ImageReader
 from draftwood.engine.intake import Guessers, Intake, Prompt
+from draftwood.engine.policies import find_policy
 from draftwood.engine.scheduler import Scheduler, SchedulerConfig
 from draftwood.engine.sequence import Sequence as Answer
 from draftwood.engine.shapes import MIXED_ROWS
@@ -114,6 +115,7 @@ class LLM:
         self._progress = progress
         if isinstance(law, str) and law != AUTO:
             build_verifier(law)  # refuse an unknown name before anything is read
+        find_policy(config.controller)
         self.checkpoint = open_checkpoint(model, config.impl) if isinstance(model, str | Path) else model
         self.config = settle(config, self.checkpoint, drafter)
         self.tokenizer = self.checkpoint.tokenizer()
@@ -162,7 +164,7 @@ class LLM:
             max_pieces=SEQUENCES,
         )
         scheduler = Scheduler(target.cache.tables, limits)
-        controller = self._controller or default_controller(target, drafter)
+        controller = self._controller or default_controller(target, drafter, policy=config.controller)
         name = parts.drafter if isinstance(parts.drafter, str) else None
         return Engine(
             target, drafter, self.laws, controller, scheduler, KeyedRng(), captures=captures, drafter_name=name
@@ -192,7 +194,8 @@ class LLM:
             costs = calibrate(self.engine.target, say)
             trusted = costs if costs.doubt is None else None
             engine = self.engine
-            engine.controller = self._controller or default_controller(engine.target, engine.drafter, trusted)
+            policy = self.config.controller
+            engine.controller = self._controller or default_controller(engine.target, engine.drafter, trusted, policy)
             return costs
 
         return ComputeThread.shared().call(measure)

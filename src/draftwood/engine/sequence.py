@@ -10,10 +10,12 @@ from draftwood.batch import Images, Source
 from draftwood.cache.batch_state import RowSettings
 from draftwood.engine.text import TextStream
 from draftwood.errors import GrammarError
-from draftwood.protocols import PREDICTED, Constraint
+from draftwood.protocols import PREDICTED, Constraint, Pace
 from draftwood.request import Event, FinishReason, SamplingParams, SpeculationStats, TokenLogprob
 
 DEEP = 1 << 20  # deeper than any tree
+HEAD_START = 10.0  # seconds: what a level of priority is worth, and a first token that is promised for no time
+RECENT = 0.2  # weight of the last step in what drafts gain a sequence
 
 
 @dataclass(eq=False)  # itself, not its like
@@ -49,9 +51,16 @@ class Sequence:
     admitted: float | None = None
     first_token: float | None = None
     prompt_logprobs: list[TokenLogprob | None] = field(init=False)  # of the prompt's first tokens; [] unless asked for
+    turn: float = field(init=False)  # see `__post_init__`
+    gain: float = field(init=False, default=1.0)  # accepted tokens of a step that drafted for it, lately
     _told_prompt: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
+        # By when it is due to begin. Whatever comes first has the earlier turn: turns never change, so a request waits
+        # at most for those that come within its own head start, and none starves.
+        slo = self.params.slo
+        promised = HEAD_START if slo is None or slo.ttft_ms is None else min(slo.ttft_ms / 1000, HEAD_START)
+        self.turn = self.arrived + promised + HEAD_START * self.params.priority
         self.prompt_length = len(self.tokens)
         asked = self.params.prompt_logprobs is not None and self.index == 0
         # Nothing comes before the first token; an encoder gives no distribution of what it reads.
@@ -100,6 +109,15 @@ class Sequence:
         """Draft tokens one behind the other that its request allows."""
         return DEEP if self.params.max_depth is None else self.params.max_depth
 
+    def pace(self, now: float, average_gain: float) -> Pace | None:
+        """What is promised for its next tokens; None: nothing, or there is no first one yet."""
+        slo = self.params.slo
+        if slo is None or slo.tpot_ms is None or self.first_token is None:
+            return None
+        each = slo.tpot_ms / 1000
+        left = self.first_token + self.num_generated * each - now
+        return Pace(each, left, self.gain / average_gain if average_gain else 1.0)
+
     def row_settings(self, vocab_size: int) -> RowSettings:
         """What the batch state holds of it besides its tokens. Stop tokens are those of the vocabulary that a minimum
         length defers.
@@ -127,6 +145,8 @@ class Sequence:
         self.steps += 1
         self.drift += drift
         self.drafted += num_drafted
+        if num_drafted:
+            self.gain += RECENT * (num_accepted - self.gain)
         self.first_token = now if self.first_token is None else self.first_token
         for i, token in enumerate(gained):
             self.tokens.append(token)
@@ -163,6 +183,7 @@ class Sequence:
             drift=None if math.isnan(self.drift) else self.drift,
             seed=self.seed,
             reproducible=self.reproducible,
+            slo=self.params.slo,
         )
 
     def event(

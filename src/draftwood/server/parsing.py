@@ -11,7 +11,7 @@ from draftwood.engine.images import ImageReader
 from draftwood.errors import DraftwoodError
 from draftwood.model.grammar import choice_grammar, json_grammar, regex_grammar
 from draftwood.model.tokenizer import Tokenizer
-from draftwood.request import SamplingParams
+from draftwood.request import SamplingParams, Slo
 from draftwood.server.errors import invalid, refusal
 from draftwood.server.schemas import (
     ChatRequest,
@@ -136,6 +136,8 @@ def _params(
         max_depth=wishes.depth,
         trace=wishes.report == "trace",
         cache_salt=request.cache_salt or "",
+        slo=None if request.slo is None else Slo(request.slo.ttft_ms, request.slo.tpot_ms),
+        priority=request.priority or 0,
         **{name: value for name, value in given.items() if value is not None},
     )
 
