@@ -15,11 +15,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftwood.drafters.by_request import OfferedDrafters
+from draftwood.drafters.combined import CombinedDrafter
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
 from draftwood.drafters.pard import ParallelDrafter
 from draftwood.drafters.predicted import PredictedDrafter
+from draftwood.drafters.recycling import RecyclingDrafter
 from draftwood.drafters.scripted import ScriptedDrafter
 from draftwood.drafters.student import StudentDrafter
 from draftwood.drafters.suffix import SuffixDrafter
@@ -343,6 +345,14 @@ def ngram(**settings: int) -> DraftMaker:
 
 def suffix(**settings: float) -> DraftMaker:
     return lambda dtype: SuffixDrafter(**settings)  # type: ignore[arg-type]
+
+
+def recycling(dtype: torch.dtype) -> Drafter:
+    return RecyclingDrafter(nodes=7, width=3, depth=4, least=0.01)
+
+
+def combining(*makers: DraftMaker, nodes: int = 7) -> DraftMaker:
+    return lambda dtype: CombinedDrafter([maker(dtype) for maker in makers], nodes, 0.01)
 
 
 def scripted(script: Callable[[Sequence[int]], Sequence[Sequence[int]]], nodes: int, chain: bool) -> DraftMaker:

@@ -16,16 +16,11 @@ import torch
 from draftwood.config import EngineConfig
 from draftwood.drafters.by_request import OfferedDrafters
 from draftwood.drafters.combined import CombinedDrafter
-from draftwood.drafters.lookup import LookupDrafter
+from draftwood.drafters.lookups import LOOKUPS, build_lookup, build_member, combined_sources, is_lookup, room_of
 from draftwood.drafters.model import ModelDrafter
-from draftwood.drafters.ngram import NgramDrafter
-from draftwood.drafters.none import NoDrafter
 from draftwood.drafters.pard import GUESSES, ParallelDrafter
-from draftwood.drafters.points import HostDrafter
 from draftwood.drafters.predicted import PredictedDrafter
-from draftwood.drafters.recycling import RecyclingDrafter
 from draftwood.drafters.student import StudentDrafter
-from draftwood.drafters.suffix import SuffixDrafter
 from draftwood.drafters.trained import drafter_of
 from draftwood.drafting import Drafter, Grower
 from draftwood.engine.memory import (
@@ -118,63 +113,8 @@ TREES: Mapping[str, Entry] = {
 }
 
 
-def _ngram_on_gpu(nodes: int, longest: int, shortest: int, branches: int) -> Drafter:
-    """One branch is looked up there; several are the host's."""
-    if branches > 1:
-        return NgramDrafter(nodes, longest, shortest, branches)
-    return LookupDrafter(nodes, longest, shortest)
-
-
-# Drafters that can be combined, for so many nodes; where they agree, less likely ones may be likely enough.
-SOURCES: Mapping[str, Callable[[int, float], HostDrafter]] = {
-    "suffix": lambda nodes, least: SuffixDrafter(nodes, least=least / 2),
-    "ngram": lambda nodes, least: NgramDrafter(nodes, branches=2),
-}
-
-
-def _combined(sources: str, nodes: int, least: float) -> CombinedDrafter:
-    names = sources.split("+")
-    unknown = [name for name in names if name not in SOURCES]
-    if unknown or len(set(names)) < len(names):
-        raise ValueError(f"'{sources}' should be different ones of {', '.join(SOURCES)}, joined by +")
-    return CombinedDrafter([SOURCES[name](nodes, least) for name in names], nodes, least)
-
-
-LOOKUPS: Mapping[str, Entry] = {
-    "none": Entry(NoDrafter, {}, "plain decoding"),
-    "ngram": Entry(
-        NgramDrafter,
-        {"nodes": 4, "longest": 4, "shortest": 0, "branches": 1},
-        "what followed the last tokens earlier in the text (shortest=0: 2, or 1 for one branch on a GPU)",
-        on_gpu={"nodes": 15},  # with the root a whole tile of rows; budgets take fewer where they do not pay
-        make_on_gpu=_ngram_on_gpu,
-    ),
-    "suffix": Entry(
-        SuffixDrafter,
-        {"nodes": 8, "longest": 32, "shortest": 1, "least": 0.2, "shared": 65536},
-        "a tree of what followed the last tokens earlier in the text or in answers to others, by how likely it is",
-        on_gpu={"nodes": 15, "least": 0.02},
-    ),
-    "recycling": Entry(
-        RecyclingDrafter,
-        {"nodes": 8, "width": 8, "depth": 6, "least": 0.2},
-        "a tree of what the target held likeliest when it last ran each token, by how often that was right",
-        on_gpu={"nodes": 31, "least": 0.02},
-    ),
-    "combined": Entry(
-        _combined,
-        {"sources": "suffix+ngram", "nodes": 8, "least": 0.2},
-        "several drafters' trees as one, by how often each is right: combined:suffix+ngram,nodes=8",
-        on_gpu={"nodes": 15, "least": 0.02},
-        unnamed="sources",
-    ),
-}
 MODEL_DRAFTER = "model:NAME"
-
-
-def is_lookup(drafter: str) -> bool:
-    """Whether the name is that of a drafter without weights, which makes its own trees."""
-    return drafter.partition(":")[0] in LOOKUPS
+MEMBER_NODES = 15  # of a lookup beside networks, whose trees say how large the whole is
 
 
 def _entry(kind: str, table: Mapping[str, Entry], name: str, others: tuple[str, ...] = ()) -> Entry:
@@ -220,6 +160,8 @@ def build_drafter(
     spec: str, tree: str | None, target: Checkpoint, config: EngineConfig, *, allow_pickle: bool = False
 ) -> Drafter:
     """A drafter by name; `model:NAME` loads a second model, and a folder whatever was trained and lies there."""
+    if combined_sources(spec) and not is_lookup(spec):
+        return load_combined(spec, tree, target, config, allow_pickle=allow_pickle)
     if spec.startswith("model:"):
         return load_model_drafter(open_checkpoint(spec.removeprefix("model:"), config.impl), tree, target, config)
     name, _, _ = spec.partition(":")
@@ -235,11 +177,20 @@ def build_drafter(
     return build_lookup(spec, config.torch_device())
 
 
-def build_lookup(spec: str, device: torch.device) -> Drafter:
-    """A drafter without weights by name, with the settings that are usual on a device."""
-    entry = LOOKUPS[spec.partition(":")[0]].on(device)
-    name, settings = split_spec(spec, entry.unnamed)
-    return entry.build("drafter", name, settings)
+def load_combined(
+    spec: str, tree: str | None, target: Checkpoint, config: EngineConfig, *, allow_pickle: bool
+) -> CombinedDrafter:
+    """Several drafters' trees as one, some of which have weights: these get the `tree`."""
+    device = config.torch_device()
+    nodes, least = room_of(spec, device)
+    members = {
+        name: build_member(name, nodes or MEMBER_NODES, least, device)
+        if is_lookup(name)
+        else build_drafter(name, tree, target, config, allow_pickle=allow_pickle)
+        for name in combined_sources(spec)
+    }
+    most = max(drafter.max_nodes for drafter in members.values())
+    return CombinedDrafter(members, nodes or most, least)
 
 
 def offer(default: Drafter, by_name: Mapping[str, Drafter]) -> OfferedDrafters:
@@ -370,6 +321,8 @@ def _draft_config(drafter: str | Drafter, target: ModelConfig) -> ModelConfig | 
     """A model that needs about as much memory as the drafter will; a network counts for four of the target's layers."""
     if not isinstance(drafter, str):
         return None
+    if members := combined_sources(drafter):
+        return next((config for name in members if (config := _draft_config(name, target)) is not None), None)
     if drafter.startswith("model:"):
         return open_checkpoint(drafter.removeprefix("model:")).config
     folder = _trained_folder(drafter)

@@ -14,8 +14,6 @@ from itertools import pairwise
 import pytest
 import torch
 
-from draftwood.drafters.combined import CombinedDrafter
-from draftwood.drafters.recycling import RecyclingDrafter
 from draftwood.growers import (
     Beam,
     Best,
@@ -41,11 +39,13 @@ from tiny import (
     DraftMaker,
     Harness,
     Regime,
+    combining,
     expecting,
     generated,
     ngram,
     no_drafter,
     offering,
+    recycling,
     scripted,
     suffix,
     tiny_config,
@@ -76,9 +76,14 @@ DRAFTERS: dict[str, DraftMaker] = {
     "ngram": ngram(nodes=4, longest=3, shortest=1),
     "ngram-tree": ngram(nodes=8, longest=3, shortest=1, branches=3),
     "suffix": suffix(nodes=7, longest=6, shortest=1, least=0.01, shared=400),
-    "recycling": lambda dtype: RecyclingDrafter(nodes=7, width=3, depth=4, least=0.01),
-    "combined": lambda dtype: CombinedDrafter(
-        [suffix(nodes=7, shortest=1, least=0.0)(dtype), ngram(nodes=5, shortest=1, branches=2)(dtype)], 7, 0.01
+    "recycling": recycling,
+    "combined": combining(suffix(nodes=7, shortest=1, least=0.0), recycling),
+    "combined-models": combining(with_model(chain(3)), with_model(Levels((2, 1), Best()), noise=0.4), nodes=9),
+    "combined-nets": combining(
+        with_net("eagle3", Beam(nodes=9, width=3, depth=3)), with_net("kangaroo", chain(3)), ngram(nodes=4, shortest=1)
+    ),
+    "combined-drawn": combining(
+        recycling, with_model(Levels((2, 1), Independent())), with_model(Levels((1, 1), Independent()), noise=0.4)
     ),
     "model-chain": with_model(chain(4)),
     "model-static": with_model(Levels((3, 2, 1), Best())),
@@ -126,6 +131,12 @@ DRAFTERS: dict[str, DraftMaker] = {
     ),
     "offered-suffix": offering(
         suffix(nodes=6, shortest=1, least=0.0), with_model(chain(3)), ngram(nodes=3, longest=3, shortest=1)
+    ),
+    "predicted-combined": expecting(
+        combining(with_model(chain(3)), suffix(nodes=5, least=0.0)), lambda prompt: nearly_right(tuple(prompt))
+    ),
+    "offered-combined": offering(
+        combining(with_model(chain(3)), recycling), with_model(chain(3)), suffix(nodes=6, shortest=1, least=0.0)
     ),
     "offered-sampled": offering(with_model(Levels((1, 1, 1), Independent())), ngram(nodes=3, longest=3, shortest=1)),
 }

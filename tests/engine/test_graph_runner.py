@@ -66,7 +66,18 @@ DRAFTERS = {
     "suffix": lambda **_: SuffixDrafter(nodes=7, longest=6, shortest=1, least=0.01, shared=400),
     "recycling": lambda **_: RecyclingDrafter(nodes=7, width=3, depth=4, least=0.01),
     "combined": lambda **_: CombinedDrafter(
-        [SuffixDrafter(6, shortest=1, least=0.0), NgramDrafter(4, 3, 1, 2)], 6, 0.01
+        [SuffixDrafter(6, shortest=1, least=0.0), RecyclingDrafter(6, width=3, depth=4, least=0.0)], 6, 0.01
+    ),
+    "combined models": lambda **kw: CombinedDrafter(
+        [draft(chain(3), **kw), draft(Beam(7, 2, 3), **kw), LookupDrafter(nodes=4, longest=3)], 9, 0.01
+    ),
+    "combined nets": lambda **_: CombinedDrafter(
+        [feature_drafter("eagle31", Beam(7, 2, 3)), feature_drafter("kangaroo", chain(3)), NgramDrafter(4, 3, 1, 2)],
+        9,
+        0.01,
+    ),
+    "combined drawn": lambda **kw: CombinedDrafter(
+        [RecyclingDrafter(6, width=3, depth=4, least=0.0), draft(Levels((2, 1), Independent()), **kw)], 7, 0.01
     ),
     "scripted": lambda **_: ScriptedDrafter(lambda tokens: [[1, 2, 3], [5, tokens[-1] % 13], [5, 5]], 7),
     "scripted chain": lambda **_: ScriptedDrafter(lambda tokens: [[t % 13 for t in tokens[-3:]]], 4, chain=True),

@@ -15,10 +15,13 @@ from functools import cache
 import pytest
 import torch
 
-from draftwood.drafting import Grower
+from draftwood.drafters.calibration import Calibration
+from draftwood.drafters.graft import Candidates, Rated
+from draftwood.drafting import FrontierModel, Grower, Proposal
 from draftwood.errors import DraftwoodError
 from draftwood.growers import (
     Beam,
+    Best,
     BestFirst,
     Hybrid,
     Independent,
@@ -28,7 +31,8 @@ from draftwood.growers import (
     WithoutReplacement,
     chain,
 )
-from draftwood.tree import Draw, TokenTree
+from draftwood.protocols import BatchView, Randomness
+from draftwood.tree import DraftLaw, Draw, TokenTree
 from draftwood.verifiers import LAWS, NodeLaw, gbv
 from enumeration import (
     Drafts,
@@ -80,6 +84,26 @@ class Case:
             assert law_distance(h, looked) <= 1e-13
 
 
+@dataclass(frozen=True)
+class Grafted:
+    """A grower's draws with the likeliest nodes of another beside and behind them: which ones depends on the draws."""
+
+    drawn: Levels
+    chosen: Levels
+    max_nodes: int
+
+    @property
+    def law(self) -> DraftLaw:
+        return DraftLaw(self.drawn.law.draws | {Draw.POINT}, chain=False)
+
+    def grow(self, model: FrontierModel, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
+        other = TableModel(random_rows(77, len(model.rows(()))))
+        made = [self.drawn.grow(model, view, self.drawn.max_nodes, rng)]
+        made.append(self.chosen.grow(other, view, self.chosen.max_nodes, rng))
+        rated = Rated.of(Candidates.of(made), Calibration(4), 2)
+        return rated.taken(view, nodes, 0.0, made[0].tree.q)
+
+
 TREES = {
     "chain": Case(chain(2), 3),
     "sampled-chain": Case(Levels((1, 1), Independent()), 3),
@@ -111,9 +135,14 @@ TREES = {
     "three-paths-cut": Case(Paths(3, 2), 2, nodes=4),
     "delayed": Case(Paths(2, 1, trunk=1), 2),
     "delayed-paths": Case(Paths(2, 2, trunk=1), 2),
+    "grafted-chain": Case(Grafted(Levels((1, 1), Independent()), Levels((2, 1), Best()), 5), 3),
+    "grafted-iid": Case(Grafted(Levels((2, 1), Independent()), Levels((2, 1), Best()), 7), 3),
+    "grafted-without-replacement": Case(Grafted(Levels((2, 1), WithoutReplacement()), Levels((2, 1), Best()), 6), 3),
+    "grafted-hybrid": Case(Grafted(Levels((2, 1), Hybrid()), Levels((1, 2), Best()), 6), 3),
 }
 # Few draft trees, so that all draws of a round can be followed one by one.
 SMALL = (
+    "grafted-chain",
     "chain",
     "sampled-chain",
     "iid",
