@@ -261,7 +261,7 @@ def test_nothing_is_looked_at() -> None:
 def test_the_draws_of_one_source_stand_as_they_were_drawn(blind: bool) -> None:
     drawn, points = Growing(Levels((2, 1), Independent())), Told([{(1,): 0.9, (1, 2): 0.8, (7,): 0.5}])
     drafter = combined(points, drawn)
-    assert drafter.law == DraftLaw(frozenset({Draw.IID, Draw.POINT}), chain=False)
+    assert drafter.law == DraftLaw(frozenset({Draw.IID, Draw.POINT}), chain=False, grafted=True)
     assert drafter.sources[0] is drawn
     alone = drawn.propose(one(), 4, KeyedRng())
     whole = propose(drafter, replace(one(), min_accept_prob=0.9), 6, blind).packed().tree
@@ -314,6 +314,7 @@ def test_default_laws_are_exact_for_their_mixtures() -> None:
     for picker in (Independent(), WithoutReplacement()):
         law = combined(Growing(Levels((2,), picker)), Told([{}])).law
         assert LAWS[default_law(law)]().refuses(law) is None
+        assert "combined trees" in (LAWS["optimal"]().refuses(law) or "")
 
 
 def test_names_with_settings() -> None:

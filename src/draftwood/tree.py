@@ -39,6 +39,7 @@ class DraftLaw:
     draws: frozenset[Draw]
     chain: bool  # no node has two children
     paths: bool = False  # whole independent paths, merged where they agree; perhaps behind a trunk they share
+    grafted: bool = False  # which chosen nodes stand beside and behind drawn ones may depend on what was drawn
 
 
 POINT_CHAIN = DraftLaw(frozenset({Draw.POINT}), chain=True)

@@ -78,9 +78,8 @@ DRAFTERS: dict[str, DraftMaker] = {
     "suffix": suffix(nodes=7, longest=6, shortest=1, least=0.01, shared=400),
     "recycling": recycling,
     "combined": combining(suffix(nodes=7, shortest=1, least=0.0), recycling),
-    "combined-models": combining(with_model(chain(3)), with_model(Levels((2, 1), Best()), noise=0.4), nodes=9),
-    "combined-nets": combining(
-        with_net("eagle3", Beam(nodes=9, width=3, depth=3)), with_net("kangaroo", chain(3)), ngram(nodes=4, shortest=1)
+    "combined-networks": combining(
+        with_net("eagle3", Beam(nodes=9, width=3, depth=3)), with_model(chain(3)), ngram(nodes=4, shortest=1), nodes=9
     ),
     "combined-drawn": combining(
         recycling, with_model(Levels((2, 1), Independent())), with_model(Levels((1, 1), Independent()), noise=0.4)
@@ -131,9 +130,6 @@ DRAFTERS: dict[str, DraftMaker] = {
     ),
     "offered-suffix": offering(
         suffix(nodes=6, shortest=1, least=0.0), with_model(chain(3)), ngram(nodes=3, longest=3, shortest=1)
-    ),
-    "predicted-combined": expecting(
-        combining(with_model(chain(3)), suffix(nodes=5, least=0.0)), lambda prompt: nearly_right(tuple(prompt))
     ),
     "offered-combined": offering(
         combining(with_model(chain(3)), recycling), with_model(chain(3)), suffix(nodes=6, shortest=1, least=0.0)

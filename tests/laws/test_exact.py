@@ -15,9 +15,7 @@ from functools import cache
 import pytest
 import torch
 
-from draftwood.drafters.calibration import Calibration
-from draftwood.drafters.graft import Candidates, Rated
-from draftwood.drafting import FrontierModel, Grower, Proposal
+from draftwood.drafting import Grower
 from draftwood.errors import DraftwoodError
 from draftwood.growers import (
     Beam,
@@ -31,12 +29,12 @@ from draftwood.growers import (
     WithoutReplacement,
     chain,
 )
-from draftwood.protocols import BatchView, Randomness
-from draftwood.tree import DraftLaw, Draw, TokenTree
+from draftwood.tree import Draw, TokenTree
 from draftwood.verifiers import LAWS, NodeLaw, gbv
 from enumeration import (
     Drafts,
     Enumerator,
+    Grafted,
     Rows,
     TableModel,
     aligned_rows,
@@ -82,26 +80,6 @@ class Case:
         for h, (p, _), looked in zip(node_laws(LAWS[law](), padded, blind=True), pairs, laws, strict=True):
             assert_lossless(h, p, self.vocabulary)
             assert law_distance(h, looked) <= 1e-13
-
-
-@dataclass(frozen=True)
-class Grafted:
-    """A grower's draws with the likeliest nodes of another beside and behind them: which ones depends on the draws."""
-
-    drawn: Levels
-    chosen: Levels
-    max_nodes: int
-
-    @property
-    def law(self) -> DraftLaw:
-        return DraftLaw(self.drawn.law.draws | {Draw.POINT}, chain=False)
-
-    def grow(self, model: FrontierModel, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
-        other = TableModel(random_rows(77, len(model.rows(()))))
-        made = [self.drawn.grow(model, view, self.drawn.max_nodes, rng)]
-        made.append(self.chosen.grow(other, view, self.chosen.max_nodes, rng))
-        rated = Rated.of(Candidates.of(made), Calibration(4), 2)
-        return rated.taken(view, nodes, 0.0, made[0].tree.q)
 
 
 TREES = {

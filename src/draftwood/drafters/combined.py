@@ -51,8 +51,9 @@ class CombinedDrafter(Several):
     @property
     def law(self) -> DraftLaw:
         """Chosen tokens, beside the draws of one source."""
-        draws = self.guards[0].law.draws if self._drawing else frozenset()
-        return DraftLaw(POINT_TREE.draws | draws, chain=False)
+        if not self._drawing:
+            return POINT_TREE
+        return DraftLaw(POINT_TREE.draws | self.guards[0].law.draws, chain=False, grafted=True)
 
     @property
     def surplus(self) -> int:
