@@ -16,6 +16,7 @@ from torch import Tensor
 
 from draftwood.drafters.by_request import OfferedDrafters
 from draftwood.drafters.combined import CombinedDrafter
+from draftwood.drafters.intersection import Bridge, IntersectionDrafter
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
@@ -331,6 +332,17 @@ def with_model(grower: Grower, noise: float = 0.2, num_pages: int = 200, **model
     def make(dtype: torch.dtype) -> Drafter:
         config = tiny_config(**model) if model else None  # type: ignore[arg-type]
         return ModelDrafter(tiny_runner(config, noise=noise, dtype=dtype, num_pages=num_pages), grower)
+
+    return make
+
+
+def with_bridge(grower: Grower) -> DraftMaker:
+    """A likeness of the target that has all tokens but two, and reads others for these."""
+
+    def make(dtype: torch.dtype) -> Drafter:
+        common = torch.tensor([token for token in range(13) if token not in (4, 9)])
+        read = torch.arange(13).index_copy(0, torch.tensor([4, 9]), torch.tensor([2, 0]))
+        return IntersectionDrafter(tiny_runner(noise=0.2, dtype=dtype), grower, Bridge(common, common, read))
 
     return make
 

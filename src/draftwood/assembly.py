@@ -5,6 +5,7 @@ A name may carry settings behind a colon, separated by commas; `draftwood parts`
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,10 +17,12 @@ import torch
 from draftwood.config import EngineConfig
 from draftwood.drafters.by_request import OfferedDrafters
 from draftwood.drafters.combined import CombinedDrafter
+from draftwood.drafters.intersection import Bridge, IntersectionDrafter
 from draftwood.drafters.lookups import LOOKUPS, build_lookup, build_member, combined_sources, is_lookup, room_of
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.pard import GUESSES, ParallelDrafter
 from draftwood.drafters.predicted import PredictedDrafter
+from draftwood.drafters.reencoding import ReencodingDrafter
 from draftwood.drafters.student import StudentDrafter
 from draftwood.drafters.trained import drafter_of
 from draftwood.drafting import Drafter, Grower
@@ -69,11 +72,12 @@ from draftwood.nets.pard import ParallelEagle
 from draftwood.nets.shared import SharedWords
 from draftwood.nets.student import MaskedStudent
 from draftwood.protocols import Verifier
-from draftwood.tree import DraftLaw
+from draftwood.tree import POINT_CHAIN, DraftLaw
 from draftwood.verifiers import AUTO, LAWS, ByRequest, default_law
 
 DEFAULT_TREE = "chain"
 CPU = torch.device("cpu")
+log = logging.getLogger(__name__)
 TRAINED = Path(__file__).parent / "trained"  # drafters that come with the package, for the embedded model
 SHIPPED = tuple(sorted(folder.name for folder in TRAINED.glob("*") if (folder / "config.json").is_file()))
 SHIPPED_SAYS: Mapping[str, str] = {
@@ -114,6 +118,7 @@ TREES: Mapping[str, Entry] = {
 
 
 MODEL_DRAFTER = "model:NAME"
+NEARLY_ALL = 0.9  # of the target's tokens: vocabularies that differ in markers and padding
 MEMBER_NODES = 15  # of a lookup beside networks, whose trees say how large the whole is
 
 
@@ -268,13 +273,42 @@ def load_parallel(
     return ParallelDrafter(load_runner(checkpoint, config), grower, mask, guesses)
 
 
-def load_model_drafter(
-    checkpoint: Checkpoint, tree: str | None, target: Checkpoint, config: EngineConfig
-) -> ModelDrafter:
-    """A second model as drafter, once it is known to speak the target's vocabulary."""
+def load_model_drafter(checkpoint: Checkpoint, tree: str | None, target: Checkpoint, config: EngineConfig) -> Drafter:
+    """A second model as drafter; how it drafts for a target of another vocabulary is said in the log."""
     grower = build_grower(tree or DEFAULT_TREE)
-    check_same_vocabulary(checkpoint, target)
-    return ModelDrafter(load_runner(checkpoint, config), grower)
+    if same_vocabulary(checkpoint, target):
+        return ModelDrafter(load_runner(checkpoint, config), grower)
+    theirs, size = target.tokenizer(), target.config.vocab_size
+    own, own_size = checkpoint.tokenizer(), checkpoint.config.vocab_size
+    bridge = Bridge.between(theirs, size, own, own_size)
+    way = way_across(bridge, grower)
+    log.info("'%s' and '%s' have different vocabularies: it drafts %s.", checkpoint.name, target.name, way.why)
+    runner = load_runner(checkpoint, config)
+    if way.by_token:
+        return IntersectionDrafter(runner, grower, bridge)
+    return ReencodingDrafter(runner, own, theirs, size, grower.levels)
+
+
+@dataclass(frozen=True)
+class WayAcross:
+    """How a model drafts for a target of another vocabulary."""
+
+    by_token: bool
+    why: str
+
+
+def way_across(bridge: Bridge, grower: Grower) -> WayAcross:
+    """By text where chains of chosen tokens will do: then the draft model reads what was said in its own tokens. Else
+    token by token: that has draws and branches, and costs no more than a draft model of the same vocabulary.
+    """
+    common = f"{bridge.share:.0%} of the target's tokens are in both"
+    if not len(bridge.common):
+        raise IncompatibleParts("The draft model has no token in common with the target; take another one, or ngram.")
+    if bridge.share >= NEARLY_ALL:
+        return WayAcross(True, f"token by token ({common})")
+    if grower.law == POINT_CHAIN and isinstance(grower, Levels) and isinstance(grower.picker, Best):
+        return WayAcross(False, f"by text, which is encoded again ({common}; trees and draws would go token by token)")
+    return WayAcross(True, f"token by token, since its tree branches or draws ({common})")
 
 
 def student_drafter(student: SharedWords, tree: str | None, config: EngineConfig) -> StudentDrafter:
@@ -347,14 +381,18 @@ def memory_explained(config: EngineConfig, target: Checkpoint, drafter: str | Dr
         raise explain_out_of_memory(error, plan) from error
 
 
+def same_vocabulary(draft: Checkpoint, target: Checkpoint) -> bool:
+    """Whether token ids of both mean the same."""
+    return draft.config.vocab_size == target.config.vocab_size and (
+        draft.tokenizer().fingerprint == target.tokenizer().fingerprint
+    )
+
+
 def check_same_vocabulary(draft: Checkpoint, target: Checkpoint) -> None:
     """Refuse a draft model whose token ids mean something else."""
-    if draft.config.vocab_size == target.config.vocab_size and (
-        draft.tokenizer().fingerprint == target.tokenizer().fingerprint
-    ):
-        return
-    raise IncompatibleParts(
-        f"'{draft.name}' cannot draft for '{target.name}': their vocabularies differ ({draft.config.vocab_size} and "
-        f"{target.config.vocab_size} entries), so a token of one means nothing to the other. Take a draft model of the "
-        "same family, or a drafter that needs no model, such as ngram."
-    )
+    if not same_vocabulary(draft, target):
+        raise IncompatibleParts(
+            f"'{draft.name}' cannot draft for '{target.name}': their vocabularies differ ({draft.config.vocab_size} "
+            f"and {target.config.vocab_size} entries), and it was trained to guess behind masks of its own. Take a "
+            "drafter made for this model, an ordinary draft model, or one that needs no model, such as ngram."
+        )

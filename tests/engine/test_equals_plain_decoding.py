@@ -51,6 +51,7 @@ from tiny import (
     tiny_config,
     tiny_runner,
     with_arrivals,
+    with_bridge,
     with_masks,
     with_model,
     with_net,
@@ -118,6 +119,7 @@ DRAFTERS: dict[str, DraftMaker] = {
     "kangaroo-tree": with_net("kangaroo", Levels((3, 2, 1), Best())),
     "kangaroo-sampled": with_net("kangaroo", Levels((1, 1, 1), Independent())),
     "model-other-family": with_model(Levels((2, 2), Best()), family="qwen3", layers=1),
+    "model-other-vocabulary": with_bridge(Levels((2, 1), WithoutReplacement())),
     "predicted": expecting(no_drafter, lambda prompt: nearly_right(tuple(prompt))),
     "predicted-model-iid": expecting(
         with_model(Levels((2, 2), Independent())), lambda prompt: nearly_right(tuple(prompt))

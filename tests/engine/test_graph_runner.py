@@ -13,6 +13,7 @@ from captured import DEVICE, GPU, CapturedHarness, runner
 from draftwood.assembly import offer
 from draftwood.cache.batch_state import BIASES, STOPS
 from draftwood.drafters.combined import CombinedDrafter
+from draftwood.drafters.intersection import Bridge, IntersectionDrafter
 from draftwood.drafters.lookup import LookupDrafter
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
@@ -92,6 +93,11 @@ DRAFTERS = {
     "hybrid": lambda **kw: draft(Levels((3, 2), Hybrid()), **kw),
     "paths": lambda **kw: draft(Paths(3, 2, trunk=1), **kw),
     "pard": lambda num_pages=200: ParallelDrafter(runner(0.2, num_pages), chain(4), mask=5, guesses=4),
+    "other vocabulary": lambda num_pages=200: IntersectionDrafter(
+        runner(0.2, num_pages),
+        Beam(7, 2, 3),
+        Bridge(torch.arange(11), torch.arange(11), torch.arange(13).clamp(max=10)),
+    ),
     "eagle3": lambda **_: feature_drafter("eagle3", chain(4)),
     "eagle3 tree": lambda **_: feature_drafter("eagle31", Levels((2, 2, 1), Best())),
     "eagle3 hybrid": lambda **_: feature_drafter("eagle3", Levels((2, 2, 1), Hybrid())),
