@@ -5,15 +5,20 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import random
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from draftwood.drafters import datastore
 from draftwood.drafters.by_request import OfferedDrafters
 from draftwood.drafters.combined import CombinedDrafter
 from draftwood.drafters.intersection import Bridge, IntersectionDrafter
@@ -23,6 +28,7 @@ from draftwood.drafters.none import NoDrafter
 from draftwood.drafters.pard import ParallelDrafter
 from draftwood.drafters.predicted import PredictedDrafter
 from draftwood.drafters.recycling import RecyclingDrafter
+from draftwood.drafters.rest import RestDrafter
 from draftwood.drafters.scripted import ScriptedDrafter
 from draftwood.drafters.student import StudentDrafter
 from draftwood.drafters.suffix import SuffixDrafter
@@ -361,6 +367,19 @@ def suffix(**settings: float) -> DraftMaker:
 
 def recycling(dtype: torch.dtype) -> Drafter:
     return RecyclingDrafter(nodes=7, width=3, depth=4, least=0.01)
+
+
+@cache
+def random_datastore() -> TemporaryDirectory[str]:
+    """Tokens that the tiny target has, in no order."""
+    folder, rng = TemporaryDirectory(), random.Random(1)
+    some = array("i", (rng.randrange(13) for _ in range(3000)))
+    datastore._added(Path(folder.name), datastore.Manifest("", 13), some, {})
+    return folder
+
+
+def rest(dtype: torch.dtype) -> Drafter:
+    return RestDrafter(random_datastore().name, nodes=7, shortest=1, least=0.0)
 
 
 def combining(*makers: DraftMaker, nodes: int = 7) -> DraftMaker:

@@ -23,6 +23,7 @@ from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.pard import GUESSES, ParallelDrafter
 from draftwood.drafters.predicted import PredictedDrafter
 from draftwood.drafters.reencoding import ReencodingDrafter
+from draftwood.drafters.rest import RestDrafter
 from draftwood.drafters.student import StudentDrafter
 from draftwood.drafters.trained import drafter_of
 from draftwood.drafting import Drafter, Grower
@@ -179,7 +180,17 @@ def build_drafter(
             f"The drafter '{name}' makes its own trees; --tree goes with models and trained networks. "
             f"Its settings are: {', '.join(entry.defaults) or 'none'}."
         )
-    return build_lookup(spec, config.torch_device())
+    lookup = build_lookup(spec, config.torch_device())
+    check_datastores(lookup, target)
+    return lookup
+
+
+def check_datastores(drafter: Drafter, target: Checkpoint) -> None:
+    """Refuse datastores of another vocabulary."""
+    members = drafter.sources if isinstance(drafter, CombinedDrafter) else [drafter]
+    for member in members:
+        if isinstance(member, RestDrafter):
+            member.datastore.manifest.require(target.tokenizer())
 
 
 def load_combined(
@@ -195,7 +206,9 @@ def load_combined(
         for name in combined_sources(spec)
     }
     most = max(drafter.max_nodes for drafter in members.values())
-    return CombinedDrafter(members, nodes or most, least)
+    made = CombinedDrafter(members, nodes or most, least)
+    check_datastores(made, target)
+    return made
 
 
 def offer(default: Drafter, by_name: Mapping[str, Drafter]) -> OfferedDrafters:

@@ -46,6 +46,7 @@ from tiny import (
     no_drafter,
     offering,
     recycling,
+    rest,
     scripted,
     suffix,
     tiny_config,
@@ -78,6 +79,7 @@ DRAFTERS: dict[str, DraftMaker] = {
     "ngram-tree": ngram(nodes=8, longest=3, shortest=1, branches=3),
     "suffix": suffix(nodes=7, longest=6, shortest=1, least=0.01, shared=400),
     "recycling": recycling,
+    "rest": rest,
     "combined": combining(suffix(nodes=7, shortest=1, least=0.0), recycling),
     "combined-networks": combining(
         with_net("eagle3", Beam(nodes=9, width=3, depth=3)), with_model(chain(3)), ngram(nodes=4, shortest=1), nodes=9

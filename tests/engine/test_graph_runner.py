@@ -33,7 +33,7 @@ from draftwood.request import FinishReason, SamplingParams
 from draftwood.train.online import AdaptConfig, Adapter
 from draftwood.train.optim import OptimConfig
 from draftwood.verifiers import LAWS
-from tiny import Ask, Harness, Regime, TinyCheckpoint, generated, with_arrivals, with_net
+from tiny import Ask, Harness, Regime, TinyCheckpoint, generated, rest, with_arrivals, with_net
 
 GREEDY = StepMode(greedy=True)
 
@@ -66,6 +66,7 @@ DRAFTERS = {
     "branches": lambda **_: NgramDrafter(nodes=6, longest=3, shortest=1, branches=3),
     "suffix": lambda **_: SuffixDrafter(nodes=7, longest=6, shortest=1, least=0.01, shared=400),
     "recycling": lambda **_: RecyclingDrafter(nodes=7, width=3, depth=4, least=0.01),
+    "rest": lambda **_: rest(torch.float64),
     "combined": lambda **_: CombinedDrafter(
         [SuffixDrafter(6, shortest=1, least=0.0), RecyclingDrafter(6, width=3, depth=4, least=0.0)], 6, 0.01
     ),

@@ -17,6 +17,7 @@ from draftwood.drafters.lookup import LookupDrafter
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
 from draftwood.drafters.recycling import RecyclingDrafter
+from draftwood.drafters.rest import RestDrafter
 from draftwood.drafters.suffix import SuffixDrafter
 from draftwood.drafting import Drafter
 from draftwood.entries import Entry, split_spec
@@ -79,6 +80,13 @@ LOOKUPS: Mapping[str, Entry] = {
         {"nodes": 8, "width": 8, "depth": 6, "least": 0.2},
         "a tree of what the target held likeliest when it last ran each token, by how often that was right",
         on_gpu={"nodes": 31, "least": 0.02},
+    ),
+    "rest": Entry(
+        RestDrafter,
+        {"path": "", "nodes": 8, "longest": 16, "shortest": 2, "least": 0.2},
+        "a tree of what followed the last tokens in files of yours: draftwood datastore build FILES… --out PATH",
+        on_gpu={"nodes": 15, "least": 0.02},
+        unnamed="path",
     ),
     "combined": Entry(
         partial(_combined, device=CPU),
