@@ -14,7 +14,8 @@ import torch
 from draftwood.drafters.branches import as_points
 from draftwood.drafters.calibration import Calibration
 from draftwood.drafters.graft import MOST_SOURCES, Candidates, Rated, Waiting, column_of
-from draftwood.drafters.graft_host import HostWaiting, graft_on_host
+from draftwood.drafters.graft_host import HostWaiting, Listed, graft_on_host
+from draftwood.drafters.points import ListsTrees
 from draftwood.drafters.several import Several, fitting
 from draftwood.drafters.unknown import read_unknown
 from draftwood.drafting import Drafter, Proposal
@@ -80,14 +81,17 @@ class CombinedDrafter(Several):
     def propose(self, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
         """All their trees as one."""
         self._waiting = None
-        own = replace(view, min_accept_prob=view.min_accept_prob / 2)  # likelier where they agree
-        made = [self._of(number, own, self._share(number, nodes), rng) for number in range(len(self.guards))]
-        if nodes == 0 or not any(proposal.tree.num_drafted for proposal in made):
+        if nodes == 0:
             return Proposal.bare(view)
-        least = max(self.least, view.min_accept_prob)
+        own = replace(view, min_accept_prob=view.min_accept_prob / 2)  # likelier where they agree
+        least, sources = max(self.least, view.min_accept_prob), range(len(self.guards))
         if view.may_look:
-            whole, self._waiting = graft_on_host(made, self._calibration, view, nodes, least)
+            listed = [self._listed(number, own, nodes, rng) for number in sources]
+            whole, self._waiting = graft_on_host(listed, self._calibration, view, nodes, least)
             return whole
+        made = [self._of(number, own, nodes, rng) for number in sources]
+        if not any(proposal.tree.num_drafted for proposal in made):
+            return Proposal.bare(view)
         rated = Rated.of(Candidates.of(made), self._calibration, len(made))
         self._waiting = rated.waiting(view)
         return rated.taken(view, nodes, least, made[0].tree.q)
@@ -115,14 +119,21 @@ class CombinedDrafter(Several):
 
     def _of(self, number: int, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
         """One source's proposal, with draws only if they are kept."""
-        guard = self.guards[number]
+        guard, nodes = self.guards[number], self._share(number, nodes)
         made = guard.propose(view, nodes, rng) if nodes else Proposal.bare(view)
-        made = made.packed() if view.may_look else made
         if made.tree.q is None or (number == 0 and self._drawing):
             return made
         every = torch.ones_like(view.lengths, dtype=torch.bool)
         points = as_points(made.tree, every, may_repeat=Draw.IID in guard.law.draws)
         return replace(made, tree=replace(points, q=None))
+
+    def _listed(self, number: int, view: BatchView, nodes: int, rng: Randomness) -> Listed:
+        """The same as lists, which some sources have before they make tensors of them."""
+        guard, drafter, share = self.guards[number], self.guards[number].drafter, self._share(number, nodes)
+        if not isinstance(drafter, ListsTrees):
+            return Listed.of(self._of(number, view, nodes, rng).packed())
+        trees = guard.proposed(view, lambda: drafter.listed(view, share)) if share else None
+        return Listed([], None) if trees is None else Listed(trees.trees, trees.chances)
 
 
 def _keeps_draws(law: DraftLaw) -> bool:

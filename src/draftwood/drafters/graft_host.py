@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import torch
+from torch import Tensor
 
 from draftwood.drafters.calibration import Calibration, HostReader
 from draftwood.drafters.graft import PLACES, SURE
+from draftwood.drafters.points import HostTree
 from draftwood.drafting import Proposal
 from draftwood.protocols import BatchView
 from draftwood.tree import TokenTree, Verdict
@@ -32,54 +35,60 @@ class _Node:
 
 
 @dataclass(frozen=True)
-class _Listed:
-    """A proposal as lists of all its nodes."""
+class Listed:
+    """A source's trees as lists of the host."""
 
-    tokens: list[int]
-    parents: list[int]
-    columns: list[int]
-    draw: list[int]
-    q_row: list[int]
-    survival: list[float] | None
-    offsets: list[int]
+    trees: list[HostTree]
+    chances: list[list[float]] | None
+    kept: list[list[list[int]]] | None = (
+        None  # columns, draws and rows of q of each tree's nodes; None: chosen, as listed
+    )
+    q: Tensor | None = None
 
     @classmethod
-    def of(cls, proposal: Proposal) -> _Listed:
+    def of(cls, proposal: Proposal) -> Listed:
         """Looks at all of it."""
         tree = proposal.tree
         columns = tree.local if proposal.columns is None else proposal.columns
-        numbers = torch.stack([tree.tokens, tree.parents, columns, tree.draw, tree.q_row]).tolist()
+        above = tree.local[tree.parents.clamp(min=0)].masked_fill(tree.parents < 0, -1)
+        tokens, parents, *kept = torch.stack([tree.tokens, above, columns, tree.draw, tree.q_row]).tolist()
         survival = None if proposal.survival is None else proposal.survival.tolist()
-        return cls(*numbers, survival, tree.offsets.tolist())
+        bounds = list(pairwise(tree.offsets.tolist()))
+        return cls(
+            [(tokens[start:end], parents[start:end]) for start, end in bounds],
+            None if survival is None else [survival[start:end] for start, end in bounds],
+            [[column[start:end] for column in kept] for start, end in bounds],
+            tree.q,
+        )
 
-    def word(self, node: int) -> float | None:
-        """The chance of a node if its parent is right."""
-        if self.survival is None:
-            return None
-        return min(self.survival[node] / max(self.survival[self.parents[node]], 1e-9), 1.0)
 
-
-def _merged(sources: Sequence[_Listed], b: int, known: HostReader, *, drawn: bool) -> list[_Node]:
+def _merged(sources: Sequence[Listed], b: int, known: HostReader, *, drawn: bool) -> list[_Node]:
     """The nodes of all sources behind one sequence's text, each behind its parent; the root first."""
     nodes, by_path = [_Node(-1, -1, 0)], dict[tuple[int, int], int]()
-    for number, made in enumerate(sources):
-        start, place = made.offsets[b], [0]
-        for node in range(start + 1, made.offsets[b + 1]):
-            above, token = place[made.parents[node] - start], made.tokens[node]
+    for number, source in enumerate(sources):
+        if not source.trees:
+            continue
+        (tokens, parents), place = source.trees[b], [0]
+        chances = None if source.chances is None else source.chances[b]
+        columns, draws, q_rows = source.kept[b] if source.kept is not None else (range(len(tokens)), None, None)
+        sure = drawn and number == 0
+        for own in range(1, len(tokens)):
+            above, token = place[parents[own]], tokens[own]
             at = by_path.get((above, token))
-            sure = drawn and number == 0
-            if at is None or (sure and made.draw[node]):
+            if at is None or (sure and draws is not None and draws[own]):
                 at = len(nodes)
-                nodes.append(one := _Node(token, above, nodes[above].depth + 1, sure=sure))
+                one = _Node(token, above, nodes[above].depth + 1, sure=sure)
+                nodes.append(one)
                 nodes[above].children.append(one)
                 by_path.setdefault((above, token), at)
-                if sure:
-                    one.draw, one.q_row = made.draw[node], made.q_row[node]
+                if sure and draws is not None and q_rows is not None:
+                    one.draw, one.q_row = draws[own], q_rows[own]
             one = nodes[at]
-            chance, cell = known.chance(number, one.depth, made.word(node))
+            word = None if chances is None else min(chances[own] / max(chances[parents[own]], 1e-9), 1.0)
+            chance, cell = known.chance(number, one.depth, word)
             one.wrong *= 1 - chance
             one.cells.append(cell)
-            one.columns += made.columns[node] * PLACES**number
+            one.columns += columns[own] * PLACES**number
             place.append(at)
     return nodes
 
@@ -92,7 +101,6 @@ def _rate(nodes: list[_Node], known: HostReader, sources: int) -> None:
         chance, cell = known.chance(sources + min(len(node.cells), sources) - 1, node.depth, word)
         node.cells.append(cell)
         chances.append(chance)
-    totals = [1.0] * len(nodes)
     sums = [0.0] * len(nodes)
     for node, chance in zip(nodes[1:], chances[1:], strict=True):
         sums[node.parent] += chance
@@ -105,11 +113,10 @@ def _rate(nodes: list[_Node], known: HostReader, sources: int) -> None:
 
 
 def graft_on_host(
-    proposals: Sequence[Proposal], calibration: Calibration, view: BatchView, nodes: int, least: float
+    sources: Sequence[Listed], calibration: Calibration, view: BatchView, nodes: int, least: float
 ) -> tuple[Proposal, HostWaiting]:
     """The trees of all sources as one, and what is to be counted; see `Rated.taken`."""
-    sources, known = [_Listed.of(proposal) for proposal in proposals], calibration.reader()
-    q = proposals[0].tree.q
+    known, q = calibration.reader(), sources[0].q
     rooms = [nodes] * view.size if view.max_nodes is None else view.max_nodes.clamp(max=nodes).tolist()
     roots, waiting, kept = view.roots.tolist(), {}, []
     trees: list[tuple[list[int], list[int]]] = []
