@@ -87,7 +87,7 @@ def led_through(drafter: Drafter, text: Sequence[int], context: int, steps: int,
         proposal = drafter.propose(batch, drafter.max_nodes, KeyedRng()).packed()
         middle = time.perf_counter()
         verdict = verdict_of(proposal, text[len(tokens) : len(tokens) + drafter.max_nodes + 2])
-        features = dict.fromkeys(drafter.needs, logits[:proposal.tree.num_nodes])
+        features = dict.fromkeys(drafter.needs, logits[: proposal.tree.num_nodes])
         begin = time.perf_counter()
         drafter.commit(batch, proposal, verdict, features)
         times.drafting.append(middle - start)

@@ -39,6 +39,7 @@ class CombinedDrafter(Several):
             raise ValueError("a combined drafter needs at least one node and 0 <= least < 1")
         drawing = [name for name, source in sources.items() if _keeps_draws(source.law)]
         super().__init__({name: sources[name] for name in dict.fromkeys((*drawing[:1], *sources))})
+        self._listers = [source if isinstance(source, ListsTrees) else None for source in self.sources]
         self.max_nodes, self.least = nodes, least
         self._drawing = bool(drawing)
         self._calibration = Calibration(2 * len(sources))  # of each source, and of so many that agree
@@ -129,10 +130,10 @@ class CombinedDrafter(Several):
 
     def _listed(self, number: int, view: BatchView, nodes: int, rng: Randomness) -> Listed:
         """The same as lists, which some sources have before they make tensors of them."""
-        guard, drafter, share = self.guards[number], self.guards[number].drafter, self._share(number, nodes)
-        if not isinstance(drafter, ListsTrees):
+        lister, share = self._listers[number], self._share(number, nodes)
+        if lister is None:
             return Listed.of(self._of(number, view, nodes, rng).packed())
-        trees = guard.proposed(view, lambda: drafter.listed(view, share)) if share else None
+        trees = self.guards[number].proposed(view, lambda: lister.listed(view, share)) if share else None
         return Listed([], None) if trees is None else Listed(trees.trees, trees.chances)
 
 
