@@ -120,7 +120,7 @@ TREES: Mapping[str, Entry] = {
 
 MODEL_DRAFTER = "model:NAME"
 NEARLY_ALL = 0.9  # of the target's tokens: vocabularies that differ in markers and padding
-MEMBER_NODES = 15  # of a lookup beside networks, whose trees say how large the whole is
+LEAST_OF_NETWORKS = 0.02  # chance of a node beside those of networks, whose trees are not cut by chance either
 
 
 def _entry(kind: str, table: Mapping[str, Entry], name: str, others: tuple[str, ...] = ()) -> Entry:
@@ -196,17 +196,20 @@ def check_datastores(drafter: Drafter, target: Checkpoint) -> None:
 def load_combined(
     spec: str, tree: str | None, target: Checkpoint, config: EngineConfig, *, allow_pickle: bool
 ) -> CombinedDrafter:
-    """Several drafters' trees as one, some of which have weights: these get the `tree`."""
-    device = config.torch_device()
-    nodes, least = room_of(spec, device)
-    members = {
-        name: build_member(name, nodes or MEMBER_NODES, least, device)
-        if is_lookup(name)
-        else build_drafter(name, tree, target, config, allow_pickle=allow_pickle)
-        for name in combined_sources(spec)
+    """Several drafters' trees as one, some with weights: these get the `tree`, and say how large the whole is."""
+    device, names = config.torch_device(), combined_sources(spec)
+    with_weights = {
+        name: build_drafter(name, tree, target, config, allow_pickle=allow_pickle)
+        for name in names
+        if not is_lookup(name)
     }
-    most = max(drafter.max_nodes for drafter in members.values())
-    made = CombinedDrafter(members, nodes or most, least)
+    most = max(drafter.max_nodes for drafter in with_weights.values())
+    nodes, least = room_of(spec, most, LEAST_OF_NETWORKS)
+    members = {name: with_weights.get(name) or build_member(name, nodes, least, device) for name in names}
+    try:
+        made = CombinedDrafter(members, nodes, least)
+    except ValueError as error:
+        raise InvalidRequest(f"The drafter '{spec}' cannot be built: {error}.") from error
     check_datastores(made, target)
     return made
 

@@ -343,8 +343,9 @@ def test_combinations_of_all_kinds_by_name(folder: Path, llm: LLM) -> None:
     for wrong, words in (("suffix+suffix", "different drafters"), ("suffix+psychic", "Unknown drafter 'psychic'")):
         with pytest.raises(InvalidRequest, match=words):
             LLM(folder, drafter=f"combined:{wrong}", config=SMALL)
-    with pytest.raises(InvalidRequest, match="no setting 'colour'"):
-        LLM(folder, drafter=f"combined:model:{folder}+suffix,colour=3", config=SMALL)
+    for wrong, words in (("colour=3", "no setting 'colour'"), ("nodes=0", "at least one node"), ("nodes=x", "whole")):
+        with pytest.raises(InvalidRequest, match=words):
+            LLM(folder, drafter=f"combined:model:{folder}+suffix,{wrong}", config=SMALL)
 
 
 def test_an_unknown_tree_is_refused(folder: Path) -> None:

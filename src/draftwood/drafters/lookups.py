@@ -84,7 +84,7 @@ LOOKUPS: Mapping[str, Entry] = {
     "rest": Entry(
         RestDrafter,
         {"path": "", "nodes": 8, "longest": 16, "shortest": 2, "least": 0.2},
-        "a tree of what followed the last tokens in files of yours: draftwood datastore build FILES… --out PATH",
+        "a tree of what followed the last tokens in files of yours (draftwood datastore build)",
         on_gpu={"nodes": 15, "least": 0.02},
         unnamed="path",
     ),
@@ -122,13 +122,13 @@ def combined_sources(spec: str) -> list[str]:
         raise InvalidRequest(f"The drafter '{spec}' cannot be built: {error}.") from error
 
 
-def room_of(spec: str, device: torch.device) -> tuple[int, float]:
-    """How many nodes a combination shall have, 0: as many as its largest member, and how likely they have to be."""
-    settings, defaults = _settings(spec), LOOKUPS[COMBINED].on(device).defaults
+def room_of(spec: str, nodes: int, least: float) -> tuple[int, float]:
+    """How many nodes a combination shall have, and how likely they have to be: what it says, or these."""
+    settings = _settings(spec)
     try:
-        return int(settings.get("nodes", 0)), float(settings.get("least", defaults["least"]))
+        return int(settings.get("nodes", nodes)), float(settings.get("least", least))
     except ValueError as error:
-        raise InvalidRequest(f"The drafter '{spec}' wants whole numbers of nodes and a chance: {error}.") from error
+        raise InvalidRequest(f"The drafter '{spec}' wants a whole number of nodes and a chance: {error}.") from error
 
 
 def _settings(spec: str) -> dict[str, str]:
