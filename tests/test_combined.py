@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -292,8 +293,13 @@ def test_a_source_that_fails_costs_its_own_nodes() -> None:
     drafter = combined(Failing([{}]), Told([{(1,): 0.5}]))
     for _ in range(4):
         assert set(tree_of(propose(drafter, one(), 9, False))) == {(1,)}
-    assert [health.disabled for health in drafter.health] == [True, False]
-    assert isinstance(drafter.guards[0], GuardedDrafter)
+    assert [health.disabled for health in drafter.health_of_members] == [True, False]
+    whole = GuardedDrafter(drafter, "combined")
+    assert [health.disabled for health in whole.health] == [False, True, False]
+    with patch("draftwood.drafters.combined.graft_on_host", side_effect=ArithmeticError("broken")):
+        for _ in range(3):
+            assert whole.propose(one(), 9, KeyedRng()).tree.num_drafted == 0, "what merges them is guarded too"
+    assert [health.disabled for health in whole.health] == [True, True, False]
 
 
 def test_what_is_kept_of_requests_is_dropped_when_they_end() -> None:

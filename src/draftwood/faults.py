@@ -77,6 +77,16 @@ class IsolatedDrafter(Drafter, Protocol):
         ...
 
 
+@runtime_checkable
+class Compound(Protocol):
+    """A drafter made of others, some of which may fail while it goes on."""
+
+    @property
+    def health_of_members(self) -> Sequence[DrafterHealth]:
+        """Of each of these."""
+        ...
+
+
 class GuardedDrafter:
     """Another drafter, whose exceptions end here."""
 
@@ -88,8 +98,9 @@ class GuardedDrafter:
 
     @property
     def health(self) -> Sequence[DrafterHealth]:
-        """Its own."""
-        return (self._health,)
+        """Its own, and its members' if it has any."""
+        members = self.drafter.health_of_members if isinstance(self.drafter, Compound) else ()
+        return (self._health, *members)
 
     @property
     def law(self) -> DraftLaw:

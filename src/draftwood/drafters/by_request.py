@@ -11,7 +11,7 @@ from torch import Tensor
 from draftwood.drafters.several import Several, fitting
 from draftwood.drafting import Drafter, Proposal
 from draftwood.errors import InvalidRequest
-from draftwood.faults import GuardedDrafter
+from draftwood.faults import DrafterHealth, GuardedDrafter
 from draftwood.joining import choose, join
 from draftwood.protocols import BatchView, Features, HostView, Randomness
 from draftwood.shape import follow
@@ -69,6 +69,11 @@ class OfferedDrafters(Several):
         """The default's, unless another one draws: nodes of its trees are not selected by their chances."""
         points = all(drafter.law.draws <= POINT_TREE.draws for drafter in self._all)
         return self.default.surplus if points else 1
+
+    @property
+    def health(self) -> Sequence[DrafterHealth]:
+        """Of each drafter, the default's first."""
+        return [health for guard in self.guards for health in guard.health]
 
     @property
     def _all(self) -> list[Drafter]:

@@ -19,6 +19,7 @@ from draftwood.drafters.points import ListsTrees
 from draftwood.drafters.several import Several, fitting
 from draftwood.drafters.unknown import read_unknown
 from draftwood.drafting import Drafter, Proposal
+from draftwood.faults import DrafterHealth
 from draftwood.model.runner import ModelRunner
 from draftwood.protocols import BatchView, Features, HostView, Randomness
 from draftwood.tree import POINT_TREE, DraftLaw, Draw, Verdict
@@ -49,6 +50,11 @@ class CombinedDrafter(Several):
     def sources(self) -> list[Drafter]:
         """The first that draws, then the others in order."""
         return [guard.drafter for guard in self.guards]
+
+    @property
+    def health_of_members(self) -> Sequence[DrafterHealth]:
+        """Of each source."""
+        return [health for guard in self.guards for health in guard.health]
 
     @property
     def law(self) -> DraftLaw:

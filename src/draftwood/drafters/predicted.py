@@ -18,6 +18,7 @@ from draftwood.cache.batch_state import uploaded
 from draftwood.drafters.branches import as_points, with_branches
 from draftwood.drafters.unknown import read_unknown
 from draftwood.drafting import Drafter, Proposal
+from draftwood.faults import Compound, DrafterHealth
 from draftwood.model.runner import ModelRunner
 from draftwood.protocols import PREDICTED, BatchView, Features, HostView, Randomness
 from draftwood.tree import DraftLaw, Draw, Verdict
@@ -103,6 +104,11 @@ class PredictedDrafter:
     _answers: dict[int, _Following] = field(default_factory=dict)
     _prepared: list[list[int]] = field(default_factory=list)  # of each sequence: if it has a prediction, and the path
     _frames: dict[int, Tensor] = field(default_factory=dict)  # by sequences: the same on the device [B, 1 + PREDICTED]
+
+    @property
+    def health_of_members(self) -> Sequence[DrafterHealth]:
+        """The inner drafter's members', if it has any."""
+        return self.drafter.health_of_members if isinstance(self.drafter, Compound) else ()
 
     @property
     def law(self) -> DraftLaw:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from draftwood.batch import ForwardBatch
 from draftwood.drafting import Drafter
-from draftwood.faults import DrafterHealth, GuardedDrafter
+from draftwood.faults import GuardedDrafter
 from draftwood.model.runner import ModelRunner
 from draftwood.protocols import LOGITS, Features
 
@@ -37,11 +37,6 @@ class Several:
     def waits(self) -> bool:
         """Whether any of them does."""
         return any(guard.waits for guard in self.guards)
-
-    @property
-    def health(self) -> Sequence[DrafterHealth]:
-        """Of each drafter, in order."""
-        return [health for guard in self.guards for health in guard.health]
 
     def attach(self, target: ModelRunner) -> None:
         """Tell all of them."""
