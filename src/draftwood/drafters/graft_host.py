@@ -17,7 +17,7 @@ from draftwood.protocols import BatchView
 from draftwood.tree import TokenTree, Verdict
 
 
-@dataclass
+@dataclass(slots=True)
 class _Node:
     """A node of several sources' trees."""
 
