@@ -14,6 +14,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from draftwood.drafters.lookahead import LookaheadDrafter
 from draftwood.growers import (
     Beam,
     Best,
@@ -79,6 +80,7 @@ DRAFTERS: dict[str, DraftMaker] = {
     "ngram-tree": ngram(nodes=8, longest=3, shortest=1, branches=3),
     "suffix": suffix(nodes=7, longest=6, shortest=1, least=0.01, shared=400),
     "recycling": recycling,
+    "lookahead": lambda dtype: LookaheadDrafter(width=3, length=3, guesses=3),
     "rest": rest,
     "combined": combining(suffix(nodes=7, shortest=1, least=0.0), recycling),
     "combined-networks": combining(

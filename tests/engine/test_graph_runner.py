@@ -14,6 +14,7 @@ from draftwood.assembly import offer
 from draftwood.cache.batch_state import BIASES, STOPS
 from draftwood.drafters.combined import CombinedDrafter
 from draftwood.drafters.intersection import Bridge, IntersectionDrafter
+from draftwood.drafters.lookahead import LookaheadDrafter
 from draftwood.drafters.lookup import LookupDrafter
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
@@ -66,6 +67,7 @@ DRAFTERS = {
     "branches": lambda **_: NgramDrafter(nodes=6, longest=3, shortest=1, branches=3),
     "suffix": lambda **_: SuffixDrafter(nodes=7, longest=6, shortest=1, least=0.01, shared=400),
     "recycling": lambda **_: RecyclingDrafter(nodes=7, width=3, depth=4, least=0.01),
+    "lookahead": lambda **_: LookaheadDrafter(width=3, length=3, guesses=3),
     "rest": lambda **_: rest(torch.float64),
     "combined": lambda **_: CombinedDrafter(
         [SuffixDrafter(6, shortest=1, least=0.0), RecyclingDrafter(6, width=3, depth=4, least=0.0)], 6, 0.01

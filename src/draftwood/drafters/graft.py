@@ -160,10 +160,14 @@ class Rated:
         cells = torch.stack([own.where(made.real, nowhere), agreed.where(first, nowhere)])
         return cls(made, alike, first, above, whole, cells)
 
-    def taken(self, view: BatchView, nodes: int, least: float, q: Tensor | None) -> Proposal:
-        """Trees of the `nodes` likeliest that are at least that likely, and of all that were drawn from `q`."""
+    def taken(
+        self, view: BatchView, nodes: int, least: float, q: Tensor | None, *, whole_first: bool = False
+    ) -> Proposal:
+        """Trees of the `nodes` likeliest that are at least that likely, behind all nodes of the first source if these
+        were drawn from `q`, or `whole_first`.
+        """
         made = self.candidates
-        sure = made.real & (made.source == 0) if q is not None else torch.zeros_like(made.real)
+        sure = self.first & (made.source == 0) & (whole_first or q is not None)
         rank = torch.where(sure, SURE, self.chance.masked_fill(self.chance < least, 0))
         missing = max(0, nodes - rank.shape[1])
         columns = torch.where(self.alike, made.columns[:, None], 0).sum(2)
@@ -229,6 +233,20 @@ def _with_draws(tree: TokenTree, draw: Tensor, q_row: Tensor, q: Tensor) -> Toke
         q_row=pad(q_row, (1, 0), value=-1).view(-1).where(there & (pad(draw, (1, 0)).view(-1) > 0), -1),
         q=q,
     )
+
+
+def spread_ways(tree: TokenTree) -> tuple[Tensor, Tensor]:
+    """The nodes of each tree, -1 behind the last and where they are absent, and the tokens on the way to each.
+    [B, n], [B, n, D], -1 behind the end.
+    """
+    size, rows = tree.num_trees, tree.widest
+    way = tree.paths[:, 1:]
+    ways = torch.where(way >= 0, tree.tokens[way.clamp(min=0)], -1)
+    every = torch.arange(tree.num_nodes, device=way.device)
+    numbers = torch.cat([torch.where(tree.tokens >= 0, every, -1)[None], ways.mT])
+    table = torch.full((len(numbers), size * rows), -1, device=way.device)
+    table = table.index_copy_(1, tree.owner * rows + tree.local, numbers).view(len(numbers), size, rows)
+    return table[0], table[1:].permute(1, 2, 0)
 
 
 def column_of(columns: Tensor, source: int) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from draftwood.drafters.combined import CombinedDrafter
+from draftwood.drafters.lookahead import LookaheadDrafter
 from draftwood.drafters.lookup import LookupDrafter
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
@@ -80,6 +81,12 @@ LOOKUPS: Mapping[str, Entry] = {
         {"nodes": 8, "width": 8, "depth": 6, "least": 0.2},
         "a tree of what the target held likeliest when it last ran each token, by how often that was right",
         on_gpu={"nodes": 31, "least": 0.02},
+    ),
+    "lookahead": Entry(
+        LookaheadDrafter,
+        {"width": 5, "length": 4, "guesses": 5},
+        "n-grams that the target itself makes of guesses beside the text (Jacobi): many rows a step",
+        on_gpu={"width": 7, "length": 5, "guesses": 7},
     ),
     "rest": Entry(
         RestDrafter,
