@@ -52,7 +52,8 @@ class Manifest:
         found = read_object(folder / MANIFEST)
         if not found:
             raise InvalidRequest(f"There is no datastore in '{folder}'. {AGAIN}")
-        files, segments = found.get("files"), found.get("segments")
+        files: Any = found.get("files")
+        segments: Any = found.get("segments")
         right = found.get("kind") == KIND and isinstance(found.get("fingerprint"), str)
         right = (
             right and isinstance(found.get("vocab_size"), int) and _is_table(files, str) and _is_table(segments, int)
@@ -60,7 +61,7 @@ class Manifest:
         right = right and all(Path(name).name == name for name in segments or ())
         if not right:
             raise CheckpointError(f"{folder / MANIFEST} is not what this version writes. {AGAIN}")
-        return cls(found["fingerprint"], found["vocab_size"], dict(files), dict(segments))
+        return cls(found["fingerprint"], found["vocab_size"], {**files}, {**segments})
 
     def write(self, folder: Path) -> None:
         """All of it or nothing."""

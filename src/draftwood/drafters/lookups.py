@@ -122,7 +122,7 @@ def combined_sources(spec: str) -> list[str]:
     """The drafters that a combination is made of; none if it is not one."""
     if _kind(spec) != COMBINED:
         return []
-    sources = _settings(spec).get("sources", LOOKUPS[COMBINED].defaults["sources"])
+    sources = _settings(spec).get("sources") or str(LOOKUPS[COMBINED].defaults["sources"])
     try:
         return _names(sources)
     except ValueError as error:
