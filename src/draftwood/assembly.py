@@ -372,7 +372,8 @@ def _draft_config(drafter: str | Drafter, target: ModelConfig) -> ModelConfig | 
     if not isinstance(drafter, str):
         return None
     if members := combined_sources(drafter):
-        return next((config for name in members if (config := _draft_config(name, target)) is not None), None)
+        configs = [config for name in members if (config := _draft_config(name, target)) is not None]
+        return max(configs, key=lambda config: config.num_layers * config.hidden_size**2, default=None)
     if drafter.startswith("model:"):
         return open_checkpoint(drafter.removeprefix("model:")).config
     folder = _trained_folder(drafter)
