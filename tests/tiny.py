@@ -5,9 +5,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import random
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -15,12 +19,17 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from draftwood.batch import Images, Source
+from draftwood.drafters import datastore
 from draftwood.drafters.by_request import OfferedDrafters
+from draftwood.drafters.combined import CombinedDrafter
+from draftwood.drafters.intersection import Bridge, IntersectionDrafter
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
 from draftwood.drafters.pard import ParallelDrafter
 from draftwood.drafters.predicted import PredictedDrafter
+from draftwood.drafters.recycling import RecyclingDrafter
+from draftwood.drafters.rest import RestDrafter
 from draftwood.drafters.scripted import ScriptedDrafter
 from draftwood.drafters.student import StudentDrafter
 from draftwood.drafters.suffix import SuffixDrafter
@@ -353,6 +362,17 @@ def with_model(grower: Grower, noise: float = 0.2, num_pages: int = 200, **model
     return make
 
 
+def with_bridge(grower: Grower) -> DraftMaker:
+    """A likeness of the target that has all tokens but two, and reads others for these."""
+
+    def make(dtype: torch.dtype) -> Drafter:
+        common = torch.tensor([token for token in range(13) if token not in (4, 9)])
+        read = torch.arange(13).index_copy(0, torch.tensor([4, 9]), torch.tensor([2, 0]))
+        return IntersectionDrafter(tiny_runner(noise=0.2, dtype=dtype), grower, Bridge(common, common, read))
+
+    return make
+
+
 def no_drafter(dtype: torch.dtype) -> Drafter:
     return NoDrafter()
 
@@ -363,6 +383,27 @@ def ngram(**settings: int) -> DraftMaker:
 
 def suffix(**settings: float) -> DraftMaker:
     return lambda dtype: SuffixDrafter(**settings)  # type: ignore[arg-type]
+
+
+def recycling(dtype: torch.dtype) -> Drafter:
+    return RecyclingDrafter(nodes=7, width=3, depth=4, least=0.01)
+
+
+@cache
+def random_datastore() -> TemporaryDirectory[str]:
+    """Tokens that the tiny target has, in no order."""
+    folder, rng = TemporaryDirectory(), random.Random(1)
+    some = array("i", (rng.randrange(13) for _ in range(3000)))
+    datastore._added(Path(folder.name), datastore.Manifest("", 13), some, {})
+    return folder
+
+
+def rest(dtype: torch.dtype) -> Drafter:
+    return RestDrafter(random_datastore().name, nodes=7, shortest=1, least=0.0)
+
+
+def combining(*makers: DraftMaker, nodes: int = 7) -> DraftMaker:
+    return lambda dtype: CombinedDrafter([maker(dtype) for maker in makers], nodes, 0.01)
 
 
 def scripted(script: Callable[[Sequence[int]], Sequence[Sequence[int]]], nodes: int, chain: bool) -> DraftMaker:

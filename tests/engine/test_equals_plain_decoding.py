@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from draftwood.drafters.combined import CombinedDrafter
-from draftwood.drafters.recycling import RecyclingDrafter
+from draftwood.drafters.lookahead import LookaheadDrafter
 from draftwood.growers import (
     Beam,
     Best,
@@ -45,16 +44,20 @@ from tiny import (
     DraftMaker,
     Harness,
     Regime,
+    combining,
     expecting,
     generated,
     ngram,
     no_drafter,
     offering,
+    recycling,
+    rest,
     scripted,
     suffix,
     tiny_config,
     tiny_runner,
     with_arrivals,
+    with_bridge,
     with_masks,
     with_model,
     with_net,
@@ -80,9 +83,15 @@ DRAFTERS: dict[str, DraftMaker] = {
     "ngram": ngram(nodes=4, longest=3, shortest=1),
     "ngram-tree": ngram(nodes=8, longest=3, shortest=1, branches=3),
     "suffix": suffix(nodes=7, longest=6, shortest=1, least=0.01, shared=400),
-    "recycling": lambda dtype: RecyclingDrafter(nodes=7, width=3, depth=4, least=0.01),
-    "combined": lambda dtype: CombinedDrafter(
-        [suffix(nodes=7, shortest=1, least=0.0)(dtype), ngram(nodes=5, shortest=1, branches=2)(dtype)], 7, 0.01
+    "recycling": recycling,
+    "lookahead": lambda dtype: LookaheadDrafter(width=3, length=3, guesses=3),
+    "rest": rest,
+    "combined": combining(suffix(nodes=7, shortest=1, least=0.0), recycling),
+    "combined-networks": combining(
+        with_net("eagle3", Beam(nodes=9, width=3, depth=3)), with_model(chain(3)), ngram(nodes=4, shortest=1), nodes=9
+    ),
+    "combined-drawn": combining(
+        recycling, with_model(Levels((2, 1), Independent())), with_model(Levels((1, 1), Independent()), noise=0.4)
     ),
     "model-chain": with_model(chain(4)),
     "model-static": with_model(Levels((3, 2, 1), Best())),
@@ -120,6 +129,7 @@ DRAFTERS: dict[str, DraftMaker] = {
     "kangaroo-tree": with_net("kangaroo", Levels((3, 2, 1), Best())),
     "kangaroo-sampled": with_net("kangaroo", Levels((1, 1, 1), Independent())),
     "model-other-family": with_model(Levels((2, 2), Best()), family="qwen3", layers=1),
+    "model-other-vocabulary": with_bridge(Levels((2, 1), WithoutReplacement())),
     "predicted": expecting(no_drafter, lambda prompt: nearly_right(tuple(prompt))),
     "predicted-model-iid": expecting(
         with_model(Levels((2, 2), Independent())), lambda prompt: nearly_right(tuple(prompt))
@@ -132,6 +142,9 @@ DRAFTERS: dict[str, DraftMaker] = {
     ),
     "offered-suffix": offering(
         suffix(nodes=6, shortest=1, least=0.0), with_model(chain(3)), ngram(nodes=3, longest=3, shortest=1)
+    ),
+    "offered-combined": offering(
+        combining(with_model(chain(3)), recycling), with_model(chain(3)), suffix(nodes=6, shortest=1, least=0.0)
     ),
     "offered-sampled": offering(with_model(Levels((1, 1, 1), Independent())), ngram(nodes=3, longest=3, shortest=1)),
 }

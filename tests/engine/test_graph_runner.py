@@ -13,6 +13,8 @@ from captured import DEVICE, GPU, CapturedHarness, runner
 from draftwood.assembly import offer
 from draftwood.cache.batch_state import BIASES, STOPS
 from draftwood.drafters.combined import CombinedDrafter
+from draftwood.drafters.intersection import Bridge, IntersectionDrafter
+from draftwood.drafters.lookahead import LookaheadDrafter
 from draftwood.drafters.lookup import LookupDrafter
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
@@ -44,7 +46,7 @@ from draftwood.request import FinishReason, SamplingParams
 from draftwood.train.online import AdaptConfig, Adapter
 from draftwood.train.optim import OptimConfig
 from draftwood.verifiers import LAWS
-from tiny import Ask, Harness, Regime, TinyCheckpoint, generated, with_arrivals, with_net
+from tiny import Ask, Harness, Regime, TinyCheckpoint, generated, rest, with_arrivals, with_net
 
 GREEDY = StepMode(greedy=True)
 
@@ -77,8 +79,21 @@ DRAFTERS = {
     "branches": lambda **_: NgramDrafter(nodes=6, longest=3, shortest=1, branches=3),
     "suffix": lambda **_: SuffixDrafter(nodes=7, longest=6, shortest=1, least=0.01, shared=400),
     "recycling": lambda **_: RecyclingDrafter(nodes=7, width=3, depth=4, least=0.01),
+    "lookahead": lambda **_: LookaheadDrafter(width=3, length=3, guesses=3),
+    "rest": lambda **_: rest(torch.float64),
     "combined": lambda **_: CombinedDrafter(
-        [SuffixDrafter(6, shortest=1, least=0.0), NgramDrafter(4, 3, 1, 2)], 6, 0.01
+        [SuffixDrafter(6, shortest=1, least=0.0), RecyclingDrafter(6, width=3, depth=4, least=0.0)], 6, 0.01
+    ),
+    "combined models": lambda **kw: CombinedDrafter(
+        [draft(chain(3), **kw), draft(Beam(7, 2, 3), **kw), LookupDrafter(nodes=4, longest=3)], 9, 0.01
+    ),
+    "combined nets": lambda **_: CombinedDrafter(
+        [feature_drafter("eagle31", Beam(7, 2, 3)), feature_drafter("kangaroo", chain(3)), NgramDrafter(4, 3, 1, 2)],
+        9,
+        0.01,
+    ),
+    "combined drawn": lambda **kw: CombinedDrafter(
+        [RecyclingDrafter(6, width=3, depth=4, least=0.0), draft(Levels((2, 1), Independent()), **kw)], 7, 0.01
     ),
     "scripted": lambda **_: ScriptedDrafter(lambda tokens: [[1, 2, 3], [5, tokens[-1] % 13], [5, 5]], 7),
     "scripted chain": lambda **_: ScriptedDrafter(lambda tokens: [[t % 13 for t in tokens[-3:]]], 4, chain=True),
@@ -95,6 +110,11 @@ DRAFTERS = {
     "hybrid": lambda **kw: draft(Levels((3, 2), Hybrid()), **kw),
     "paths": lambda **kw: draft(Paths(3, 2, trunk=1), **kw),
     "pard": lambda num_pages=200: ParallelDrafter(runner(0.2, num_pages), chain(4), mask=5, guesses=4),
+    "other vocabulary": lambda num_pages=200: IntersectionDrafter(
+        runner(0.2, num_pages),
+        Beam(7, 2, 3),
+        Bridge(torch.arange(11), torch.arange(11), torch.arange(13).clamp(max=10)),
+    ),
     "eagle3": lambda **_: feature_drafter("eagle3", chain(4)),
     "eagle3 tree": lambda **_: feature_drafter("eagle31", Levels((2, 2, 1), Best())),
     "eagle3 hybrid": lambda **_: feature_drafter("eagle3", Levels((2, 2, 1), Hybrid())),

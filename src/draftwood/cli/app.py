@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 import draftwood
+from draftwood.cli import datastore
 from draftwood.cli.flags import EngineFlags, SamplingFlags, command
 from draftwood.cli.screen import Transcript, say, stdout
 from draftwood.cli.serve import ServeFlags
@@ -26,6 +27,8 @@ app = typer.Typer(
     epilog="Start with [bold]draftwood demo[/], or [bold]draftwood chat[/]. "
     "What a drafter guessed right is printed in [green]green[/].",
 )
+
+app.add_typer(datastore.app, name="datastore", rich_help_panel="Answers")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON line for each answer and nothing else.")]
 System = Annotated[str | None, typer.Option("--system", "-s", help="Tell the model who it is.")]

@@ -61,9 +61,10 @@ def check_parts(flags: EngineFlags) -> None:
 
 def check_adaptable(flags: EngineFlags) -> None:
     """Refuse to adapt what was not trained for its target, before any weights are read."""
-    from draftwood.assembly import is_lookup
+    from draftwood.assembly import combined_sources, is_lookup
 
-    if is_lookup(flags.drafter) or flags.drafter.partition(":")[0] == "model":
+    names = combined_sources(flags.drafter) or [flags.drafter]
+    if all(is_lookup(name) or name.partition(":")[0] == "model" for name in names):
         raise InvalidRequest(
             f"The drafter '{flags.drafter}' cannot learn: --adapt goes with trained ones, such as --drafter eagle3."
         )

@@ -128,6 +128,8 @@ SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "dw_verdict_longest": (None, [c_void_p]),
     "dw_decode_rows": (None, [c_int64, c_void_p, *[c_int64] * 3, c_void_p]),
     "dw_block_product": (None, [c_void_p, c_void_p, c_int64, c_void_p]),
+    "dw_narrow": (None, [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64]),
+    "dw_successors": (c_int64, [c_void_p, c_void_p, *[c_int64] * 5, c_void_p, c_void_p]),
     "dw_pack_codes": (None, [c_int64, *[c_void_p] * 3, c_int64, c_int64, *[c_void_p] * 3, c_int64]),
 }
 
