@@ -213,7 +213,7 @@ def middle_of(drafter: str | Drafter) -> str | Drafter:
 def spec_of(part: str) -> str:
     """A drafter's name as it is written elsewhere: inside a cascade, its settings are joined by +."""
     name, colon, rest = part.partition(":")
-    return part if name == "model" else name + colon + rest.replace("+", ",")
+    return part if name in ("model", "combined") else name + colon + rest.replace("+", ",")
 
 
 def _again(inner: Drafter) -> Drafter:

@@ -17,7 +17,7 @@ from draftwood.batch import ForwardBatch
 from draftwood.cache.kv import KVCache, Places, behind_last, stage_behind
 from draftwood.drafters.grown import GrownDrafter
 from draftwood.drafting import Front, Grower, Proposal, State, Vocabulary
-from draftwood.model.runner import ModelRunner
+from draftwood.model.runner import ModelRunner, ReadsSources
 from draftwood.protocols import BatchView, Features, Randomness
 from draftwood.tree import Verdict
 
@@ -40,6 +40,8 @@ class CausalDrafter(GrownDrafter):
             pages = theirs.pool.num_pages, theirs.page_size
             self.runner.cache = KVCache(model.config, *pages, model.dtype, model.device)
         self._shorter = self._max_positions < target.model.config.max_positions
+        if isinstance(self.runner.model, ReadsSources):
+            self.runner.model.share_encoder(target.model)
 
     def staged(self, nodes: int) -> int:
         """The nodes that the grower asks about."""
@@ -115,7 +117,8 @@ class CausalDrafter(GrownDrafter):
         """Logits of the model for `tokens` [B, n] at their places, of all rows or of some. [K, R]."""
         page_size = self.runner.cache.page_size
         limit = self._max_positions
-        batch = stage_behind(view.lengths, view.block_table, tokens, places, page_size, limit, rows)
+        sources = view.source_lengths
+        batch = stage_behind(view.lengths, view.block_table, tokens, places, page_size, limit, rows, sources)
         return self.runner.forward(batch).logits
 
     @property

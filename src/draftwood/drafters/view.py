@@ -129,33 +129,36 @@ class ViewDrafter(GrownDrafter):
         """The target keeps what it makes itself."""
 
     def seen(self, view: BatchView, places: int) -> State:
-        """Of each sequence, the tokens that are read [B], pages for them and `places` more [B, P'], and how many tokens
-        are left out [B, 1]. Places for which a sequence has no page are in the scratch page.
+        """Of each sequence, the tokens that are read [B], pages for them and `places` more [B, P'], how many tokens are
+        left out [B, 1], and, behind images, how far turns lie from positions [B]. Places for which a sequence has no
+        page are in the scratch page.
         """
         cache, table = self.runner.cache, view.block_table
         more = -(-places // cache.page_size) + 1
         table = torch.nn.functional.pad(table, (0, more), value=cache.scratch_page)
-        none = torch.zeros_like(view.lengths)
+        none, turned = torch.zeros_like(view.lengths)[:, None], () if view.turn_shifts is None else (view.turn_shifts,)
         if self.view.window is None:
-            return view.lengths, table, none[:, None]
+            return view.lengths, table, none, *turned
         sinks, recent = self.view.window.pages(cache.page_size)
         if table.shape[1] <= sinks + recent + more:
-            return view.lengths, table, none[:, None]
+            return view.lengths, table, none, *turned
         last = (view.lengths - 1) // cache.page_size
         first = (last - recent + 1).clamp(min=sinks)
         kept = first[:, None] + _steps(recent + more, table.device)
         near = table.gather(1, kept.clamp(max=table.shape[1] - 1))
         left_out = (first - sinks) * cache.page_size
-        return view.lengths - left_out, torch.cat([table[:, :sinks], near], 1), left_out[:, None]
+        return view.lengths - left_out, torch.cat([table[:, :sinks], near], 1), left_out[:, None], *turned
 
     def run(self, seen: State, tokens: Tensor, places: Places) -> Tensor:
         """Logits for `tokens` [B, n] at their places behind what is `seen` of each text. [B * n, R]."""
-        lengths, table, left_out = seen
+        lengths, table, left_out, *turned = seen
         highest = self.runner.model.config.max_positions
         batch = stage_behind(lengths, table, tokens, places, self.runner.cache.page_size, highest)
         if self.view.window is not None:  # keys keep the positions they have in the whole text
             positions = (batch.positions.view_as(tokens) + left_out).clamp(max=highest - 1)
             batch = replace(batch, positions=positions.view(-1))
+        if turned:
+            batch = replace(batch, turns=(batch.positions.view_as(tokens) + turned[0][:, None]).view(-1).expand(3, -1))
         return self.runner.forward(batch).logits
 
 
