@@ -191,6 +191,23 @@ class SamplingParams:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """A request that was checked, as an engine takes it: all that decides its answers, as data."""
+
+    id: int
+    tokens: tuple[int, ...]  # of the prompt
+    params: SamplingParams  # with the law that it runs under
+    seed: int
+    tenant: str = ""  # on whose behalf it runs
+    prediction: tuple[int, ...] = ()  # tokens of `params.prediction`
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of its prompt."""
+        return len(self.tokens)
+
+
 def _as_tuple(value: str | Sequence[str]) -> tuple[str, ...]:
     return (value,) if isinstance(value, str) else tuple(value)
 

@@ -14,7 +14,7 @@ import gc
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import overload
 
@@ -38,12 +38,14 @@ from draftwood.config import EngineConfig
 from draftwood.costs import StepCosts
 from draftwood.drafters.by_request import OfferedDrafters
 from draftwood.drafting import Drafter
+from draftwood.engine.answering import Answering
+from draftwood.engine.answers import AnswerMaker
+from draftwood.engine.client import DrafterCard, EngineCard, Listener, Pulse
 from draftwood.engine.engine import Engine, check_exact
-from draftwood.engine.intake import Guessers, Intake, Prompt
+from draftwood.engine.intake import Intake, Prompt
 from draftwood.engine.scheduler import Scheduler, SchedulerConfig
-from draftwood.engine.sequence import Sequence as Answer
 from draftwood.engine.shapes import MIXED_ROWS
-from draftwood.engine.worker import Companion, ComputeThread, Listener, Pulse, Worker
+from draftwood.engine.worker import Companion, ComputeThread, Worker
 from draftwood.errors import DraftwoodError, InvalidRequest
 from draftwood.faults import DrafterHealth
 from draftwood.machine import reading_ahead
@@ -52,64 +54,15 @@ from draftwood.model.native import Progress
 from draftwood.protocols import Controller, Verifier
 from draftwood.request import (
     Completion,
+    EngineRequest,
     Event,
     FinishReason,
     Result,
     SamplingParams,
     SpeculationStats,
-    TokenLogprob,
 )
 from draftwood.rng import KeyedRng
 from draftwood.warmup import warming_up
-
-
-@dataclass
-class _Answering:
-    """A request on its way: its events, and what they add up to."""
-
-    prompt: str | None
-    answers: list[Answer]
-    texts: list[list[str]] = field(init=False)
-    accepted: list[list[bool]] = field(init=False)
-    logprobs: list[list[TokenLogprob]] = field(init=False)
-    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
-    ends: dict[int, Event] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.texts, self.accepted, self.logprobs = ([[] for _ in self.answers] for _ in range(3))
-
-    def add(self, event: Event) -> None:
-        self.texts[event.index].append(event.text)
-        self.accepted[event.index].extend(event.accepted)
-        self.logprobs[event.index].extend(event.logprobs)
-        self.prompt_logprobs = event.prompt_logprobs or self.prompt_logprobs
-        if event.finished:
-            self.ends[event.index] = event
-
-    @property
-    def done(self) -> bool:
-        return len(self.ends) == len(self.answers)
-
-    def result(self) -> Result:
-        completions = [self._completion(i, answer) for i, answer in enumerate(self.answers)]
-        first = self.answers[0]
-        prompt = tuple(first.tokens[: first.prompt_length])
-        return Result(self.prompt, prompt, tuple(completions), self.prompt_logprobs)
-
-    def _completion(self, i: int, answer: Answer) -> Completion:
-        end = self.ends[i]
-        assert end.finish_reason is not None
-        return Completion(
-            index=i,
-            text="".join(self.texts[i]),
-            token_ids=tuple(answer.tokens[answer.prompt_length :]),
-            accepted=tuple(self.accepted[i]),
-            finish_reason=end.finish_reason,
-            stats=end.stats,
-            seed=answer.seed,
-            logprobs=tuple(self.logprobs[i]),
-            error=end.error,
-        )
 
 
 @dataclass(frozen=True)
@@ -166,10 +119,11 @@ class LLM:
         self.tokenizer = self.checkpoint.tokenizer()
         parts = Parts(drafter, tree, law, offers)
         self.engine = ComputeThread.shared().call(lambda: self._build_engine(parts))
-        offered = self.engine.drafter if isinstance(self.engine.drafter, OfferedDrafters) else None
-        strict = self.engine.target.model.strict
-        guessers = Guessers(self.engine.drafter.law, offered, self.laws, suits_itself=law == AUTO, strict=strict)
-        self.intake = Intake(self.checkpoint, guessers, self.max_length, self.engine.scheduler.tables.capacity)
+        self.card = self._describe(law)
+        self.intake = Intake(self.checkpoint, self.card, self.laws)
+        self.answer_maker = AnswerMaker(
+            self.tokenizer, self.intake.grammars, self.laws, self.max_length, self.card.strict
+        )
         self._worker = Worker(self.engine)
         gc.freeze()  # looking for garbage in all that was loaded takes a tenth of a second each time, and steps wait
 
@@ -219,10 +173,31 @@ class LLM:
         tree = (parts.tree or suited_tree(drafter, parts.law)) if takes_tree else None
         return build_drafter(drafter, tree, self.checkpoint, self.config, allow_pickle=self._allow_pickle)
 
+    def _describe(self, law: str | Verifier) -> EngineCard:
+        tables, drafter = self.engine.scheduler.tables, self.engine.drafter
+        own, offers = drafter, None
+        if isinstance(drafter, OfferedDrafters):
+            own = drafter.default
+            offers = tuple(
+                DrafterCard(name, other.law, other.max_nodes, other is own) for name, other in drafter.others.items()
+            )
+        return EngineCard(
+            max_length=min(self.checkpoint.config.max_positions, tables.capacity),
+            max_running=self.config.max_running,
+            page_size=tables.page_size,
+            num_pages=tables.pool.num_pages,
+            device=self.config.device,
+            law=law if isinstance(law, str) else law.name,
+            strict=self.engine.target.model.strict,
+            drafter=DrafterCard(None, own.law, own.max_nodes, is_default=True),
+            offers=offers,
+            max_nodes=drafter.max_nodes,
+        )
+
     @property
     def max_length(self) -> int:
         """Tokens a prompt and its answer can have together: the context window, or the cache if that is smaller."""
-        return min(self.checkpoint.config.max_positions, self.engine.scheduler.tables.capacity)
+        return self.card.max_length
 
     def calibrate(self, say: Callable[[str], None] = lambda _: None) -> StepCosts:
         """Measure what steps cost here, keep the table for later runs too, and budget by it from now on.
@@ -297,7 +272,7 @@ class LLM:
         """Answer a prompt event by event. Leaving the loop early cancels the request."""
         answering = self._prepare(prompt, params or SamplingParams())
         inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._worker.submit(answering.answers, inbox.put)
+        self.submit(answering.request, inbox.put)
         try:
             while not answering.done:
                 event = inbox.get()
@@ -306,12 +281,12 @@ class LLM:
         finally:
             self._cancel(answering)
 
-    def submit(self, answers: list[Answer], listener: Listener) -> None:
-        """Run answers that `intake` made of one prompt; `listener` hears every event, on the compute thread.
+    def submit(self, request: EngineRequest, listener: Listener) -> None:
+        """Run all answers of a request that `intake` made; `listener` hears every event, on the compute thread.
 
         For those who serve many callers and keep their own books; others have `stream` and `astream`.
         """
-        self._worker.submit(answers, listener)
+        self._worker.submit(self.answer_maker.answers(request), listener)
 
     def cancel(self, request_id: int) -> None:
         """End a request before the next step; its listener hears of it. One that has ended is left alone."""
@@ -328,16 +303,16 @@ class LLM:
         return self.engine.health
 
     @property
-    def alive(self) -> bool:
-        """Whether there is still a thread to compute on."""
-        return self._worker.alive
+    def death(self) -> str | None:
+        """Why it will never answer again; None while it may."""
+        return self._worker.death
 
     async def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncGenerator[Event, None]:
         """`stream` for an event loop. Leaving the loop early, or being cancelled, cancels the request."""
         answering = self._prepare(prompt, params or SamplingParams())
         inbox: asyncio.Queue[Event] = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        self._worker.submit(answering.answers, lambda event: _call_in(loop, inbox.put_nowait, event))
+        self.submit(answering.request, lambda event: _call_in(loop, inbox.put_nowait, event))
         try:
             while not answering.done:
                 event = await inbox.get()
@@ -357,8 +332,8 @@ class LLM:
             self._cancel(answering)
         return answering.result()
 
-    def _wait(self, requests: list[_Answering | Result]) -> list[Result]:
-        running = [request for request in requests if isinstance(request, _Answering)]
+    def _wait(self, requests: list[Answering | Result]) -> list[Result]:
+        running = [request for request in requests if isinstance(request, Answering)]
         finished = threading.Event()
         self._listen(running, finished.set)
         try:
@@ -367,14 +342,14 @@ class LLM:
         finally:
             for request in running:
                 self._cancel(request)
-        return [r.result() if isinstance(r, _Answering) else r for r in requests]
+        return [r.result() if isinstance(r, Answering) else r for r in requests]
 
-    def _listen(self, requests: list[_Answering], finished: Callable[[], None]) -> None:
+    def _listen(self, requests: list[Answering], finished: Callable[[], None]) -> None:
         """Collect all events on the compute thread and call `finished` after the last.
 
         Waking the caller for every event would cost more than the event: on two cores it takes one away from the step.
         """
-        by_id = {request.answers[0].request_id: request for request in requests}
+        by_id = {request.request.id: request for request in requests}
 
         def hear(event: Event) -> None:
             by_id[event.request_id].add(event)
@@ -382,13 +357,13 @@ class LLM:
                 finished()
 
         for request in requests:
-            self._worker.submit(request.answers, hear)
+            self.submit(request.request, hear)
 
-    def _cancel(self, answering: _Answering) -> None:
+    def _cancel(self, answering: Answering) -> None:
         if not answering.done:
-            self._worker.cancel(answering.answers[0].request_id)
+            self._worker.cancel(answering.request.id)
 
-    def _prepare_or_explain(self, prompt: Prompt, params: SamplingParams) -> _Answering | Result:
+    def _prepare_or_explain(self, prompt: Prompt, params: SamplingParams) -> Answering | Result:
         try:
             return self._prepare(prompt, params)
         except DraftwoodError as refusal:
@@ -404,8 +379,8 @@ class LLM:
             )
             return Result(prompt if isinstance(prompt, str) else None, (), (failed,))
 
-    def _prepare(self, prompt: Prompt, params: SamplingParams) -> _Answering:
-        return _Answering(*self.intake.answers(prompt, params))
+    def _prepare(self, prompt: Prompt, params: SamplingParams) -> Answering:
+        return Answering(*self.intake.request(prompt, params))
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Event) -> None:
