@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftwood.cli.flags import EngineFlags
@@ -74,6 +75,11 @@ def start_adapting(llm: LLM) -> Adapter:
     from draftwood.train.online import adapt
 
     return adapt(llm)
+
+
+def save_adapted(adapter: Adapter, folder: Path) -> None:
+    """Keep what the drafter has learnt."""
+    say(f"The drafter, adopted anew {adapter.progress.adopted} times, is in {adapter.save(folder)}")
 
 
 def fetch_quietly(model: str) -> None:

@@ -186,7 +186,7 @@ class LLM:
             max_running=self.config.max_running,
             page_size=tables.page_size,
             num_pages=tables.pool.num_pages,
-            device=self.config.device,
+            device=str(self.config.torch_device()),
             law=law if isinstance(law, str) else law.name,
             strict=self.engine.target.model.strict,
             drafter=DrafterCard(None, own.law, own.max_nodes, is_default=True),

@@ -1,0 +1,81 @@
+"""The other process of `draftwood serve --engine-process`: an engine, and a socket to whoever started it.
+
+    python -m draftwood.cli.engine_process FD
+
+It ends when that socket does. Signals are left to the server, which drains first; systemd sends them to both.
+"""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from draftwood.cli.flags import EngineFlags
+
+if TYPE_CHECKING:
+    from draftwood.engine.remote import Line, RemoteEngine
+
+
+@dataclass(frozen=True)
+class EngineOrder:
+    """What the engine is to be made of."""
+
+    flags: EngineFlags
+    offers: tuple[str, ...]
+    max_running: int
+    adapt: str | None = None  # a folder for a drafter that learns
+
+
+def start_engine(order: EngineOrder) -> RemoteEngine:
+    """An engine in a process of its own."""
+    from draftwood.engine.remote import RemoteEngine, started
+    from draftwood.model.checkpoint import open_checkpoint
+
+    line, process = started([sys.executable, "-m", "draftwood.cli.engine_process"], order)
+    try:
+        return RemoteEngine(line, open_checkpoint(order.flags.model, order.flags.impl), process)
+    except BaseException:  # an interruption too: it would load on
+        process.kill()
+        process.wait()
+        raise
+
+
+def host(order: EngineOrder, line: Line) -> None:
+    """Load, and serve the one client there is."""
+    from draftwood.cli.session import open_llm, save_adapted, start_adapting
+    from draftwood.engine.remote import EngineHost
+    from draftwood.errors import DraftwoodError
+
+    try:
+        llm = open_llm(order.flags, offers=order.offers, max_running=order.max_running)
+    except DraftwoodError as error:
+        line.send("refused", str(error))
+        return
+    with llm:
+        adapter = start_adapting(llm) if order.adapt is not None else None
+        EngineHost(llm, line).run()
+        if adapter is not None and order.adapt is not None:
+            save_adapted(adapter, Path(order.adapt))
+
+
+def main(fd: int) -> None:
+    """With the socket of this number."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    from draftwood.engine.remote import TO_ENGINE, Line
+
+    verbs: Mapping[str, type] = {**TO_ENGINE, "start": EngineOrder}
+    line = Line(socket.socket(fileno=fd), verbs)
+    for _, order in line.messages():
+        host(order, line)
+        break
+    line.close()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
