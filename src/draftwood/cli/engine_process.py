@@ -1,6 +1,4 @@
-"""The other process of `draftwood serve --engine-process`: an engine, and a socket to whoever started it.
-
-    python -m draftwood.cli.engine_process FD
+"""The other process of `draftwood serve --engine-process`: an engine, and a socket to the server that started it.
 
 It ends when that socket does. Signals are left to the server, which drains first; systemd sends them to both.
 """
@@ -20,6 +18,8 @@ from draftwood.cli.flags import EngineFlags
 if TYPE_CHECKING:
     from draftwood.engine.remote import Line, RemoteEngine
 
+COMMAND = "import sys; from draftwood.cli.engine_process import main; main(int(sys.argv[1]))"
+
 
 @dataclass(frozen=True)
 class EngineOrder:
@@ -29,6 +29,8 @@ class EngineOrder:
     offers: tuple[str, ...]
     max_running: int
     adapt: str | None = None  # a folder for a drafter that learns
+    kv_events: str | None = None  # endpoint
+    kv_topic: str = ""
 
 
 def start_engine(order: EngineOrder) -> RemoteEngine:
@@ -36,18 +38,19 @@ def start_engine(order: EngineOrder) -> RemoteEngine:
     from draftwood.engine.remote import RemoteEngine, started
     from draftwood.model.checkpoint import open_checkpoint
 
-    line, process = started([sys.executable, "-m", "draftwood.cli.engine_process"], order)
+    line, process = started([sys.executable, "-c", COMMAND], order)
     try:
         return RemoteEngine(line, open_checkpoint(order.flags.model, order.flags.impl), process)
     except BaseException:  # an interruption too: it would load on
         process.kill()
         process.wait()
+        line.close()
         raise
 
 
 def host(order: EngineOrder, line: Line) -> None:
     """Load, and serve the one client there is."""
-    from draftwood.cli.session import open_llm, save_adapted, start_adapting
+    from draftwood.cli.session import open_llm, publish_events, save_adapted, start_adapting
     from draftwood.engine.remote import EngineHost
     from draftwood.errors import DraftwoodError
 
@@ -58,7 +61,10 @@ def host(order: EngineOrder, line: Line) -> None:
         return
     with llm:
         adapter = start_adapting(llm) if order.adapt is not None else None
+        events = None if order.kv_events is None else publish_events(llm, order.kv_events, order.kv_topic)
         EngineHost(llm, line).run()
+        if events is not None:
+            events.close()
         if adapter is not None and order.adapt is not None:
             save_adapted(adapter, Path(order.adapt))
 
@@ -75,7 +81,3 @@ def main(fd: int) -> None:
         host(order, line)
         break
     line.close()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

@@ -13,7 +13,7 @@ import typer
 from draftwood.cli.engine_process import EngineOrder, start_engine
 from draftwood.cli.flags import EngineFlags
 from draftwood.cli.screen import say
-from draftwood.cli.session import check_adaptable, open_llm, save_adapted, start_adapting
+from draftwood.cli.session import check_adaptable, open_llm, publish_events, save_adapted, start_adapting
 from draftwood.errors import InvalidRequest
 from draftwood.machine import reading_ahead
 from draftwood.model import store
@@ -63,7 +63,14 @@ class ServeFlags:
     drain: Annotated[float, _option("Seconds that SIGTERM waits for answers under way.", "Server")] = (
         ServerConfig.drain_seconds
     )
-    vllm_metrics: Annotated[bool, _option("Export metrics under vLLM's names too.", "Server")] = False
+    vllm_metrics: Annotated[bool, _option("Export metrics under vLLM's names too.", "Server")] = True
+    kv_events: Annotated[
+        str | None,
+        _option(
+            "ZeroMQ endpoint to publish events of the prefix cache at, such as tcp://*:5557, for routers.", "Server"
+        ),
+    ] = None
+    kv_topic: Annotated[str, _option("Topic of these events; llm-d reads kv@ADDRESS@MODEL.", "Server")] = ""
     api_key_file: Annotated[
         Path | None,
         _option("TOML file of named API keys with their limits; see docs/serving.md.", "Server"),
@@ -161,12 +168,16 @@ def _engine(engine: EngineFlags, flags: ServeFlags) -> tuple[ServedEngine, Calla
     offers = tuple(flags.offer or ())
     if flags.engine_process:
         adapt = None if flags.adapt is None else str(flags.adapt)
-        remote = start_engine(EngineOrder(engine, offers, flags.max_running, adapt))
+        events = (flags.kv_events, flags.kv_topic)
+        remote = start_engine(EngineOrder(engine, offers, flags.max_running, adapt, *events))
         return remote, remote.close
     llm = open_llm(engine, offers=offers, max_running=flags.max_running)
     adapter = start_adapting(llm) if flags.adapt is not None else None
+    events = None if flags.kv_events is None else publish_events(llm, flags.kv_events, flags.kv_topic)
 
     def finish() -> None:
+        if events is not None:
+            events.close()
         if adapter is not None and flags.adapt is not None:
             save_adapted(adapter, flags.adapt)
         llm.close()

@@ -16,6 +16,7 @@ from draftwood.model import store
 from draftwood.request import Event, SamplingParams
 
 if TYPE_CHECKING:
+    from draftwood.engine.kv_events import KvEvents
     from draftwood.engine.llm import LLM, Prompt
     from draftwood.model.native import Progress
     from draftwood.train.online import Adapter
@@ -75,6 +76,13 @@ def start_adapting(llm: LLM) -> Adapter:
     from draftwood.train.online import adapt
 
     return adapt(llm)
+
+
+def publish_events(llm: LLM, endpoint: str, topic: str) -> KvEvents:
+    """Tell routers what the prefix cache holds, from now on."""
+    from draftwood.engine.kv_events import KvEvents
+
+    return KvEvents.of(llm.engine, endpoint, topic)
 
 
 def save_adapted(adapter: Adapter, folder: Path) -> None:

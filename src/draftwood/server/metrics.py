@@ -235,7 +235,16 @@ class _Load(Collector):
                 metric = family(f"{PREFIX}{name}", text, labels=("model_name",))
                 metric.add_metric((self._model,), value)
                 yield metric
+        yield self._cache()
         yield from self._drafters(pulse)
+
+    def _cache(self) -> Metric:
+        """The cache's sizes, under the names that vLLM gives them; on a CPU they are no GPU's blocks."""
+        card = self._llm.card
+        names = ("model_name", "block_size", "num_gpu_blocks")
+        info = GaugeMetricFamily(f"{PREFIX}cache_config_info", "Sizes of the cache, as labels.", labels=names)
+        info.add_metric((self._model, str(card.page_size), str(card.num_pages)), 1)
+        return info
 
     def _drafters(self, pulse: Pulse) -> Iterable[Metric]:
         """What has gone wrong with each drafter."""
