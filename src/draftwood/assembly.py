@@ -24,6 +24,7 @@ from draftwood.drafters.pard import GUESSES, ParallelDrafter
 from draftwood.drafters.points import HostDrafter
 from draftwood.drafters.predicted import PredictedDrafter
 from draftwood.drafters.recycling import RecyclingDrafter
+from draftwood.drafters.remote import REMOTE, build_remote
 from draftwood.drafters.student import StudentDrafter
 from draftwood.drafters.suffix import SuffixDrafter
 from draftwood.drafters.trained import drafter_of
@@ -177,6 +178,11 @@ def is_lookup(drafter: str) -> bool:
     return drafter.partition(":")[0] in LOOKUPS
 
 
+def makes_own_trees(drafter: str) -> bool:
+    """Whether `--tree` is not for a drafter of this name."""
+    return is_lookup(drafter) or drafter.startswith("remote:")
+
+
 def _entry(kind: str, table: Mapping[str, Entry], name: str, others: tuple[str, ...] = ()) -> Entry:
     if name not in table:
         raise InvalidRequest(f"Unknown {kind} '{name}': choose one of {', '.join((*table, *others))}.")
@@ -213,7 +219,7 @@ def choose_law(spec: str | Verifier, drafts: DraftLaw, device: torch.device = CP
 
 def suited_tree(drafter: str, law: str | Verifier) -> str | None:
     """The tree a law asks for where the user names none."""
-    return "coupled" if law == "coupled" and not is_lookup(drafter) else None
+    return "coupled" if law == "coupled" and not makes_own_trees(drafter) else None
 
 
 def build_drafter(
@@ -226,13 +232,17 @@ def build_drafter(
     trained = _trained_folder(spec)
     if name not in LOOKUPS and (trained.is_dir() or HUB_ID.fullmatch(spec)):
         return load_trained(trained if trained.is_dir() else spec, tree, target, config, allow_pickle=allow_pickle)
-    entry = _entry("drafter", LOOKUPS, name, (*SHIPPED, MODEL_DRAFTER, "a folder"))
+    entry = _entry("drafter", {**LOOKUPS, "remote": REMOTE}, name, (*SHIPPED, MODEL_DRAFTER, "a folder"))
     if tree is not None:
         raise InvalidRequest(
             f"The drafter '{name}' makes its own trees; --tree goes with models and trained networks. "
             f"Its settings are: {', '.join(entry.defaults) or 'none'}."
         )
-    return build_lookup(spec, config.torch_device())
+    return (
+        build_remote(spec, target, config.torch_device())
+        if name == "remote"
+        else build_lookup(spec, config.torch_device())
+    )
 
 
 def build_lookup(spec: str, device: torch.device) -> Drafter:

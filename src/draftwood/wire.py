@@ -7,10 +7,12 @@ What is read is checked against the types of the dataclass it is read as, so a p
 from __future__ import annotations
 
 import json
+import math
+import queue
 import socket
 import struct
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -195,3 +197,65 @@ class Frames:
         with suppress(OSError):
             self._line.shutdown(socket.SHUT_RDWR)
         self._line.close()
+
+
+class Line:
+    """One end of a stream of messages, each a verb and its data. Any thread may send, and none waits for the peer.
+
+    Every frame is a list of messages: what waits to be sent is sent together.
+    """
+
+    def __init__(
+        self, end: socket.socket, verbs: Mapping[str, type], longest: int, most_waiting: float = math.inf
+    ) -> None:
+        """`verbs`: what may come in, in frames of at most `longest` bytes. A peer that leaves more than `most_waiting`
+        messages unread is hung up on.
+        """
+        self._frames = Frames(end, longest)
+        self._verbs = verbs
+        self._most_waiting = most_waiting
+        self._outbox: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write, name="draftwood-line", daemon=True)
+        self._writer.start()
+
+    def send(self, verb: str, value: object) -> None:
+        """Soon, in order."""
+        if self._outbox.qsize() > self._most_waiting:
+            self._frames.close()
+        self._outbox.put((verb, value))
+
+    def messages(self) -> Iterator[tuple[str, Any]]:
+        """What comes in, until the end of the stream. Raises `WireError` for what cannot be read."""
+        try:
+            while (frame := self._frames.receive()) is not None:
+                for verb, value in frame:
+                    yield verb, unpacker(self._verbs[verb])(value)
+        except (OSError, TypeError, ValueError, KeyError) as error:
+            if not isinstance(error, ConnectionError):
+                raise WireError(f"The other end sent what cannot be read: {error!r}.") from error
+
+    def close(self, patience: float = 5.0) -> None:
+        """Send what waits, if that takes no longer than `patience` seconds, and hang up."""
+        self._outbox.put(None)
+        if patience:
+            self._writer.join(patience)
+        self._frames.close()
+
+    def _write(self) -> None:
+        while (letter := self._outbox.get()) is not None:
+            letters = [letter]
+            while not self._outbox.empty():
+                more = self._outbox.get()
+                if more is None:
+                    self._outbox.put(None)
+                    break
+                letters.append(more)
+            try:
+                self._frames.send([[verb, _packed(value)] for verb, value in letters])
+            except OSError:  # the end of the stream is noticed by those who read
+                return
+
+
+def _packed(value: Any) -> Any:
+    convert = packer(type(value))
+    return value if convert is None else convert(value)

@@ -35,6 +35,7 @@ from draftwood.train.online import LEARNT, AdaptConfig, Adapter, Contest
 from draftwood.train.optim import OptimConfig
 from draftwood.tree import DraftLaw, Draw
 from draftwood.verifiers import LAWS
+from remote_drafters import PeriodicSpeaker, remote
 from tiny import (
     NETS,
     Ask,
@@ -80,6 +81,7 @@ DRAFTERS: dict[str, DraftMaker] = {
     "combined": lambda dtype: CombinedDrafter(
         [suffix(nodes=7, shortest=1, least=0.0)(dtype), ngram(nodes=5, shortest=1, branches=2)(dtype)], 7, 0.01
     ),
+    "remote": remote(PeriodicSpeaker()),
     "model-chain": with_model(chain(4)),
     "model-static": with_model(Levels((3, 2, 1), Best())),
     "model-shape": with_model(StaticShape(((0,), (1,), (3,), (0, 0), (0, 2), (1, 0), (0, 0, 0)))),

@@ -19,10 +19,11 @@ import pytest
 from draftwood import LLM
 from draftwood.cli.engine_process import EngineOrder, start_engine
 from draftwood.cli.flags import EngineFlags
-from draftwood.engine.remote import TO_CLIENT, TO_ENGINE, EngineHost, Line, RemoteEngine
+from draftwood.engine.remote import LONGEST, TO_CLIENT, TO_ENGINE, EngineHost, RemoteEngine
 from draftwood.errors import DraftwoodError
 from draftwood.request import Event, SamplingParams
 from draftwood.server.keys import ApiKey
+from draftwood.wire import Line
 from serving import NAME, Serving, serving, soon, wait_for
 
 MESSAGES = [{"role": "user", "content": "the cat sat on the mat"}]
@@ -50,10 +51,10 @@ ASKED = {
 def remote(llm: LLM) -> Iterator[RemoteEngine]:
     """The engine of the other tests, at the other end of a socket."""
     ours, theirs = socket.socketpair()
-    line = Line(theirs, TO_ENGINE)
+    line = Line(theirs, TO_ENGINE, LONGEST)
     hosting = threading.Thread(target=lambda: (EngineHost(llm, line).run(), line.close()))
     hosting.start()
-    made = RemoteEngine(Line(ours, TO_CLIENT), llm.checkpoint)
+    made = RemoteEngine(Line(ours, TO_CLIENT, LONGEST), llm.checkpoint)
     yield made
     made.close()
     hosting.join(10)

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING
 from draftwood.cli.flags import EngineFlags
 
 if TYPE_CHECKING:
-    from draftwood.engine.remote import Line, RemoteEngine
+    from draftwood.engine.remote import RemoteEngine
+    from draftwood.wire import Line
 
 COMMAND = "import sys; from draftwood.cli.engine_process import main; main(int(sys.argv[1]))"
 
@@ -73,10 +74,11 @@ def main(fd: int) -> None:
     """With the socket of this number."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    from draftwood.engine.remote import TO_ENGINE, Line
+    from draftwood.engine.remote import LONGEST, TO_ENGINE
+    from draftwood.wire import Line
 
     verbs: Mapping[str, type] = {**TO_ENGINE, "start": EngineOrder}
-    line = Line(socket.socket(fileno=fd), verbs)
+    line = Line(socket.socket(fileno=fd), verbs, LONGEST)
     for _, order in line.messages():
         host(order, line)
         break

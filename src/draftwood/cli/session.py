@@ -63,9 +63,9 @@ def check_parts(flags: EngineFlags) -> None:
 
 def check_adaptable(flags: EngineFlags) -> None:
     """Refuse to adapt what was not trained for its target, before any weights are read."""
-    from draftwood.assembly import is_lookup
+    from draftwood.assembly import makes_own_trees
 
-    if is_lookup(flags.drafter) or flags.drafter.partition(":")[0] == "model":
+    if makes_own_trees(flags.drafter) or flags.drafter.partition(":")[0] == "model":
         raise InvalidRequest(
             f"The drafter '{flags.drafter}' cannot learn: --adapt goes with trained ones, such as --drafter eagle3."
         )

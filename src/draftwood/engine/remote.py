@@ -6,7 +6,6 @@ events take one frame.
 
 from __future__ import annotations
 
-import queue
 import signal
 import socket
 import subprocess
@@ -25,7 +24,7 @@ from draftwood.engine.intake import Intake
 from draftwood.errors import DraftwoodError, EngineDead, WireError
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.request import EngineRequest, Event, FinishReason, SpeculationStats
-from draftwood.wire import Frames, packer, unpacker
+from draftwood.wire import Line
 
 BEAT, IDLE_BEAT = 0.1, 1.0  # seconds between two pulses, and where there is nothing new
 SILENCE = 5.0  # seconds without a pulse from which on the engine counts as busy with something
@@ -33,58 +32,6 @@ LONGEST = 1 << 30  # bytes of a frame; both ends are ours
 PATIENCE = 60.0  # seconds that a process has to end after it was told to
 TO_ENGINE: Mapping[str, type] = {"submit": EngineRequest, "cancel": int, "close": str}
 TO_CLIENT: Mapping[str, type] = {"ready": EngineCard, "refused": str, "event": Event, "pulse": Pulse}
-
-
-class Line:
-    """One end of the socket. Any thread may send; nothing waits for the peer to read."""
-
-    def __init__(self, end: socket.socket, verbs: Mapping[str, type]) -> None:
-        """`verbs`: what may come in."""
-        self._frames = Frames(end, LONGEST)
-        self._verbs = verbs
-        self._outbox: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
-        self._writer = threading.Thread(target=self._write, name="draftwood-border", daemon=True)
-        self._writer.start()
-
-    def send(self, verb: str, value: object) -> None:
-        """Soon, in order."""
-        self._outbox.put((verb, value))
-
-    def messages(self) -> Iterator[tuple[str, Any]]:
-        """What comes in, until the end of the stream. Raises `WireError` for what cannot be read."""
-        try:
-            while (frame := self._frames.receive()) is not None:
-                for verb, value in frame:
-                    yield verb, unpacker(self._verbs[verb])(value)
-        except (OSError, TypeError, ValueError, KeyError) as error:
-            if not isinstance(error, ConnectionError):
-                raise WireError(f"The other end sent what cannot be read: {error!r}.") from error
-
-    def close(self) -> None:
-        """Send what waits, and hang up."""
-        self._outbox.put(None)
-        self._writer.join(5)
-        self._frames.close()
-
-    def _write(self) -> None:
-        letters: list[tuple[str, Any]] = []
-        while (letter := self._outbox.get()) is not None:
-            letters = [letter]
-            while not self._outbox.empty():
-                more = self._outbox.get()
-                if more is None:
-                    self._outbox.put(None)
-                    break
-                letters.append(more)
-            try:
-                self._frames.send([[verb, _packed(value)] for verb, value in letters])
-            except OSError:  # the end of the stream is noticed by those who read
-                return
-
-
-def _packed(value: Any) -> Any:
-    convert = packer(type(value))
-    return value if convert is None else convert(value)
 
 
 def failed(request: EngineRequest, indices: Sequence[int], error: DraftwoodError) -> Iterator[Event]:
@@ -289,6 +236,6 @@ def started(command: Sequence[str], order: object) -> tuple[Line, subprocess.Pop
     with theirs:
         fd = theirs.fileno()
         process = subprocess.Popen([*command, str(fd)], pass_fds=(fd,), stdin=subprocess.DEVNULL)
-    line = Line(ours, TO_CLIENT)
+    line = Line(ours, TO_CLIENT, LONGEST)
     line.send("start", order)
     return line, process
