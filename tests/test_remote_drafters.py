@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 from pathlib import Path
 
@@ -48,6 +49,17 @@ PLAIN = generated(Harness(tiny_runner(), no_drafter(torch.float64), Match()).run
 def drafted_by(address: str, wait: float = 2000.0) -> tuple[Harness, list[Sequence]]:
     harness = Harness(tiny_runner(), RemoteDrafter(link_to(address), 5, wait), Match())
     return harness, harness.run(ASKS)
+
+
+class OneSided:
+    """A line of whose messages only some arrive."""
+
+    def __init__(self, line: Line, arriving: Iterator[DraftSync | DraftCommit]) -> None:
+        self.send = line.send
+        self._arriving = arriving
+
+    def messages(self) -> Iterator[tuple[str, DraftSync | DraftCommit]]:
+        return (("", message) for message in self._arriving)
 
 
 def lies(end: socket.socket) -> None:
@@ -132,6 +144,23 @@ def test_one_that_stalls_is_waited_for_a_few_times_only() -> None:
         began = time.monotonic()
         assert generated(drafted_by(address, wait=200)[1]) == PLAIN
         assert MISSES * 0.2 <= time.monotonic() - began < (MISSES + 2) * 0.2 + 2
+
+
+def test_a_text_that_is_not_drafted_for_holds_up_no_others() -> None:
+    """Of three texts it drafts for two: steps wait for the third a few times, and then no more."""
+
+    def choosy(end: socket.socket) -> None:
+        line = Line(end, TO_DRAFTER, LONGEST)
+        others = (message for _, message in line.messages() if not isinstance(message, int) and message.sequence != 1)
+        DraftSession(PeriodicSpeaker(), OneSided(line, others)).run()
+        line.close(0)
+
+    with peer(choosy) as address:
+        began = time.monotonic()
+        _, answers = drafted_by(address, wait=200)
+        assert generated(answers) == PLAIN
+        assert time.monotonic() - began < (MISSES + 2) * 0.2 + 2
+        assert [answer.drafted > 0 for answer in answers] == [True, False, True]
 
 
 def test_one_that_comes_back_drafts_again(monkeypatch: pytest.MonkeyPatch) -> None:

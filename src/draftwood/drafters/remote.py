@@ -37,7 +37,7 @@ from draftwood.wire import Line
 
 MOST_NODES = 4096  # of what comes at once
 LIES = 3  # messages that cannot be, before a drafter is left alone for good
-MISSES = 3  # deadlines missed one after the other before a drafter is not waited for any more
+MISSES = 3  # deadlines missed one after the other before no step waits for drafts of a sequence, until some come
 RETRY = 1.0, 30.0  # seconds between attempts to connect again, at first and at most
 log = logging.getLogger(__name__)
 
@@ -182,7 +182,7 @@ class RemoteDrafter(HostDrafter):
         self.max_nodes = nodes
         self._wait = wait / 1000
         self._link = link
-        self._misses = 0
+        self._misses: dict[int, int] = {}  # of each sequence, one after the other
         weakref.finalize(self, link.close)
 
     def trees(self, view: HostView, nodes: int) -> list[HostTree]:
@@ -200,18 +200,19 @@ class RemoteDrafter(HostDrafter):
         while True:
             arrived = self._link.arrived
             grown = [self._grown(*one) for one in wanted]
-            complete = all(done for _, done in grown)
-            left = 0.0 if complete or self._misses >= MISSES else end - time.monotonic()
+            awaited = [seq_id for seq_id, (_, done) in zip(view.seq_ids, grown, strict=True) if not done]
+            patient = any(self._misses.get(seq_id, 0) < MISSES for seq_id in awaited)
+            left = end - time.monotonic() if patient else 0.0
             if left <= 0 or not self._link.wait(left, arrived):
                 break
-        if any(len(tree.tokens) > 1 for tree, _ in grown):
-            self._misses = 0
-        elif not complete:
-            self._misses += 1
+        for seq_id, (tree, done) in zip(view.seq_ids, grown, strict=True):
+            missed = not done and len(tree.tokens) == 1
+            self._misses[seq_id] = self._misses.get(seq_id, 0) + 1 if missed else 0
         return [(tree.tokens, tree.parents) for tree, _ in grown]
 
     def release(self, seq_id: int) -> None:
         """Tell the drafter that it may forget the text."""
+        self._misses.pop(seq_id, None)
         self._link.drop(seq_id)
 
     def _grown(self, seq_id: int, tokens: Sequence[int], room: int, depth: int) -> tuple[PointTree, bool]:
