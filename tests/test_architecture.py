@@ -21,6 +21,7 @@ LAYERS = [  # each may import what stands above it
     ("growers", "drafters", "verifiers"),
     ("engine", "assembly", "calibration", "warmup"),
     ("lab", "train", "server"),
+    ("ray",),
     ("cli", "__main__", "__init__", "extend"),
 ]
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}
