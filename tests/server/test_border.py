@@ -8,23 +8,24 @@ import re
 import signal
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import openai
 import pytest
 
 from draftwood import LLM
-from draftwood.cli.engine_process import EngineOrder, start_engine
+from draftwood.cli.engine_process import EngineOrder, host, start_engine
 from draftwood.cli.flags import EngineFlags
 from draftwood.engine.remote import LONGEST, TO_CLIENT, TO_ENGINE, EngineHost, RemoteEngine
 from draftwood.errors import DraftwoodError
+from draftwood.model.checkpoint import open_checkpoint
 from draftwood.request import Event, SamplingParams
 from draftwood.server.keys import ApiKey
 from draftwood.wire import Line
-from serving import NAME, Serving, serving, soon, wait_for
+from serving import NAME, Serving, serving, wait_for
 
 MESSAGES = [{"role": "user", "content": "the cat sat on the mat"}]
 DRAFTER, OFFERS = "ngram:shortest=1", ("ngram:nodes=8,branches=2", "none")
@@ -172,16 +173,12 @@ def test_an_engine_process_that_dies_ends_its_streams_and_turns_health_red(flags
     remote.close()
 
 
-def test_an_engine_process_ends_with_its_server(flags: EngineFlags) -> None:
-    remote = start_engine(EngineOrder(flags, (), 4))
-    ended: list[Event] = []
-    remote.submit(remote.intake.request("abc", SamplingParams(max_tokens=1500, ignore_eos=True))[1], ended.append)
-    wait_for(lambda: ended)
-    began = time.monotonic()
-    remote.close()
-    assert time.monotonic() - began < 10
-    assert remote._process is not None
-    assert remote._process.returncode == 0
-    assert soon(lambda: ended[-1].finished)
+def test_what_an_engine_process_refuses_is_said(flags: EngineFlags) -> None:
+    ours, theirs = socket.socketpair()
+    client, engine = Line(ours, TO_CLIENT, LONGEST), Line(theirs, TO_ENGINE, LONGEST)
+    host(EngineOrder(replace(flags, drafter="psychic"), (), 4), engine)
+    engine.close()
+    with pytest.raises(DraftwoodError, match="psychic"):
+        RemoteEngine(client, open_checkpoint(flags.model))
     with pytest.raises(DraftwoodError, match="nowhere"):
-        start_engine(EngineOrder(EngineFlags(model="./nowhere.gguf"), (), 4))
+        start_engine(EngineOrder(replace(flags, model="./nowhere.gguf"), (), 4))
