@@ -40,7 +40,7 @@ EVENT = Event(
 )  # fmt: skip
 CARD = EngineCard(9, 8, 7, 6, "cpu", "auto", True, DrafterCard(None, POINT_TREE, 5, True), None, 4)
 VALUES = [
-    EngineRequest(7, (1, 2, 3), PARAMS, 1 << 62, "alice", (4,)),
+    EngineRequest(7, (1, 2, 3), PARAMS, 1 << 62, "alice", (4,), ((5,), (6, 7))),
     EVENT,
     replace(EVENT, step=None, finish_reason=None, logprobs=(), prompt_logprobs=()),
     CARD,

@@ -201,6 +201,7 @@ class EngineRequest:
     seed: int
     tenant: str = ""  # on whose behalf it runs
     prediction: tuple[int, ...] = ()  # tokens of `params.prediction`
+    bad_words: tuple[tuple[int, ...], ...] = ()  # tokens of `params.bad_words`
 
     @property
     def prompt_length(self) -> int:

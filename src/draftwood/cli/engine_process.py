@@ -5,6 +5,7 @@ It ends when that socket does. Signals are left to the server, which drains firs
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from draftwood.cli.flags import EngineFlags
+from draftwood.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from draftwood.engine.remote import RemoteEngine
@@ -39,6 +41,8 @@ def start_engine(order: EngineOrder) -> RemoteEngine:
     from draftwood.engine.remote import RemoteEngine, started
     from draftwood.model.checkpoint import open_checkpoint
 
+    if os.name != "posix":
+        raise InvalidRequest("--engine-process hands a socket over as Linux and macOS do; leave it out here.")
     line, process = started([sys.executable, "-c", COMMAND], order)
     try:
         return RemoteEngine(line, open_checkpoint(order.flags.model, order.flags.impl), process)

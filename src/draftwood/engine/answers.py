@@ -55,7 +55,7 @@ class AnswerMaker:
             seed=request.seed,
             max_length=min(len(request.tokens) + params.max_tokens, self.max_length),
             stop_ids=stop_ids(params, self.tokenizer),
-            bad_words=tuple(tuple(ids) for word in params.bad_words for ids in self._spellings(word)),
+            bad_words=request.bad_words,
             text=TextStream(Detokenizer(self.tokenizer), params.stop),
             arrived=time.perf_counter(),
             law=law.name,
@@ -80,8 +80,3 @@ class AnswerMaker:
 
     def _constraint(self, params: SamplingParams) -> Constraint | None:
         return None if params.grammar is None else self.grammars.start(params.grammar)
-
-    def _spellings(self, word: str) -> list[list[int]]:
-        """A word at the start of a text and inside one are different tokens; both are meant."""
-        found = [self.tokenizer.encode(text, special=False) for text in (word, f" {word}")]
-        return [ids for ids in found if ids]

@@ -103,10 +103,11 @@ class Intake:
         if params.min_tokens and not (params.stop or stop_ids(params, self.tokenizer)):
             params = replace(params, min_tokens=0)  # nothing can end it early: it runs where others do
         prediction = tuple(self.encode_text(params.prediction, special=False)) if params.prediction else ()
+        bad_words = tuple(tuple(ids) for word in params.bad_words for ids in self._spellings(word))
         if params.grammar is not None:
             self.grammars.start(params.grammar)  # refuses what cannot be compiled
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        return text, EngineRequest(next(self._request_ids), tuple(tokens), params, seed, tenant, prediction)
+        return text, EngineRequest(next(self._request_ids), tuple(tokens), params, seed, tenant, prediction, bad_words)
 
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """The tokens of a text, of a conversation, or themselves."""
@@ -148,3 +149,8 @@ class Intake:
             outside = next((token for token in ids if not 0 <= token < vocabulary), None)
             if outside is not None:
                 raise InvalidRequest(f"Token {outside} in {name} is not in the vocabulary (0 to {vocabulary - 1}).")
+
+    def _spellings(self, word: str) -> list[list[int]]:
+        """A word at the start of a text and inside one are different tokens; both are meant."""
+        found = [self.tokenizer.encode(text, special=False) for text in (word, f" {word}")]
+        return [ids for ids in found if ids]
