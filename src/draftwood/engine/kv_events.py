@@ -18,7 +18,7 @@ from draftwood.engine.worker import ComputeThread
 from draftwood.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    import zmq
+    import zmq  # pyright: ignore[reportMissingImports]
 
 MOST_WAITING = 100_000  # messages for a subscriber that does not keep up; it notices by the sequence numbers
 RANK = 0
@@ -90,7 +90,7 @@ class KvEvents:
 
     def _publish(self, socket: zmq.Socket[bytes]) -> None:
         """What has happened since the last message is one message."""
-        import msgpack
+        import msgpack  # pyright: ignore[reportMissingImports]
 
         number, more = 0, True
         while more:
@@ -109,8 +109,8 @@ class KvEvents:
 def _publisher(endpoint: str) -> zmq.Socket[bytes]:
     """Bound where the endpoint names this machine (`*`, ipc), connected otherwise, as vLLM does."""
     try:
-        import msgpack  # noqa: F401
-        import zmq
+        import msgpack  # noqa: F401  # pyright: ignore[reportMissingImports]
+        import zmq  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise InvalidRequest(f"KV events need {error.name}: pip install 'draftwood[kv-events]'.") from error
     made = zmq.Context.instance().socket(zmq.PUB)
