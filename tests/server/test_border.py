@@ -103,6 +103,11 @@ def test_echoes_traces_and_the_card(served: Serving, over: Serving) -> None:
             assert got["choices"] == want["choices"]
         emitted = [token["token"] for step in got["metrics"]["trace"] for token in step["emitted"]]
         assert emitted == [token["token"] for step in want["metrics"]["trace"] for token in step["emitted"]]
+        question = {"input": "the cat", "max_output_tokens": 12, "temperature": 0}
+        said = [http.post("/v1/responses", json=question).json()["output"][0]["content"] for http in (here, there)]
+        assert said[0] == said[1]
+        for path, body in (("/tokenize", {"prompt": "abc"}), ("/detokenize", {"tokens": [5, 6]})):
+            assert there.post(path, json=body).json() == here.post(path, json=body).json()
         cards = [http.get("/v1/models").json()["data"][0] for http in (here, there)]
         assert {**cards[0], "created": 0} == {**cards[1], "created": 0}
 

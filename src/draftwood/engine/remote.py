@@ -178,8 +178,8 @@ class RemoteEngine:
         self._reader.join(5)
 
     def _wait_until_ready(self) -> EngineCard:
-        verb, value = next(self._messages, ("refused", None))
-        if verb == "ready":
+        _, value = next(self._messages, ("refused", None))
+        if isinstance(value, EngineCard):
             return value
         self._line.close()
         if value is None:

@@ -30,7 +30,7 @@ def main() -> None:
     flags = parser.parse_args()
     try:
         import ray  # pyright: ignore[reportMissingImports]
-        from ray import serve  # pyright: ignore[reportMissingImports]
+        from ray import serve  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
     except ImportError as error:
         raise InvalidRequest("Replicas need Ray: pip install 'draftwood[serve,ray]'.") from error
     from draftwood.ray.deployment import ReplicaOptions, application
@@ -43,7 +43,7 @@ def main() -> None:
         flags.tree,
         engine=EngineConfig(weights=flags.weights, threads=flags.threads),
     )
-    ray.init(include_dashboard=False, log_to_driver=False)
+    ray.init(include_dashboard=False, log_to_driver=False)  # pyright: ignore[reportAttributeAccessIssue]
     serve.start(http_options={"host": flags.host, "port": flags.port})
     most = max(flags.replicas, flags.max_replicas)
     serve.run(application(options, (flags.replicas, most), flags.threads, flags.gpus), name="draftwood")

@@ -13,7 +13,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from ray import serve  # pyright: ignore[reportMissingImports]
+from ray import serve  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 from ray.exceptions import RayError  # pyright: ignore[reportMissingImports]
 from ray.serve.autoscaling_policy import default_autoscaling_policy  # pyright: ignore[reportMissingImports]
 from ray.serve.config import (  # pyright: ignore[reportMissingImports]
