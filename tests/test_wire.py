@@ -10,11 +10,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 
+from draftwood.batch import Images, Source
 from draftwood.engine.client import DrafterCard, DrafterState, EngineCard, LastStep, Pulse
+from draftwood.engine.requests import EngineRequest
 from draftwood.errors import WireError
 from draftwood.request import (
-    EngineRequest,
     Event,
     FinishReason,
     GuessedTree,
@@ -38,14 +40,33 @@ EVENT = Event(
     1, 0, (2, 3), (True, False), "é", FinishReason.STOP, SpeculationStats(drift=None, seed=1 << 62), (("é", True),),
     (LOGPROB,), "sorry", "code", STEP, (None, LOGPROB),
 )  # fmt: skip
-CARD = EngineCard(9, 8, 7, 6, "cpu", "auto", True, DrafterCard(None, POINT_TREE, 5, True), None, 4)
+CARD = EngineCard(9, 8, 7, 6, "cpu", "auto", True, "float32", DrafterCard(None, POINT_TREE, 5, True), None, 4)
 VALUES = [
     EngineRequest(7, (1, 2, 3), PARAMS, 1 << 62, "alice", (4,), ((5,), (6, 7))),
     EVENT,
     replace(EVENT, step=None, finish_reason=None, logprobs=(), prompt_logprobs=()),
     CARD,
     replace(CARD, offers=(CARD.drafter, replace(CARD.drafter, name="ngram"))),
-    Pulse(3, 1, "x", 0.5, 1, 2, 3, 0.25, 4, 0.1, "why", "M", LastStep(1, 2, 0.5, None), (DrafterState("a", 1, True),)),
+    Pulse(
+        3,
+        1,
+        "x",
+        0.5,
+        1,
+        2,
+        3,
+        0.25,
+        4,
+        0.1,
+        "why",
+        "none",
+        (("none", 3),),
+        1.5,
+        None,
+        "M",
+        LastStep(1, 2, 0.5, None),
+        (DrafterState("a", 1, True),),
+    ),
 ]
 
 
@@ -54,6 +75,22 @@ def test_data_come_out_as_they_went_in(value: object) -> None:
     pack = packer(type(value))
     assert pack is not None
     assert unpacker(type(value))(json.loads(json.dumps(pack(value)))) == value
+
+
+def test_tensors_cross() -> None:
+    source = Source((1, 2), torch.tensor([[0.5, -1e-30, torch.inf]]))
+    images = Images(torch.tensor([1, 2]), torch.randn(2, 3).bfloat16(), None, -3, "key")
+    request = replace(VALUES[0], source=source, images=images)  # type: ignore[type-var]
+    pack = packer(EngineRequest)
+    assert pack is not None
+    got = unpacker(EngineRequest)(json.loads(json.dumps(pack(request))))
+    assert got.prompt_length == 5
+    assert got.source.key == source.key
+    assert torch.equal(got.images.rows, images.rows)
+    assert torch.equal(got.images.embeds, images.embeds)
+    for wrong in (["int64", [3], "AAAA"], ["object", [0], ""], ["int64", [1], "?"], 7):
+        with pytest.raises(WireError):
+            unpacker(torch.Tensor)(wrong)
 
 
 def spoiled(change: Callable[[list], object]) -> object:

@@ -6,6 +6,7 @@ What is read is checked against the types of the dataclass it is read as, so a p
 
 from __future__ import annotations
 
+import base64
 import json
 import math
 import queue
@@ -21,11 +22,16 @@ from operator import attrgetter
 from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+import torch
+from torch import Tensor
+
 from draftwood.errors import WireError
 
 Convert = Callable[[Any], Any]
 HEADER = struct.Struct("!I")  # bytes of the frame that follows
 PLAIN = (bool, int, str, float)
+TENSORS = {"int64": torch.int64, "float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16,
+           "float16": torch.float16}  # fmt: skip
 
 
 @lru_cache(maxsize=256)
@@ -33,6 +39,8 @@ def packer(kind: Any) -> Convert | None:
     """What turns values of a type into lists, numbers and texts; None: they are that already."""
     if is_dataclass(kind):
         return _dataclass_packer(kind)
+    if kind is Tensor:
+        return _pack_tensor
     origin, parts = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         inner = packer(_but_none(parts))
@@ -66,6 +74,8 @@ def unpacker(kind: Any) -> Convert:
     """What makes values of a type again; raises `WireError` for anything else."""
     if is_dataclass(kind):
         return _dataclass_unpacker(kind)
+    if kind is Tensor:
+        return _unpack_tensor
     origin, parts = get_origin(kind), get_args(kind)
     if origin in (Union, UnionType):
         inner = unpacker(_but_none(parts))
@@ -137,6 +147,22 @@ def _plain_unpacker(kind: type) -> Convert:
         return value
 
     return unpack
+
+
+def _pack_tensor(tensor: Tensor) -> list[Any]:
+    names = {dtype: name for name, dtype in TENSORS.items()}
+    content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return [names[tensor.dtype], list(tensor.shape), base64.b64encode(content).decode()]
+
+
+def _unpack_tensor(value: Any) -> Tensor:
+    try:
+        name, shape, text = value
+        content = bytearray(base64.b64decode(text, validate=True))
+        flat = torch.frombuffer(content, dtype=TENSORS[name]) if content else torch.empty(0, dtype=TENSORS[name])
+        return flat.view(shape)
+    except (TypeError, ValueError, KeyError, RuntimeError) as error:
+        raise WireError(f"This is no tensor: {error}.") from error
 
 
 def _made(kind: Any, *values: Any) -> Any:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from draftwood.request import Completion, EngineRequest, Event, Result, TokenLogprob
+from draftwood.engine.requests import EngineRequest
+from draftwood.request import Completion, Event, Result, TokenLogprob
 
 
 @dataclass

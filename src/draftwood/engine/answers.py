@@ -6,12 +6,14 @@ import itertools
 import time
 from dataclasses import dataclass, field, replace
 
+from draftwood.engine.requests import EngineRequest
 from draftwood.engine.sequence import Sequence
 from draftwood.engine.text import TextStream
 from draftwood.model.grammar import Grammars
+from draftwood.model.spec import EncoderSpec
 from draftwood.model.tokenizer import Detokenizer, Tokenizer
 from draftwood.protocols import Constraint, Verifier
-from draftwood.request import EngineRequest, SamplingParams
+from draftwood.request import SamplingParams
 from draftwood.rng import Purpose, fold_seed
 from draftwood.verifiers import ByRequest
 
@@ -36,6 +38,7 @@ class AnswerMaker:
     laws: ByRequest
     max_length: int  # tokens of a prompt and its answer together
     strict: bool  # the target's logits do not depend on what else is computed in a step
+    encoder: EncoderSpec | None = None
     _sequence_ids: itertools.count[int] = field(default_factory=itertools.count)
 
     def answers(self, request: EngineRequest) -> list[Sequence]:
@@ -46,14 +49,16 @@ class AnswerMaker:
 
     def _first(self, request: EngineRequest) -> Sequence:
         params, law = request.params, self.laws.law_of(request.params.law)
+        before = () if request.source is None else request.source.tokens
+        longest = self.max_length if self.encoder is None else min(self.max_length, len(before) + self.encoder.max_text)
         return Sequence(
             id=next(self._sequence_ids),
             request_id=request.id,
             index=0,
-            tokens=list(request.tokens),
+            tokens=[*before, *request.tokens],
             params=params,
             seed=request.seed,
-            max_length=min(len(request.tokens) + params.max_tokens, self.max_length),
+            max_length=min(request.prompt_length + params.max_tokens, longest),
             stop_ids=stop_ids(params, self.tokenizer),
             bad_words=request.bad_words,
             text=TextStream(Detokenizer(self.tokenizer), params.stop),
@@ -63,6 +68,8 @@ class AnswerMaker:
             reproducible=self.strict and decided_by_seed(law, params),
             prediction=request.prediction,
             constraint=self._constraint(params),
+            source=request.source,
+            images=request.images,
             tenant=request.tenant,
         )
 

@@ -11,10 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from draftwood.config import EngineConfig
+from draftwood.drafters.by_request import OfferedDrafters
 from draftwood.engine.engine import Engine
+from draftwood.engine.reasons import kind_of
+from draftwood.engine.requests import EngineRequest
 from draftwood.errors import InvalidRequest
-from draftwood.protocols import PredictsSeconds
-from draftwood.request import EngineRequest, Event
+from draftwood.protocols import PredictsSeconds, Verifier
+from draftwood.request import Event
 from draftwood.tree import DraftLaw
 
 Listener = Callable[[Event], None]
@@ -41,9 +45,34 @@ class EngineCard:
     device: str
     law: str  # how it was asked for, such as auto
     strict: bool  # the target's logits do not depend on what else is computed in a step
+    dtype: str  # that the target computes in
     drafter: DrafterCard  # its own
     offers: tuple[DrafterCard, ...] | None = None  # that requests may name; None: none, and no predictions either
     max_nodes: int = 0  # the most that any of its drafters proposes
+
+    @classmethod
+    def of(cls, engine: Engine, config: EngineConfig, max_positions: int, law: str | Verifier) -> EngineCard:
+        """Of an engine whose model has so many positions; `law` as it was asked for."""
+        tables, drafter, model = engine.scheduler.tables, engine.drafter, engine.target.model
+        own, offers = drafter, None
+        if isinstance(drafter, OfferedDrafters):
+            own = drafter.default
+            offers = tuple(
+                DrafterCard(n, other.law, other.max_nodes, other is own) for n, other in drafter.others.items()
+            )
+        return cls(
+            max_length=min(max_positions, tables.capacity),
+            max_running=config.max_running,
+            page_size=tables.page_size,
+            num_pages=tables.pool.num_pages,
+            device=str(config.torch_device()),
+            law=law if isinstance(law, str) else law.name,
+            strict=model.strict,
+            dtype=str(model.dtype).removeprefix("torch."),
+            drafter=DrafterCard(None, own.law, own.max_nodes, is_default=True),
+            offers=offers,
+            max_nodes=drafter.max_nodes,
+        )
 
     @property
     def capacity(self) -> int:
@@ -104,6 +133,10 @@ class Pulse:
     max_nodes: int = 0  # of the last step's budget
     least_chance: float = 0.0
     why: str = ""
+    reason: str = ""  # the kind of `why`
+    decisions: tuple[tuple[str, int], ...] = ()  # steps by the kind of their reason
+    expected_gain: float | None = None  # tokens a second with drafts, of those without
+    measured_gain: float | None = None
     controller: str = ""
     last_step: LastStep | None = None
     drafters: tuple[DrafterState, ...] = ()
@@ -125,6 +158,10 @@ class Pulse:
             max_nodes=budget.max_nodes,
             least_chance=budget.min_accept_prob,
             why=str(budget.why),
+            reason=kind_of(budget.why),
+            decisions=tuple(scheduler.decisions.copy().items()),
+            expected_gain=budget.gain.expected,
+            measured_gain=budget.gain.measured,
             controller=type(engine.controller).__name__,
             last_step=LastStep.of(engine),
             drafters=tuple(DrafterState(health.name, health.failures, health.disabled) for health in engine.health),

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from draftwood.engine.answers import decided_by_seed, stop_ids
 from draftwood.engine.client import EngineCard
 from draftwood.engine.engine import check_exact
+from draftwood.engine.images import Conversation, ImageReader
+from draftwood.engine.requests import EngineRequest
+from draftwood.engine.sources import PlainPrompt, Prompt, SourceReader, WithSource
 from draftwood.errors import ContextLengthExceeded, IncompatibleParts, InvalidRequest
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.grammar import Grammars
 from draftwood.protocols import Verifier
-from draftwood.request import EngineRequest, SamplingParams
+from draftwood.request import SamplingParams
 from draftwood.tree import POINT_TREE, DraftLaw
 from draftwood.verifiers import AUTO, ByRequest, default_law
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, object]]  # a text, its tokens, or a conversation
+__all__ = ["Guessers", "Intake", "Prompt"]
 
 
 class Guessers:
@@ -79,7 +82,7 @@ class Guessers:
 class Intake:
     """Makes requests, and refuses what cannot run. Needs a tokenizer and an engine's card, but no engine."""
 
-    def __init__(self, checkpoint: Checkpoint, card: EngineCard, laws: ByRequest) -> None:
+    def __init__(self, checkpoint: Checkpoint, card: EngineCard, laws: ByRequest, images: ImageReader) -> None:
         self.tokenizer = checkpoint.tokenizer()
         self.max_length = card.max_length
         self.vocab_size = checkpoint.config.vocab_size
@@ -88,6 +91,9 @@ class Intake:
             f"the model's context window is {checkpoint.config.max_positions} and the cache holds {card.capacity}"
         )
         self._guessers = Guessers(card, laws)
+        self._config = checkpoint.config
+        self.images = images
+        self.sources = SourceReader(checkpoint.config.encoder, self.encode_text)
         self._request_ids = itertools.count()
 
     @property
@@ -97,8 +103,11 @@ class Intake:
 
     def request(self, prompt: Prompt, params: SamplingParams, tenant: str = "") -> tuple[str | None, EngineRequest]:
         """The prompt as a text, where it is one, and the request that `tenant` makes with it."""
-        text, tokens = self.encode(prompt)
-        self._check_tokens(tokens, params)
+        source = self.sources.read(prompt)
+        prompt, files = self._without_images(prompt)
+        text, tokens = self._text(prompt)
+        tokens, images = self.images.place(tokens, files)
+        self._check_tokens(tokens, params, 0 if source is None else len(source))
         params = self._guessers.fitted(params)
         if params.min_tokens and not (params.stop or stop_ids(params, self.tokenizer)):
             params = replace(params, min_tokens=0)  # nothing can end it early: it runs where others do
@@ -107,9 +116,31 @@ class Intake:
         if params.grammar is not None:
             self.grammars.start(params.grammar)  # refuses what cannot be compiled
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        return text, EngineRequest(next(self._request_ids), tuple(tokens), params, seed, tenant, prediction, bad_words)
+        return text, EngineRequest(
+            next(self._request_ids), tuple(tokens), params, seed, tenant, prediction, bad_words, source, images
+        )
 
-    def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _without_images(self, prompt: Prompt) -> tuple[Prompt, list[bytes]]:
+        """A conversation without the images in it, and their files; anything else as it is."""
+        if isinstance(prompt, Conversation):
+            return prompt.tokens, list(prompt.files)
+        if isinstance(prompt, str | WithSource) or not all(isinstance(item, Mapping) for item in prompt):
+            return prompt, []
+        return self.images.apart([item for item in prompt if isinstance(item, Mapping)])
+
+    def _text(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """What the decoder begins with; behind an encoder, the token that its texts begin with goes before all else."""
+        begun = prompt.prompt if isinstance(prompt, WithSource) else prompt
+        spec = self._config.encoder
+        if spec is not None and not begun:
+            return "" if begun == "" else None, list(spec.opening)
+        assert begun is not None
+        if spec is None:
+            return self.encode(begun)
+        text, tokens = (begun, self.encode_text(begun, special=False)) if isinstance(begun, str) else self.encode(begun)
+        return text, tokens if tokens[:1] == [spec.start] else [spec.start, *tokens]
+
+    def encode(self, prompt: PlainPrompt) -> tuple[str | None, list[int]]:
         """The tokens of a text, of a conversation, or themselves."""
         if isinstance(prompt, str):
             return prompt, self.encode_text(prompt)
@@ -131,11 +162,14 @@ class Intake:
             )
         return self.tokenizer.encode(text, special=special)
 
-    def _check_tokens(self, tokens: list[int], params: SamplingParams) -> None:
+    def _check_tokens(self, tokens: list[int], params: SamplingParams, source: int) -> None:
         vocabulary = self.vocab_size
         if not tokens:
             raise InvalidRequest("The prompt is empty: give the model at least one token to continue from.")
-        longest = self.max_length - (params.max_tokens > 0)
+        longest = self.max_length - (params.max_tokens > 0) - source
+        if self._config.encoder is not None:
+            longest = min(longest, self._config.encoder.max_text - (params.max_tokens > 0))
+            self._check_room(source, longest)
         if len(tokens) > longest:
             raise ContextLengthExceeded(
                 f"The prompt has {len(tokens)} tokens and the limit is {longest}: {self._limits}. Shorten the "
@@ -149,6 +183,13 @@ class Intake:
             outside = next((token for token in ids if not 0 <= token < vocabulary), None)
             if outside is not None:
                 raise InvalidRequest(f"Token {outside} in {name} is not in the vocabulary (0 to {vocabulary - 1}).")
+
+    def _check_room(self, source: int, longest: int) -> None:
+        if longest < 1:
+            raise ContextLengthExceeded(
+                f"encoder_input takes {source} places, which leaves none for an answer: {self._limits}. Shorten it or "
+                "raise cache_tokens."
+            )
 
     def _spellings(self, word: str) -> list[list[int]]:
         """A word at the start of a text and inside one are different tokens; both are meant."""

@@ -16,7 +16,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 import torch
 
@@ -26,7 +26,6 @@ from draftwood.assembly import (
     build_verifier,
     choose_law,
     load_runner,
-    makes_own_trees,
     memory_explained,
     offer,
     settle,
@@ -36,15 +35,19 @@ from draftwood.cache.prefill_buffer import SEQUENCES
 from draftwood.calibration import calibrate, default_controller, known_costs
 from draftwood.config import EngineConfig
 from draftwood.costs import StepCosts
-from draftwood.drafters.by_request import OfferedDrafters
+from draftwood.drafters.lookups import makes_own_trees
 from draftwood.drafting import Drafter
 from draftwood.engine.answering import Answering
 from draftwood.engine.answers import AnswerMaker
-from draftwood.engine.client import DrafterCard, EngineCard, Listener, Pulse
+from draftwood.engine.client import EngineCard, Listener, Pulse
 from draftwood.engine.engine import Engine, check_exact
+from draftwood.engine.images import ImageReader
 from draftwood.engine.intake import Intake, Prompt
+from draftwood.engine.policies import find_policy
+from draftwood.engine.requests import EngineRequest
 from draftwood.engine.scheduler import Scheduler, SchedulerConfig
 from draftwood.engine.shapes import MIXED_ROWS
+from draftwood.engine.sources import EncoderInput, PlainPrompt, paired, with_source
 from draftwood.engine.worker import Companion, ComputeThread, Worker
 from draftwood.errors import DraftwoodError, InvalidRequest
 from draftwood.faults import DrafterHealth
@@ -54,7 +57,6 @@ from draftwood.model.native import Progress
 from draftwood.protocols import Controller, Verifier
 from draftwood.request import (
     Completion,
-    EngineRequest,
     Event,
     FinishReason,
     Result,
@@ -114,15 +116,23 @@ class LLM:
         self._progress = progress
         if isinstance(law, str) and law != AUTO:
             build_verifier(law)  # refuse an unknown name before anything is read
+        find_policy(config.controller)
         self.checkpoint = open_checkpoint(model, config.impl) if isinstance(model, str | Path) else model
         self.config = settle(config, self.checkpoint, drafter)
         self.tokenizer = self.checkpoint.tokenizer()
         parts = Parts(drafter, tree, law, offers)
         self.engine = ComputeThread.shared().call(lambda: self._build_engine(parts))
-        self.card = self._describe(law)
-        self.intake = Intake(self.checkpoint, self.card, self.laws)
+        self.card = EngineCard.of(self.engine, self.config, self.checkpoint.config.max_positions, law)
+        model = self.engine.target.model
+        images = ImageReader.of(self.checkpoint, model.dtype, model.device)
+        self.intake = Intake(self.checkpoint, self.card, self.laws, images)
         self.answer_maker = AnswerMaker(
-            self.tokenizer, self.intake.grammars, self.laws, self.max_length, self.card.strict
+            self.tokenizer,
+            self.intake.grammars,
+            self.laws,
+            self.max_length,
+            self.card.strict,
+            self.checkpoint.config.encoder,
         )
         self._worker = Worker(self.engine)
         gc.freeze()  # looking for garbage in all that was loaded takes a tenth of a second each time, and steps wait
@@ -160,7 +170,7 @@ class LLM:
             max_pieces=SEQUENCES,
         )
         scheduler = Scheduler(target.cache.tables, limits)
-        controller = self._controller or default_controller(target, drafter)
+        controller = self._controller or default_controller(target, drafter, policy=config.controller)
         name = parts.drafter if isinstance(parts.drafter, str) else None
         return Engine(
             target, drafter, self.laws, controller, scheduler, KeyedRng(), captures=captures, drafter_name=name
@@ -172,27 +182,6 @@ class LLM:
         takes_tree = not makes_own_trees(drafter) or drafter == parts.drafter
         tree = (parts.tree or suited_tree(drafter, parts.law)) if takes_tree else None
         return build_drafter(drafter, tree, self.checkpoint, self.config, allow_pickle=self._allow_pickle)
-
-    def _describe(self, law: str | Verifier) -> EngineCard:
-        tables, drafter = self.engine.scheduler.tables, self.engine.drafter
-        own, offers = drafter, None
-        if isinstance(drafter, OfferedDrafters):
-            own = drafter.default
-            offers = tuple(
-                DrafterCard(name, other.law, other.max_nodes, other is own) for name, other in drafter.others.items()
-            )
-        return EngineCard(
-            max_length=min(self.checkpoint.config.max_positions, tables.capacity),
-            max_running=self.config.max_running,
-            page_size=tables.page_size,
-            num_pages=tables.pool.num_pages,
-            device=str(self.config.torch_device()),
-            law=law if isinstance(law, str) else law.name,
-            strict=self.engine.target.model.strict,
-            drafter=DrafterCard(None, own.law, own.max_nodes, is_default=True),
-            offers=offers,
-            max_nodes=drafter.max_nodes,
-        )
 
     @property
     def max_length(self) -> int:
@@ -211,7 +200,8 @@ class LLM:
             costs = calibrate(self.engine.target, say)
             trusted = costs if costs.doubt is None else None
             engine = self.engine
-            engine.controller = self._controller or default_controller(engine.target, engine.drafter, trusted)
+            policy = self.config.controller
+            engine.controller = self._controller or default_controller(engine.target, engine.drafter, trusted, policy)
             return costs
 
         return ComputeThread.shared().call(measure)
@@ -239,38 +229,61 @@ class LLM:
 
     @overload  # a text is a sequence of texts too, but here it is one prompt
     def generate(  # pyright: ignore[reportOverlappingOverload]
-        self, prompts: str, params: SamplingParams | None = None
+        self, prompts: str, params: SamplingParams | None = None, *, encoder_input: None = None
     ) -> Result: ...
     @overload
     def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Sequence[PlainPrompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        encoder_input: EncoderInput = None,
     ) -> list[Result]: ...
+    @overload
     def generate(
-        self, prompts: str | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: str | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        encoder_input: EncoderInput,
+    ) -> Any: ...
+    def generate(
+        self,
+        prompts: str | Sequence[PlainPrompt] | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        encoder_input: EncoderInput = None,
     ) -> Result | list[Result]:
         """Answer a prompt, or all of a list in one batch, with `params` for all of them or a list, one for each.
 
         A single prompt that cannot run raises. In a list it gets a result with `finish_reason` "error" and the
         reason, and the others run on.
+
+        A model with an encoder reads `encoder_input`: a text, token ids, or an array of features, or a list of such.
+        Prompts are then how answers begin, and may be left out.
         """
         params = params or SamplingParams()
-        asked: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else prompts
+        asked, alone = paired(prompts, encoder_input)
         each = [params] * len(asked) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(asked):
             raise InvalidRequest(
                 f"{len(asked)} prompts came with {len(each)} sets of parameters: give one, or one each."
             )
-        if isinstance(prompts, str):
-            return self._wait([self._prepare(prompts, each[0])])[0]
+        if alone:
+            return self._wait([self._prepare(asked[0], each[0])])[0]
         return self._wait([self._prepare_or_explain(*both) for both in zip(asked, each, strict=True)])
 
-    def chat(self, messages: Sequence[dict[str, str]], params: SamplingParams | None = None) -> Result:
-        """Answer a conversation: a list of {"role": …, "content": …}."""
+    def chat(self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None) -> Result:
+        """Answer a conversation: a list of {"role": …, "content": …}. For a model that sees images, a content may be a
+        list of parts as in OpenAI's interface: {"type": "image_url", "image_url": {"url": "data:image/png;base64,…"}}.
+        """
         return self._wait([self._prepare(messages, params or SamplingParams())])[0]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Event, None, None]:
+    def stream(
+        self, prompt: Prompt | None, params: SamplingParams | None = None, *, encoder_input: EncoderInput = None
+    ) -> Generator[Event, None, None]:
         """Answer a prompt event by event. Leaving the loop early cancels the request."""
-        answering = self._prepare(prompt, params or SamplingParams())
+        answering = self._prepare(with_source(prompt, encoder_input), params or SamplingParams())
         inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.submit(answering.request, inbox.put)
         try:
@@ -307,9 +320,11 @@ class LLM:
         """Why it will never answer again; None while it may."""
         return self._worker.death
 
-    async def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncGenerator[Event, None]:
+    async def astream(
+        self, prompt: Prompt | None, params: SamplingParams | None = None, *, encoder_input: EncoderInput = None
+    ) -> AsyncGenerator[Event, None]:
         """`stream` for an event loop. Leaving the loop early, or being cancelled, cancels the request."""
-        answering = self._prepare(prompt, params or SamplingParams())
+        answering = self._prepare(with_source(prompt, encoder_input), params or SamplingParams())
         inbox: asyncio.Queue[Event] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         self.submit(answering.request, lambda event: _call_in(loop, inbox.put_nowait, event))
@@ -321,9 +336,11 @@ class LLM:
         finally:
             self._cancel(answering)
 
-    async def agenerate(self, prompt: Prompt, params: SamplingParams | None = None) -> Result:
+    async def agenerate(
+        self, prompt: Prompt | None, params: SamplingParams | None = None, *, encoder_input: EncoderInput = None
+    ) -> Result:
         """`generate` for an event loop: one prompt; gather several to batch them."""
-        answering = self._prepare(prompt, params or SamplingParams())
+        answering = self._prepare(with_source(prompt, encoder_input), params or SamplingParams())
         loop, finished = asyncio.get_running_loop(), asyncio.Event()
         self._listen([answering], lambda: _call_in(loop, finished.set))
         try:

@@ -19,11 +19,14 @@ from typing import Any
 import torch
 
 from draftwood.assembly import choose_law
+from draftwood.config import DTYPES
 from draftwood.engine.client import EngineCard, EngineClient, Listener, Pulse
+from draftwood.engine.images import ImageReader
 from draftwood.engine.intake import Intake
+from draftwood.engine.requests import EngineRequest
 from draftwood.errors import DraftwoodError, EngineDead, WireError
 from draftwood.model.checkpoint import Checkpoint
-from draftwood.request import EngineRequest, Event, FinishReason, SpeculationStats
+from draftwood.request import Event, FinishReason, SpeculationStats
 from draftwood.wire import Line
 
 BEAT, IDLE_BEAT = 0.1, 1.0  # seconds between two pulses, and where there is nothing new
@@ -131,8 +134,10 @@ class RemoteEngine:
         self._heard, self._pulse = time.monotonic(), Pulse()
         self._messages = line.messages()
         self.card = self._wait_until_ready()
-        laws = choose_law(self.card.law, self.card.drafter.law, torch.device(self.card.device))
-        self.intake = Intake(checkpoint, self.card, laws)
+        device = torch.device(self.card.device)
+        laws = choose_law(self.card.law, self.card.drafter.law, device)
+        images = ImageReader.of(checkpoint, DTYPES[self.card.dtype], device)
+        self.intake = Intake(checkpoint, self.card, laws, images)
         self._reader = threading.Thread(target=self._read, name="draftwood-events", daemon=True)
         self._reader.start()
 

@@ -14,9 +14,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from draftwood.engine.requests import EngineRequest
 from draftwood.engine.served import ServedEngine
 from draftwood.errors import EngineDead, QueueFull
-from draftwood.request import EngineRequest, Event, FinishReason
+from draftwood.request import Event, FinishReason
 from draftwood.server.config import ServerConfig
 from draftwood.server.errors import ApiError
 from draftwood.server.keys import Caller

@@ -49,7 +49,7 @@ class Monitor:
             if event.finished:
                 loop.call_soon_threadsafe(lambda: ended.done() or ended.set_result(event))
 
-        _, request = self._llm.intake.request([0], SamplingParams(max_tokens=1))
+        _, request = self._llm.intake.request(self._llm.intake.sources.smallest, SamplingParams(max_tokens=1))
         self._llm.submit(request, hear)
         try:
             event = await asyncio.wait_for(ended, self._stall)

@@ -149,6 +149,9 @@ class Live:
                 "least_chance": round(pulse.least_chance, 4),
                 "name": pulse.controller,
                 "why": pulse.why,
+                "reason": pulse.reason,
+                "expected_gain": _rounded(pulse.expected_gain),
+                "measured_gain": _rounded(pulse.measured_gain),
             },
             "last_step": _told(pulse.last_step),
             "status": self._status(),
@@ -158,6 +161,10 @@ class Live:
         if self._monitor.reason is not None:
             return "dead"
         return "ready" if self._admission.closed_for is None else "draining"
+
+
+def _rounded(gain: float | None) -> float | None:
+    return None if gain is None else round(gain, 4)
 
 
 def _told(step: LastStep | None) -> dict[str, float | None] | None:

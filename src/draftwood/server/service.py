@@ -11,9 +11,12 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response
 
+from draftwood.engine.images import Conversation
 from draftwood.engine.intake import Prompt
+from draftwood.engine.requests import EngineRequest
 from draftwood.engine.served import ServedEngine
-from draftwood.request import EngineRequest, Event, FinishReason, SamplingParams, SpeculationStats
+from draftwood.engine.sources import WithSource, paired
+from draftwood.request import Event, FinishReason, SamplingParams, SpeculationStats
 from draftwood.server.admission import Admission, Arrival, Ticket
 from draftwood.server.choice_state import Choice
 from draftwood.server.config import ServerConfig
@@ -99,7 +102,7 @@ class Service:
         arrival = self._arrival(body, request, params)
 
         def prepare() -> list[EngineRequest]:
-            return self._requests([self._chat_tokens(body.messages, toolbox)], params, arrival.caller)
+            return self._requests([self._conversation(body.messages, toolbox)], params, arrival.caller)
 
         ticket = await self.admission.take(arrival, prepare, params.n, patient=not body.stream)
         return await self._respond(body, request, ticket, params, writer, reads_calls=toolbox is not None)
@@ -139,16 +142,18 @@ class Service:
     ) -> Iterator[Echo]:
         """Each prompt as it is repeated: decoded once, however many answers it gets."""
         if params.prompt_logprobs is not None:
-            check_entries(sum(r.prompt_length for r in requests), params.n, params.prompt_logprobs)
+            check_entries(sum(len(r.tokens) for r in requests), params.n, params.prompt_logprobs)
         make = Echo.of if params.prompt_logprobs is None else Echo.scored
+        plain = (prompt.prompt or "" if isinstance(prompt, WithSource) else prompt for prompt in prompts)
         tokenizer = self.llm.intake.tokenizer
-        return (make(prompt, request.tokens, tokenizer) for prompt, request in zip(prompts, requests, strict=True))
+        return (make(prompt, request.tokens, tokenizer) for prompt, request in zip(plain, requests, strict=True))
 
     def _requests(self, prompts: Sequence[Prompt], params: SamplingParams, caller: Caller) -> list[EngineRequest]:
         return [self.llm.intake.request(prompt, params, caller.name)[1] for prompt in prompts]
 
-    def _chat_tokens(self, messages: Sequence[Message], toolbox: ToolBox | None) -> list[int]:
-        return self.llm.intake.encode_text(chat_text(self.llm.intake.tokenizer, messages, toolbox), special=False)
+    def _conversation(self, messages: Sequence[Message], toolbox: ToolBox | None) -> Conversation:
+        text, files = chat_text(self.llm.intake.tokenizer, messages, toolbox, self.llm.intake.images)
+        return Conversation(self.llm.intake.encode_text(text, special=False), files)
 
     def _arrival(self, body: Sampling, request: Request, params: SamplingParams) -> Arrival:
         deadline = self.config.deadline if body.deadline is None else body.deadline
@@ -196,7 +201,8 @@ class Service:
         if (body.prompt is None) == (body.messages is None):
             raise invalid("Give either a prompt or messages.", "prompt")
         if body.messages is not None:
-            return self._chat_tokens(body.messages, None)
+            asked = self._conversation(body.messages, None)
+            return self.llm.intake.images.place(asked.tokens, asked.files)[0]
         return self.llm.intake.encode_text(body.prompt or "", special=body.add_special_tokens)
 
     def text(self, tokens: Sequence[int]) -> str:
@@ -229,13 +235,14 @@ def _nothing_to_do(arrival: Arrival, requests: list[EngineRequest]) -> Ticket:
 
 
 def _prompts(body: CompletionRequest) -> list[Prompt]:
-    """One prompt, or each of a list."""
+    """One prompt, or each of a list, with what the encoder is to read for it."""
     given = body.prompt
-    if isinstance(given, str) or (given and isinstance(given[0], int)):
-        return [given]  # type: ignore[list-item]
-    if not given:
-        raise invalid("There is no prompt.", "prompt")
-    return list(given)  # type: ignore[arg-type]
+    if given is None or given == []:
+        if body.encoder_input is None:
+            raise invalid("There is no prompt.", "prompt")
+        return paired(None, body.encoder_input)[0]
+    one = not isinstance(given, str) and isinstance(given[0], int)
+    return paired([given] if one else given, body.encoder_input)[0]  # type: ignore[list-item, arg-type]
 
 
 def _figures(reply: Reply) -> dict[str, Any]:
