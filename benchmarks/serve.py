@@ -2,7 +2,8 @@
 
 python benchmarks/serve.py [--model smollm2] [--weights w8a8] [--drafter ngram] [--rates 0.5,1,2] [--requests 60]
 
-The server is a process of its own, on loopback. Load: Poisson arrivals of mixed prompts, the same arrivals with
+The server is a process of its own, on loopback; it is measured with its engine in the same process and with the engine
+in another one (`draftwood serve --engine-process`), in turns. Load: Poisson arrivals of mixed prompts, the same with
 speculation off, with a fixed budget and with the automatic one, a fifth of the clients hanging up if --leave 0.2.
 """
 
@@ -21,18 +22,21 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 from common import report
 from cpu_prompts import BUILT_IN
 from draftwood import LLM, EngineConfig, SamplingParams
+from draftwood.cli.engine_process import EngineOrder, start_engine
+from draftwood.cli.flags import EngineFlags
 from draftwood.engine.controller import FixedBudget
+from draftwood.engine.served import ServedEngine
 
 MODES = ("off", "fixed", "automatic")
 NAME = "served"
-CONCURRENCY = 8
-OVERHEAD = 5.0  # percent, at most
+CONCURRENCY = 32
+OVERHEAD = {False: 5.0, True: 3.0}  # percent, at most; with the engine in another process
 
 
 @dataclass(frozen=True)
@@ -67,18 +71,29 @@ def serve(flags: argparse.Namespace) -> None:
     from draftwood.server.run import DrainingServer
     from draftwood.server.sockets import listening
 
-    with listening([("127.0.0.1", flags.port)]) as sockets, engine(flags, flags.serve) as llm:
-        config = ServerConfig(NAME, max_queue=4096, deadline=3600)
-        DrainingServer(make_app(llm, config, flags.drafter)).run(sockets)
+    config = ServerConfig(NAME, max_queue=4096, deadline=3600)
+    with listening([("127.0.0.1", flags.port)]) as sockets, closing(served_engine(flags)) as made:
+        DrainingServer(make_app(made, config, flags.drafter)).run(sockets)
+
+
+def served_engine(flags: argparse.Namespace) -> ServedEngine:
+    if not flags.engine_process:
+        return engine(flags, flags.serve)
+    drafter = "none" if flags.serve == "off" else flags.drafter
+    parts = EngineFlags(
+        flags.model, drafter, weights=flags.weights, threads=flags.threads, cache_tokens=flags.cache_tokens
+    )
+    return start_engine(EngineOrder(parts, (), 0))
 
 
 @contextmanager
-def server(flags: argparse.Namespace, mode: str) -> Iterator[int]:
-    """A server in a process of its own; its port."""
+def server(flags: argparse.Namespace, mode: str, *, engine_process: bool = False) -> Iterator[int]:
+    """A server in a process of its own, perhaps with its engine in another one; its port."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     given = ["--model", flags.model, "--weights", flags.weights, "--drafter", flags.drafter]
     given += ["--cache-tokens", str(flags.cache_tokens)] + (["--threads", str(flags.threads)] if flags.threads else [])
+    given += ["--engine-process"] if engine_process else []
     process = subprocess.Popen([sys.executable, __file__, *given, "--serve", mode, "--port", str(port)])
     try:
         _wait_until_healthy(port, process)
@@ -190,20 +205,31 @@ def load(flags: argparse.Namespace) -> dict[str, object]:
     return results
 
 
-def overhead(flags: argparse.Namespace) -> tuple[float, float, float]:
-    """Seconds a token at concurrency 8, offline and served, in turns; and the median of their ratio in percent more."""
-    with engine(flags, "off") as llm, server(flags, "off") as port:
-        ratios, offline, served = [], [], []
+def overhead(flags: argparse.Namespace) -> tuple[float, dict[bool, tuple[float, float]]]:
+    """Seconds a token offline; and served, with the engine in the server's process and in another one, with the median
+    of how many percent more that is. All in turns.
+    """
+    with (
+        engine(flags, "off") as llm,
+        server(flags, "off") as near,
+        server(flags, "off", engine_process=True) as far,
+    ):
+        ports, offline = {False: near, True: far}, []
+        served: dict[bool, list[float]] = {False: [], True: []}
         numbers = itertools.count()
         for turn in range(flags.rounds + 1):
             number = next(numbers)
             alone = _offline_seconds(llm, number, flags)
-            over_http = asyncio.run(_served_seconds(port, number, flags))
+            over_http = {apart: asyncio.run(_served_seconds(port, number, flags)) for apart, port in ports.items()}
             if turn:  # the first is for warming up
                 offline.append(alone)
-                served.append(over_http)
-                ratios.append(100 * (over_http / alone - 1))
-    return statistics.median(offline), statistics.median(served), statistics.median(ratios)
+                for apart, seconds in over_http.items():
+                    served[apart].append(seconds)
+    more = {
+        apart: statistics.median(100 * (s / o - 1) for s, o in zip(all_, offline, strict=True))
+        for apart, all_ in served.items()
+    }
+    return statistics.median(offline), {apart: (statistics.median(served[apart]), more[apart]) for apart in ports}
 
 
 def _offline_seconds(llm: LLM, number: int, flags: argparse.Namespace) -> float:
@@ -237,6 +263,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tpot", type=float, default=0.1, help="seconds a token that are good")
     parser.add_argument("--rounds", type=int, default=5, help="of the comparison with the offline engine; 0: none")
     parser.add_argument("--serve", choices=MODES, help=argparse.SUPPRESS)
+    parser.add_argument("--engine-process", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -249,12 +276,12 @@ def main() -> int:
     details: dict[str, object] = {"model": flags.model, "weights": flags.weights, "drafter": flags.drafter}
     rows: list[tuple[str, float | None, str, float | None, str]] = []
     if flags.rounds:
-        offline, served, more = overhead(flags)
-        rows += [
-            (f"offline engine, {CONCURRENCY} at a time, a token", 1000 * offline, "ms", None, ""),
-            (f"server, {CONCURRENCY} at a time, a token", 1000 * served, "ms", None, ""),
-            ("the server adds", more, "%", OVERHEAD, "<="),
-        ]
+        offline, served = overhead(flags)
+        rows.append((f"offline engine, {CONCURRENCY} at a time, a token", 1000 * offline, "ms", None, ""))
+        for apart, (seconds, more) in served.items():
+            name = "server with an engine process" if apart else "server"
+            rows.append((f"{name}, a token", 1000 * seconds, "ms", None, ""))
+            rows.append((f"{name} adds", more, "%", OVERHEAD[apart], "<="))
     if flags.requests:
         details["load"] = results = load(flags)
         used = [value for name, value in results.items() if name.endswith("afterwards")]

@@ -13,7 +13,7 @@ SOURCE = Path(draftwood.__file__).parent
 
 LAYERS = [  # each may import what stands above it
     ("errors",),
-    ("links", "entries", "request", "shape", "tree", "joining", "batch", "telemetry", "costs", "machine"),
+    ("links", "entries", "request", "wire", "shape", "tree", "joining", "batch", "telemetry", "costs", "machine"),
     ("protocols",),
     ("rng", "sampling", "cache", "ops", "model", "config"),
     ("drafting",),
@@ -21,6 +21,7 @@ LAYERS = [  # each may import what stands above it
     ("growers", "drafters", "verifiers"),
     ("engine", "assembly", "calibration", "warmup"),
     ("lab", "train", "server"),
+    ("ray",),
     ("cli", "__main__", "__init__", "extend"),
 ]
 RANK = {name: i for i, layer in enumerate(LAYERS) for name in layer}

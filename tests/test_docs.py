@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.core
 import typer.main
 
 from draftwood.cli.app import app
@@ -51,6 +52,15 @@ def test_commands_exist_with_their_options(page: Path) -> None:
             known = {option for part in command.params for option in (*part.opts, *part.secondary_opts)}
             given = {word for word in words[1:] if re.fullmatch(r"--?[a-z][\w-]*", word)}
             assert given <= known, f"{page.name}: {line}"
+
+
+def test_options_of_the_kubernetes_example_exist() -> None:
+    group: Any = typer.main.get_command(app)
+    known = {option for part in group.commands["serve"].params for option in part.opts}
+    manifest = (ROOT / "examples/kubernetes/draftwood.yaml").read_text()
+    given = set(re.findall(r"^ +- (--[a-z-]+)", manifest, re.MULTILINE))
+    assert len(given) > 5
+    assert given <= known
 
 
 @pytest.mark.parametrize("page", ["docs/architecture.md", "CONTRIBUTING.md"])

@@ -19,11 +19,20 @@ from draftwood.drafters.by_request import OfferedDrafters
 from draftwood.drafters.cascade import CASCADE, build_cascade, middle_of
 from draftwood.drafters.combined import CombinedDrafter
 from draftwood.drafters.intersection import Bridge, IntersectionDrafter
-from draftwood.drafters.lookups import LOOKUPS, build_lookup, build_member, combined_sources, is_lookup, room_of
+from draftwood.drafters.lookups import (
+    LOOKUPS,
+    build_lookup,
+    build_member,
+    combined_sources,
+    is_lookup,
+    makes_own_trees,
+    room_of,
+)
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.pard import GUESSES, ParallelDrafter
 from draftwood.drafters.predicted import PredictedDrafter
 from draftwood.drafters.reencoding import ReencodingDrafter
+from draftwood.drafters.remote import REMOTE, build_remote
 from draftwood.drafters.rest import RestDrafter
 from draftwood.drafters.self_drafts import SELF_DRAFTS, copied_as, is_self_draft
 from draftwood.drafters.student import StudentDrafter
@@ -130,11 +139,6 @@ NEARLY_ALL = 0.9  # of the target's tokens: vocabularies that differ in markers 
 LEAST_OF_NETWORKS = 0.02  # chance of a node beside those of networks, whose trees are not cut by chance either
 
 
-def makes_own_trees(drafter: str) -> bool:
-    """Whether the name is that of a drafter for which no tree can be asked."""
-    return is_lookup(drafter) or drafter.partition(":")[0] == "cascade"
-
-
 def _entry(kind: str, table: Mapping[str, Entry], name: str, others: tuple[str, ...] = ()) -> Entry:
     if name not in table:
         raise InvalidRequest(f"Unknown {kind} '{name}': choose one of {', '.join((*table, *others))}.")
@@ -192,8 +196,11 @@ def build_drafter(
     trained = _trained_folder(spec)
     if name not in LOOKUPS and (trained.is_dir() or HUB_ID.fullmatch(spec)):
         return load_trained(trained if trained.is_dir() else spec, tree, target, config, allow_pickle=allow_pickle)
-    entry = _entry("drafter", LOOKUPS, name, ("cascade", *SELF_DRAFTS, *SHIPPED, MODEL_DRAFTER, "a folder"))
+    others = ("cascade", *SELF_DRAFTS, *SHIPPED, MODEL_DRAFTER, "a folder")
+    entry = _entry("drafter", {**LOOKUPS, "remote": REMOTE}, name, others)
     _refuse_tree(tree, name, entry)
+    if name == "remote":
+        return build_remote(spec, target, config.torch_device())
     lookup = build_lookup(spec, config.torch_device())
     check_datastores(lookup, target)
     return lookup

@@ -36,6 +36,16 @@ class QueueFull(InvalidRequest):
     code = "queue_full"
 
 
+class EngineDead(DraftwoodError):
+    """The engine has ended, and with it what it was answering."""
+
+    code = "engine_dead"
+
+
+class WireError(DraftwoodError):
+    """What came from another process cannot be read."""
+
+
 class GrammarError(DraftwoodError):
     """A grammar that cannot be followed: malformed, beyond its limits, or without a token to go on with."""
 

@@ -39,6 +39,7 @@ from draftwood.train.online import LEARNT, AdaptConfig, Adapter, Contest
 from draftwood.train.optim import OptimConfig
 from draftwood.tree import DraftLaw, Draw
 from draftwood.verifiers import LAWS
+from remote_drafters import PeriodicSpeaker, remote
 from seq2seq import seq2seq_folder, seq2seq_runner, source_of
 from tiny import (
     NETS,
@@ -97,6 +98,7 @@ DRAFTERS: dict[str, DraftMaker] = {
     "combined-drawn": combining(
         recycling, with_model(Levels((2, 1), Independent())), with_model(Levels((1, 1), Independent()), noise=0.4)
     ),
+    "remote": remote(PeriodicSpeaker()),
     "model-chain": with_model(chain(4)),
     "model-static": with_model(Levels((3, 2, 1), Best())),
     "model-shape": with_model(StaticShape(((0,), (1,), (3,), (0, 0), (0, 2), (1, 0), (0, 0, 0)))),

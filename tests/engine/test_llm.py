@@ -226,7 +226,9 @@ def test_a_minimum_length_is_kept_by_lossless_laws_only(llm: LLM) -> None:
     assert (patient.stats.num_tokens, patient.token_ids[-1], patient.finish_reason) == (8, end, FinishReason.STOP)
     with pytest.raises(IncompatibleParts, match="min_tokens forbids"):
         llm.generate("abc", replace(eager, min_tokens=7, law="typical"))
-    unending = llm.intake.answers("abc", SamplingParams(max_tokens=9, min_tokens=9, ignore_eos=True))[1][0]
+    unending = llm.answer_maker.answers(
+        llm.intake.request("abc", SamplingParams(max_tokens=9, min_tokens=9, ignore_eos=True))[1]
+    )[0]
     assert (unending.params.min_tokens, unending.max_length) == (0, 12)
 
 
@@ -244,7 +246,7 @@ def test_bad_words_are_never_written(llm: LLM) -> None:
         (
             {"drafter": "psychic"},
             InvalidRequest,
-            "none, ngram, suffix, recycling, lookahead, rest, combined, block, eagle3, hydra, medusa, student, model:",
+            "none, ngram, suffix, recycling, lookahead, rest, combined, remote, block, eagle3, hydra, medusa, student",
         ),
         ({"drafter": "ngram:colour=3"}, InvalidRequest, "no setting 'colour'"),
         ({"drafter": "ngram:nodes=many"}, InvalidRequest, "another kind of value"),

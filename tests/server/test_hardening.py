@@ -356,7 +356,7 @@ def test_a_port_in_use_is_noticed_before_a_model_is_loaded(tmp_path: Path) -> No
 def test_requests_that_take_long_to_prepare_hold_up_no_others(served: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
     """Grammars that take long to compile, and long texts, wait for one another only."""
     release = threading.Event()
-    grammars = served.llm.intake._grammars
+    grammars = served.llm.intake.grammars
     start = grammars.start
     monkeypatch.setattr(grammars, "start", lambda grammar: (release.wait(20), start(grammar))[1])
     question = {"prompt": "a", "max_tokens": 2, "guided_choice": ["yes", "no"]}

@@ -199,7 +199,8 @@ def test_the_access_log_tells_what_a_request_took(served: Serving, caplog: pytes
     assert line["finish"] == ["length"]
 
 
-def test_the_command_serves_until_it_is_told_to_stop(folder: Path) -> None:
+@pytest.mark.parametrize("more", [[], ["--engine-process"]], ids=["one process", "engine process"])
+def test_the_command_serves_until_it_is_told_to_stop(folder: Path, more: list[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [
@@ -214,6 +215,7 @@ def test_the_command_serves_until_it_is_told_to_stop(folder: Path) -> None:
         NAME,
         "--threads",
         "1",
+        *more,
     ]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, env=os.environ | {"DRAFTWOOD_API_KEY": "secret"})
     try:
@@ -241,14 +243,18 @@ class _AlreadyOver:
         assert [door.getsockname()[0] for door in sockets] == ["127.0.0.1"]
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["one process", "engine process"])
 def test_a_drafter_that_learns_while_it_serves_is_kept(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apart: bool
 ) -> None:
     monkeypatch.setattr("draftwood.server.run.DrainingServer", _AlreadyOver)
     words = TargetEmbeddings(open_checkpoint(folder), CPU, torch.float32)
     drafter = export(random_net("eagle3", words), tmp_path / "drafter", str(folder), {})
     kept = tmp_path / "kept"
-    run_serve(EngineFlags(model=str(folder), drafter=str(drafter), device="cpu"), ServeFlags(adapt=kept, port=0))
+    run_serve(
+        EngineFlags(model=str(folder), drafter=str(drafter), device="cpu"),
+        ServeFlags(adapt=kept, port=0, engine_process=apart),
+    )
     with LLM(folder, drafter=str(kept)) as llm:
         assert llm.generate("abc", SamplingParams(max_tokens=4)).stats.num_tokens == 4
     with pytest.raises(InvalidRequest, match="cannot learn"):

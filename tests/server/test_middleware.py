@@ -14,7 +14,7 @@ from serving import NAME, Serving, serving
 
 @pytest.fixture(scope="module")
 def guarded(llm: LLM):
-    with serving(llm, api_keys=("first", "second"), max_body=20_000, vllm_names=True) as running:
+    with serving(llm, api_keys=("first", "second"), max_body=20_000) as running:
         yield running
 
 
@@ -101,3 +101,13 @@ def test_request_ids_are_taken_over_if_they_are_harmless(served: Serving) -> Non
 def test_settings_that_make_no_sense(wrong: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest):
         ServerConfig(NAME, **wrong)  # type: ignore[arg-type]
+
+
+def test_what_routers_read_is_there_by_default(guarded: Serving) -> None:
+    """The gauges that the Gateway API's endpoint picker and llm-d look for."""
+    with guarded.http(headers={"Authorization": "Bearer first"}) as http:
+        page = http.get("/metrics").text
+    pages = guarded.llm.engine.scheduler.tables.pool.num_pages
+    for name in ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc"):
+        assert f'vllm:{name}{{model_name="tiny"}} 0.0' in page
+    assert f'vllm:cache_config_info{{block_size="16",model_name="tiny",num_gpu_blocks="{pages}"}} 1.0' in page

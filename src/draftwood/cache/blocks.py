@@ -9,8 +9,21 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 Address = tuple[int | str, tuple[int, ...]]  # key of the page before (at the start: the salt), and the tokens
+
+
+class PageWatcher(Protocol):
+    """Hears which pages can be found by their content."""
+
+    def stored(self, page: int, previous: int | None, tokens: tuple[int, ...], salt: str) -> None:
+        """A full page of committed tokens, right after page `previous`; None: at the start of a text."""
+        ...
+
+    def removed(self, page: int) -> None:
+        """Its room was needed."""
+        ...
 
 
 class PagePool:
@@ -27,6 +40,7 @@ class PagePool:
         self._address: dict[int, Address] = {}  # page -> its entry in _content
         self._key: dict[int, int] = {}  # page -> a name for "this page after exactly these pages"
         self._next_key = 1
+        self.watcher: PageWatcher | None = None
 
     @property
     def num_available(self) -> int:
@@ -77,6 +91,8 @@ class PagePool:
     def _forget(self, page: int) -> None:
         del self._content[self._address.pop(page)]
         del self._key[page]
+        if self.watcher is not None:
+            self.watcher.removed(page)
 
     def find(self, previous: int | None, tokens: tuple[int, ...], salt: str = "") -> int | None:
         """The page that holds `tokens` right after page `previous`, if it is known.
@@ -100,6 +116,8 @@ class PagePool:
         self._address[page] = (key, tokens)
         self._key[page] = self._next_key
         self._next_key += 1
+        if self.watcher is not None:
+            self.watcher.stored(page, previous, tokens, salt)
 
     def give_back(self, page: int) -> None:
         """One user less. A page without users rests if its content is known, else it is free."""

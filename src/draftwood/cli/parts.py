@@ -24,6 +24,7 @@ def parts_tables() -> Iterator[Table]:
     """Drafters, trees, weight formats, controllers and laws."""
     from draftwood.assembly import LOOKUPS, MODEL_DRAFTER, SHIPPED, SHIPPED_SAYS, TREES
     from draftwood.drafters.cascade import CASCADE
+    from draftwood.drafters.remote import REMOTE, REMOTE_DRAFTER
     from draftwood.drafters.self_drafts import SELF_DRAFTS
     from draftwood.engine.policies import POLICIES
     from draftwood.model.weights import FORMATS, ON_ACCELERATORS
@@ -35,6 +36,7 @@ def parts_tables() -> Iterator[Table]:
     for name, entry in SELF_DRAFTS.items():
         drafters.add_row(name, f"--tree, {_settings(entry.defaults)}", entry.description)
     drafters.add_row(MODEL_DRAFTER, "--tree", "what a smaller model of the same vocabulary says")
+    drafters.add_row(REMOTE_DRAFTER, _settings(REMOTE.defaults, REMOTE.on_gpu), REMOTE.description)
     for name in SHIPPED:
         drafters.add_row(name, "--tree", f"{SHIPPED_SAYS[name]}; in this package, trained for smollm2")
     drafters.add_row("FOLDER or hub id", "--tree", "a trained network in any of the published layouts")

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from socket import socket
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from draftwood.cli.engine_process import EngineOrder, start_engine
 from draftwood.cli.flags import EngineFlags
 from draftwood.cli.screen import say
-from draftwood.cli.session import check_adaptable, open_llm, start_adapting
+from draftwood.cli.session import check_adaptable, open_llm, publish_events, save_adapted, start_adapting
 from draftwood.errors import InvalidRequest
 from draftwood.machine import reading_ahead
 from draftwood.model import store
 from draftwood.server.config import ServerConfig
 from draftwood.server.keys import ApiKey, read_key_file
 from draftwood.server.sockets import listening
+
+if TYPE_CHECKING:
+    from draftwood.engine.served import ServedEngine
 
 
 def _option(text: str, panel: str, *names: str, **more: Any) -> Any:
@@ -46,6 +51,10 @@ class ServeFlags:
     adapt: Annotated[
         Path | None, _option("Let a trained drafter learn from the answers, and keep it in this folder.", "Parts")
     ] = None
+    engine_process: Annotated[
+        bool,
+        _option("Run the engine in a process of its own, so that answering clients takes no time of it.", "Machine"),
+    ] = False
     max_running: Annotated[int, _option("Answers at a time; 0: 64 on a CPU, 256 on a GPU.", "Machine")] = 0
     max_queue: Annotated[int, _option("Answers that may wait; others are told to come back later.", "Server")] = (
         ServerConfig.max_queue
@@ -54,7 +63,14 @@ class ServeFlags:
     drain: Annotated[float, _option("Seconds that SIGTERM waits for answers under way.", "Server")] = (
         ServerConfig.drain_seconds
     )
-    vllm_metrics: Annotated[bool, _option("Export metrics under vLLM's names too.", "Server")] = False
+    vllm_metrics: Annotated[bool, _option("Export metrics under vLLM's names too.", "Server")] = True
+    kv_events: Annotated[
+        str | None,
+        _option(
+            "ZeroMQ endpoint to publish events of the prefix cache at, such as tcp://*:5557, for routers.", "Server"
+        ),
+    ] = None
+    kv_topic: Annotated[str, _option("Topic of these events; llm-d reads kv@ADDRESS@MODEL.", "Server")] = ""
     api_key_file: Annotated[
         Path | None,
         _option("TOML file of named API keys with their limits; see docs/serving.md.", "Server"),
@@ -136,15 +152,34 @@ def _serve(engine: EngineFlags, flags: ServeFlags, config: ServerConfig, sockets
         if flags.adapt is not None:
             check_adaptable(engine)
         set_up_logging()
-        llm = open_llm(engine, offers=tuple(flags.offer or ()), max_running=flags.max_running)
-    adapter = start_adapting(llm) if flags.adapt is not None else None
-    app = make_app(llm, config, engine.drafter, flags.offer or ())
+        served, finish = _engine(engine, flags)
+    app = make_app(served, config, engine.drafter, flags.offer or ())
     address = f"http://{_shown(flags.host)}:{sockets[0].getsockname()[1]}"
     say(f"{config.model_name} with {engine.drafter} at {address}/v1, a page to try it at {address}/")
     server = DrainingServer(app)
     server.run(sockets)
     if server.engine_died or not server.started:
         raise typer.Exit(1)  # do not wait for a thread that may never come back
-    if adapter is not None and flags.adapt is not None:
-        say(f"The drafter, adopted anew {adapter.progress.adopted} times, is in {adapter.save(flags.adapt)}")
-    llm.close()
+    finish()
+
+
+def _engine(engine: EngineFlags, flags: ServeFlags) -> tuple[ServedEngine, Callable[[], None]]:
+    """An engine here or in a process of its own, and what is left to do once the server has ended."""
+    offers = tuple(flags.offer or ())
+    if flags.engine_process:
+        adapt = None if flags.adapt is None else str(flags.adapt)
+        events = (flags.kv_events, flags.kv_topic)
+        remote = start_engine(EngineOrder(engine, offers, flags.max_running, adapt, *events))
+        return remote, remote.close
+    llm = open_llm(engine, offers=offers, max_running=flags.max_running)
+    adapter = start_adapting(llm) if flags.adapt is not None else None
+    events = None if flags.kv_events is None else publish_events(llm, flags.kv_events, flags.kv_topic)
+
+    def finish() -> None:
+        if events is not None:
+            events.close()
+        if adapter is not None and flags.adapt is not None:
+            save_adapted(adapter, flags.adapt)
+        llm.close()
+
+    return llm, finish

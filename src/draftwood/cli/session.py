@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from draftwood.cli.flags import EngineFlags
@@ -15,6 +16,7 @@ from draftwood.model import store
 from draftwood.request import Event, SamplingParams
 
 if TYPE_CHECKING:
+    from draftwood.engine.kv_events import KvEvents
     from draftwood.engine.llm import LLM, Prompt
     from draftwood.model.native import Progress
     from draftwood.train.online import Adapter
@@ -61,7 +63,7 @@ def check_parts(flags: EngineFlags) -> None:
 
 def check_adaptable(flags: EngineFlags) -> None:
     """Refuse to adapt what was not trained for its target, before any weights are read."""
-    from draftwood.assembly import combined_sources, makes_own_trees
+    from draftwood.drafters.lookups import combined_sources, makes_own_trees
     from draftwood.drafters.self_drafts import is_self_draft
 
     names = combined_sources(flags.drafter) or [flags.drafter]
@@ -76,6 +78,18 @@ def start_adapting(llm: LLM) -> Adapter:
     from draftwood.train.online import adapt
 
     return adapt(llm)
+
+
+def publish_events(llm: LLM, endpoint: str, topic: str) -> KvEvents:
+    """Tell routers what the prefix cache holds, from now on."""
+    from draftwood.engine.kv_events import KvEvents
+
+    return KvEvents.of(llm.engine, endpoint, topic)
+
+
+def save_adapted(adapter: Adapter, folder: Path) -> None:
+    """Keep what the drafter has learnt."""
+    say(f"The drafter, adopted anew {adapter.progress.adopted} times, is in {adapter.save(folder)}")
 
 
 def fetch_quietly(model: str) -> None:

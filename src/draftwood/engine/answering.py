@@ -1,60 +1,52 @@
-"""A request on its way through the Python interface: its events, and what they add up to."""
+"""An answer on its way, for callers that wait for results: its events, and what they add up to."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from draftwood.engine.sequence import Sequence as Answer
+from draftwood.engine.requests import EngineRequest
 from draftwood.request import Completion, Event, Result, TokenLogprob
 
 
 @dataclass
 class Answering:
-    """A request on its way: its events, and what they add up to."""
+    """A request on its way."""
 
     prompt: str | None
-    answers: list[Answer]
-    texts: list[list[str]] = field(init=False)
-    accepted: list[list[bool]] = field(init=False)
-    logprobs: list[list[TokenLogprob]] = field(init=False)
-    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
-    ends: dict[int, Event] = field(default_factory=dict)
+    request: EngineRequest
+    events: list[list[Event]] = field(init=False)  # of each answer
+    num_ended: int = 0
 
     def __post_init__(self) -> None:
-        self.texts, self.accepted, self.logprobs = ([[] for _ in self.answers] for _ in range(3))
+        self.events = [[] for _ in range(self.request.params.n)]
 
     def add(self, event: Event) -> None:
-        """What has happened."""
-        self.texts[event.index].append(event.text)
-        self.accepted[event.index].extend(event.accepted)
-        self.logprobs[event.index].extend(event.logprobs)
-        self.prompt_logprobs = event.prompt_logprobs or self.prompt_logprobs
-        if event.finished:
-            self.ends[event.index] = event
+        """News of an answer."""
+        self.events[event.index].append(event)
+        self.num_ended += event.finished
 
     @property
     def done(self) -> bool:
         """Whether all answers have ended."""
-        return len(self.ends) == len(self.answers)
+        return self.num_ended == len(self.events)
 
     def result(self) -> Result:
-        """Once they have."""
-        completions = [self._completion(i, answer) for i, answer in enumerate(self.answers)]
-        first = self.answers[0]
-        prompt = tuple(first.tokens[first.source_length : first.prompt_length])
-        return Result(self.prompt, prompt, tuple(completions), self.prompt_logprobs)
+        """All answers; once they have ended."""
+        completions = [self._completion(i, events) for i, events in enumerate(self.events)]
+        scored: list[tuple[TokenLogprob | None, ...]] = [e.prompt_logprobs for e in self.events[0] if e.prompt_logprobs]
+        return Result(self.prompt, self.request.tokens, tuple(completions), scored[0] if scored else ())
 
-    def _completion(self, i: int, answer: Answer) -> Completion:
-        end = self.ends[i]
+    def _completion(self, i: int, events: list[Event]) -> Completion:
+        end = events[-1]
         assert end.finish_reason is not None
         return Completion(
             index=i,
-            text="".join(self.texts[i]),
-            token_ids=tuple(answer.tokens[answer.prompt_length :]),
-            accepted=tuple(self.accepted[i]),
+            text="".join(event.text for event in events),
+            token_ids=tuple(token for event in events for token in event.token_ids),
+            accepted=tuple(flag for event in events for flag in event.accepted),
             finish_reason=end.finish_reason,
             stats=end.stats,
-            seed=answer.seed,
-            logprobs=tuple(self.logprobs[i]),
+            seed=end.stats.seed,
+            logprobs=tuple(entry for event in events for entry in event.logprobs),
             error=end.error,
         )

@@ -1,49 +1,44 @@
-"""From a prompt to answers in the making: everything a request can be refused for is found here, before it runs."""
+"""From a prompt to a request: everything it can be refused for is found here, before it runs."""
 
 from __future__ import annotations
 
 import itertools
 import secrets
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
-from draftwood.batch import Source
-from draftwood.drafters.by_request import OfferedDrafters
+from draftwood.engine.answers import decided_by_seed, stop_ids
+from draftwood.engine.client import EngineCard
 from draftwood.engine.engine import check_exact
 from draftwood.engine.images import Conversation, ImageReader
-from draftwood.engine.sequence import Sequence as Answer
+from draftwood.engine.requests import EngineRequest
 from draftwood.engine.sources import PlainPrompt, Prompt, SourceReader, WithSource
-from draftwood.engine.text import TextStream
 from draftwood.errors import ContextLengthExceeded, IncompatibleParts, InvalidRequest
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.grammar import Grammars
-from draftwood.model.tokenizer import Detokenizer
-from draftwood.protocols import Constraint, Verifier
+from draftwood.protocols import Verifier
 from draftwood.request import SamplingParams
-from draftwood.rng import Purpose, fold_seed
 from draftwood.tree import POINT_TREE, DraftLaw
 from draftwood.verifiers import AUTO, ByRequest, default_law
 
 __all__ = ["Guessers", "Intake", "Prompt"]
 
 
-@dataclass(frozen=True)
 class Guessers:
-    """Who guesses, and by which laws."""
+    """Which drafters and laws requests may name, and which suit each other."""
 
-    drafts: DraftLaw  # of the engine's own drafter
-    offered: OfferedDrafters | None  # whom a request may name; None: none, and no predictions either
-    laws: ByRequest
-    suits_itself: bool  # the engine's law was chosen for its drafter, so a request with other guesses gets another
-    strict: bool  # the target's logits do not depend on what else is computed in a step
+    def __init__(self, card: EngineCard, laws: ByRequest) -> None:
+        self.laws = laws
+        self._card = card
+        # The engine's law was chosen for its drafter, so a request with other guesses gets another.
+        self._suits_itself = card.law == AUTO
 
     def fitted(self, params: SamplingParams) -> SamplingParams:
         """The same with a law that is exact for the guesses it will get; refused where there is none."""
         drafts = self._drafts(params)
-        if self.offered is not None and self.offered.drafter_of(params.drafter) is self.offered.default:
+        if self._card.offers is not None and self._card.drafter_of(params.drafter).is_default:
             params = replace(params, drafter=None)  # no wish of its own: it runs in the same steps as others
-        if params.law == AUTO or (params.law is None and self.suits_itself):
+        if params.law == AUTO or (params.law is None and self._suits_itself):
             params = replace(params, law=self._suited_law(params, drafts))
         law = self.laws.law_of(params.law)
         check_exact(law, drafts)
@@ -55,24 +50,20 @@ class Guessers:
 
         With a seed it is one whose tokens do not depend on the tree: budgets, and so trees, follow load and timings.
         """
-        suits = self.suits_itself and self.laws.default.refuses(drafts) is None
+        suits = self._suits_itself and self.laws.default.refuses(drafts) is None
         name = None if suits else default_law(drafts)
-        if params.seed is None or _decided_by_seed(self.laws.law_of(name), params):
+        if params.seed is None or decided_by_seed(self.laws.law_of(name), params):
             return name
         return "match"
 
-    def reproducible(self, params: SamplingParams) -> bool:
-        """Whether fitted `params` give the same tokens for a seed, whatever the load and the other requests."""
-        return self.strict and _decided_by_seed(self.laws.law_of(params.law), params)
-
     def _drafts(self, params: SamplingParams) -> DraftLaw:
-        if self.offered is None:
+        if self._card.offers is None:
             if params.drafter or params.prediction:
                 raise InvalidRequest(
                     "This engine has one drafter for all and takes no predictions; make it with LLM(…, offers=[])."
                 )
-            return self.drafts
-        chosen = self.offered.drafter_of(params.drafter)
+            return self._card.drafter.law
+        chosen = self._card.drafter_of(params.drafter)
         if params.max_nodes is not None and not params.prediction and params.max_nodes > chosen.max_nodes:
             raise InvalidRequest(
                 f"max_nodes is {params.max_nodes}, and the drafter never proposes more than {chosen.max_nodes} nodes."
@@ -88,48 +79,46 @@ class Guessers:
             )
 
 
-def _decided_by_seed(law: Verifier, params: SamplingParams) -> bool:
-    """Whether the tokens do not depend on the trees: by the law, or because nothing is drawn."""
-    return law.reproducible or (law.lossless and params.greedy)
-
-
 class Intake:
-    """Checks requests, and makes their answers."""
+    """Makes requests, and refuses what cannot run. Needs a tokenizer and an engine's card, but no engine."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        guessers: Guessers,
-        max_length: int,
-        capacity: int,
-        images: ImageReader,
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, card: EngineCard, laws: ByRequest, images: ImageReader) -> None:
         self.tokenizer = checkpoint.tokenizer()
-        self.max_length = max_length
+        self.max_length = card.max_length
+        self.vocab_size = checkpoint.config.vocab_size
+        self.grammars = Grammars(self.tokenizer, self.vocab_size)
+        self._limits = (
+            f"the model's context window is {checkpoint.config.max_positions} and the cache holds {card.capacity}"
+        )
+        self._guessers = Guessers(card, laws)
         self._config = checkpoint.config
-        self._guessers = guessers
-        self._capacity = capacity
         self.images = images
         self.sources = SourceReader(checkpoint.config.encoder, self.encode_text)
-        self._grammars = Grammars(self.tokenizer, checkpoint.config.vocab_size)
         self._request_ids = itertools.count()
-        self._sequence_ids = itertools.count()
 
-    def answers(self, prompt: Prompt, params: SamplingParams, tenant: str = "") -> tuple[str | None, list[Answer]]:
-        """The prompt as a text, where it is one, and its answers in the making, on behalf of `tenant`."""
+    @property
+    def default_law(self) -> str:
+        """The name of the law of requests that name none."""
+        return self._guessers.laws.default.name
+
+    def request(self, prompt: Prompt, params: SamplingParams, tenant: str = "") -> tuple[str | None, EngineRequest]:
+        """The prompt as a text, where it is one, and the request that `tenant` makes with it."""
         source = self.sources.read(prompt)
         prompt, files = self._without_images(prompt)
         text, tokens = self._text(prompt)
         tokens, images = self.images.place(tokens, files)
         self._check_tokens(tokens, params, 0 if source is None else len(source))
         params = self._guessers.fitted(params)
-        if params.min_tokens and not (params.stop or self._stop_ids(params)):
+        if params.min_tokens and not (params.stop or stop_ids(params, self.tokenizer)):
             params = replace(params, min_tokens=0)  # nothing can end it early: it runs where others do
-        request_id = next(self._request_ids)
+        prediction = tuple(self.encode_text(params.prediction, special=False)) if params.prediction else ()
+        bad_words = tuple(tuple(ids) for word in params.bad_words for ids in self._spellings(word))
+        if params.grammar is not None:
+            self.grammars.start(params.grammar)  # refuses what cannot be compiled
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        first = replace(self._answer(request_id, source, tokens, params, seed, tenant), images=images)
-        others = range(1, params.n)
-        return text, [first, *(self._sibling(first, i, fold_seed(seed, Purpose.SAMPLE, i)) for i in others)]
+        return text, EngineRequest(
+            next(self._request_ids), tuple(tokens), params, seed, tenant, prediction, bad_words, source, images
+        )
 
     def _without_images(self, prompt: Prompt) -> tuple[Prompt, list[bytes]]:
         """A conversation without the images in it, and their files; anything else as it is."""
@@ -173,65 +162,8 @@ class Intake:
             )
         return self.tokenizer.encode(text, special=special)
 
-    @property
-    def _limits(self) -> str:
-        return f"the model's context window is {self._config.max_positions} and the cache holds {self._capacity}"
-
-    def _answer(
-        self,
-        request_id: int,
-        source: Source | None,
-        tokens: list[int],
-        params: SamplingParams,
-        seed: int,
-        tenant: str,
-    ) -> Answer:
-        spec, before = self._config.encoder, [] if source is None else list(source.tokens)
-        longest = self.max_length if spec is None else min(self.max_length, len(before) + spec.max_text)
-        law = self._guessers.laws.law_of(params.law)
-        return Answer(
-            id=next(self._sequence_ids),
-            request_id=request_id,
-            index=0,
-            tokens=[*before, *tokens],
-            params=params,
-            seed=seed,
-            max_length=min(len(before) + len(tokens) + params.max_tokens, longest),
-            stop_ids=self._stop_ids(params),
-            bad_words=tuple(tuple(ids) for word in params.bad_words for ids in self._spellings(word)),
-            text=TextStream(Detokenizer(self.tokenizer), params.stop),
-            arrived=time.perf_counter(),
-            law=law.name,
-            lossless=law.lossless,
-            reproducible=self._guessers.reproducible(params),
-            prediction=tuple(self.encode_text(params.prediction, special=False)) if params.prediction else (),
-            constraint=self._constraint(params),
-            source=source,
-            tenant=tenant,
-        )
-
-    def _sibling(self, first: Answer, index: int, seed: int) -> Answer:
-        """Another answer to the same prompt."""
-        return replace(
-            first,
-            id=next(self._sequence_ids),
-            index=index,
-            tokens=list(first.tokens),
-            seed=seed,
-            text=TextStream(Detokenizer(self.tokenizer), first.params.stop),
-            constraint=self._constraint(first.params),
-        )
-
-    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        """A grammar says when it is complete by nothing but the end of text, so that counts even if it is ignored."""
-        ignored = params.ignore_eos and params.grammar is None
-        return frozenset(params.stop_token_ids) | (frozenset() if ignored else self.tokenizer.eos_ids)
-
-    def _constraint(self, params: SamplingParams) -> Constraint | None:
-        return None if params.grammar is None else self._grammars.start(params.grammar)
-
     def _check_tokens(self, tokens: list[int], params: SamplingParams, source: int) -> None:
-        vocabulary = self._config.vocab_size
+        vocabulary = self.vocab_size
         if not tokens:
             raise InvalidRequest("The prompt is empty: give the model at least one token to continue from.")
         longest = self.max_length - (params.max_tokens > 0) - source

@@ -26,7 +26,6 @@ from draftwood.assembly import (
     build_verifier,
     choose_law,
     load_runner,
-    makes_own_trees,
     memory_explained,
     offer,
     settle,
@@ -36,18 +35,20 @@ from draftwood.cache.prefill_buffer import SEQUENCES
 from draftwood.calibration import calibrate, default_controller, known_costs
 from draftwood.config import EngineConfig
 from draftwood.costs import StepCosts
-from draftwood.drafters.by_request import OfferedDrafters
+from draftwood.drafters.lookups import makes_own_trees
 from draftwood.drafting import Drafter
 from draftwood.engine.answering import Answering
+from draftwood.engine.answers import AnswerMaker
+from draftwood.engine.client import EngineCard, Listener, Pulse
 from draftwood.engine.engine import Engine, check_exact
 from draftwood.engine.images import ImageReader
-from draftwood.engine.intake import Guessers, Intake, Prompt
+from draftwood.engine.intake import Intake, Prompt
 from draftwood.engine.policies import find_policy
+from draftwood.engine.requests import EngineRequest
 from draftwood.engine.scheduler import Scheduler, SchedulerConfig
-from draftwood.engine.sequence import Sequence as Answer
 from draftwood.engine.shapes import MIXED_ROWS
 from draftwood.engine.sources import EncoderInput, PlainPrompt, paired, with_source
-from draftwood.engine.worker import Companion, ComputeThread, Listener, Pulse, Worker
+from draftwood.engine.worker import Companion, ComputeThread, Worker
 from draftwood.errors import DraftwoodError, InvalidRequest
 from draftwood.faults import DrafterHealth
 from draftwood.machine import reading_ahead
@@ -121,13 +122,18 @@ class LLM:
         self.tokenizer = self.checkpoint.tokenizer()
         parts = Parts(drafter, tree, law, offers)
         self.engine = ComputeThread.shared().call(lambda: self._build_engine(parts))
-        offered = self.engine.drafter if isinstance(self.engine.drafter, OfferedDrafters) else None
-        strict = self.engine.target.model.strict
-        guessers = Guessers(self.engine.drafter.law, offered, self.laws, suits_itself=law == AUTO, strict=strict)
+        self.card = EngineCard.of(self.engine, self.config, self.checkpoint.config.max_positions, law)
         model = self.engine.target.model
         images = ImageReader.of(self.checkpoint, model.dtype, model.device)
-        capacity = self.engine.scheduler.tables.capacity
-        self.intake = Intake(self.checkpoint, guessers, self.max_length, capacity, images)
+        self.intake = Intake(self.checkpoint, self.card, self.laws, images)
+        self.answer_maker = AnswerMaker(
+            self.tokenizer,
+            self.intake.grammars,
+            self.laws,
+            self.max_length,
+            self.card.strict,
+            self.checkpoint.config.encoder,
+        )
         self._worker = Worker(self.engine)
         gc.freeze()  # looking for garbage in all that was loaded takes a tenth of a second each time, and steps wait
 
@@ -180,7 +186,7 @@ class LLM:
     @property
     def max_length(self) -> int:
         """Tokens a prompt and its answer can have together: the context window, or the cache if that is smaller."""
-        return min(self.checkpoint.config.max_positions, self.engine.scheduler.tables.capacity)
+        return self.card.max_length
 
     def calibrate(self, say: Callable[[str], None] = lambda _: None) -> StepCosts:
         """Measure what steps cost here, keep the table for later runs too, and budget by it from now on.
@@ -279,7 +285,7 @@ class LLM:
         """Answer a prompt event by event. Leaving the loop early cancels the request."""
         answering = self._prepare(with_source(prompt, encoder_input), params or SamplingParams())
         inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        self._worker.submit(answering.answers, inbox.put)
+        self.submit(answering.request, inbox.put)
         try:
             while not answering.done:
                 event = inbox.get()
@@ -288,12 +294,12 @@ class LLM:
         finally:
             self._cancel(answering)
 
-    def submit(self, answers: list[Answer], listener: Listener) -> None:
-        """Run answers that `intake` made of one prompt; `listener` hears every event, on the compute thread.
+    def submit(self, request: EngineRequest, listener: Listener) -> None:
+        """Run all answers of a request that `intake` made; `listener` hears every event, on the compute thread.
 
         For those who serve many callers and keep their own books; others have `stream` and `astream`.
         """
-        self._worker.submit(answers, listener)
+        self._worker.submit(self.answer_maker.answers(request), listener)
 
     def cancel(self, request_id: int) -> None:
         """End a request before the next step; its listener hears of it. One that has ended is left alone."""
@@ -310,9 +316,9 @@ class LLM:
         return self.engine.health
 
     @property
-    def alive(self) -> bool:
-        """Whether there is still a thread to compute on."""
-        return self._worker.alive
+    def death(self) -> str | None:
+        """Why it will never answer again; None while it may."""
+        return self._worker.death
 
     async def astream(
         self, prompt: Prompt | None, params: SamplingParams | None = None, *, encoder_input: EncoderInput = None
@@ -321,7 +327,7 @@ class LLM:
         answering = self._prepare(with_source(prompt, encoder_input), params or SamplingParams())
         inbox: asyncio.Queue[Event] = asyncio.Queue()
         loop = asyncio.get_running_loop()
-        self._worker.submit(answering.answers, lambda event: _call_in(loop, inbox.put_nowait, event))
+        self.submit(answering.request, lambda event: _call_in(loop, inbox.put_nowait, event))
         try:
             while not answering.done:
                 event = await inbox.get()
@@ -360,7 +366,7 @@ class LLM:
 
         Waking the caller for every event would cost more than the event: on two cores it takes one away from the step.
         """
-        by_id = {request.answers[0].request_id: request for request in requests}
+        by_id = {request.request.id: request for request in requests}
 
         def hear(event: Event) -> None:
             by_id[event.request_id].add(event)
@@ -368,11 +374,11 @@ class LLM:
                 finished()
 
         for request in requests:
-            self._worker.submit(request.answers, hear)
+            self.submit(request.request, hear)
 
     def _cancel(self, answering: Answering) -> None:
         if not answering.done:
-            self._worker.cancel(answering.answers[0].request_id)
+            self._worker.cancel(answering.request.id)
 
     def _prepare_or_explain(self, prompt: Prompt, params: SamplingParams) -> Answering | Result:
         try:
@@ -391,7 +397,7 @@ class LLM:
             return Result(prompt if isinstance(prompt, str) else None, (), (failed,))
 
     def _prepare(self, prompt: Prompt, params: SamplingParams) -> Answering:
-        return Answering(*self.intake.answers(prompt, params))
+        return Answering(*self.intake.request(prompt, params))
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Event) -> None:

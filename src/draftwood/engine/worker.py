@@ -16,15 +16,14 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from draftwood.engine.client import Listener, Pulse
 from draftwood.engine.engine import Engine
 from draftwood.engine.sequence import Sequence
 from draftwood.errors import DraftwoodError
 from draftwood.request import Event, FinishReason
 
-Listener = Callable[[Event], None]
 T = TypeVar("T")
 QUIET = 0.5  # seconds without requests before time is spent on later ones: a request that comes meanwhile waits
 
@@ -43,16 +42,6 @@ class Companion(Protocol):
     def work(self) -> None:
         """Do a short piece of work: requests wait for it."""
         ...
-
-
-@dataclass
-class Pulse:
-    """Signs of life of an engine, written by the compute thread and read from any thread."""
-
-    steps: int = 0
-    failures: int = 0  # steps that ended in an exception
-    failure: str | None = None  # the last one's
-    since: float | None = None  # when the present step began; None: there is none
 
 
 class ComputeThread:
@@ -134,7 +123,9 @@ class Worker:
         self._thread = ComputeThread.shared()
         self._listeners: dict[int, tuple[Listener, dict[int, Sequence]]] = {}  # request -> (who, answers to come)
         self._companion: Companion | None = None
-        self.pulse = Pulse()
+        self._steps = self._failures = 0
+        self._failure: str | None = None
+        self._since: float | None = None  # when the present step began
         self._idle_since = 0.0  # when the last step ended
         self._closed = False
         self._thread.post(lambda: self._thread.enlist(self))
@@ -160,9 +151,14 @@ class Worker:
             self._thread.call(self._leave)
 
     @property
-    def alive(self) -> bool:
-        """Whether its thread is."""
-        return self._thread.alive
+    def death(self) -> str | None:
+        """Why there will be no more steps; None while there may be."""
+        return None if self._thread.alive else "The compute thread has ended."
+
+    @property
+    def pulse(self) -> Pulse:
+        """Signs of life, read from any thread."""
+        return Pulse.of(self._engine, self._steps, self._failures, self._failure, self._since)
 
     @property
     def busy(self) -> bool:
@@ -171,13 +167,13 @@ class Worker:
 
     def turn(self) -> None:
         """One step, and the news it brings."""
-        self.pulse.since = time.monotonic()
+        self._since = time.monotonic()
         try:
             events = self._engine.step()
         except Exception as failure:
             events = self._give_up(failure)
-        self.pulse.steps += 1
-        self.pulse.since, self._idle_since = None, time.monotonic()
+        self._steps += 1
+        self._since, self._idle_since = None, time.monotonic()
         for event in events:
             self._tell(event)
         self._give_way(busy=True)
@@ -238,8 +234,8 @@ class Worker:
     def _give_up(self, failure: Exception) -> list[Event]:
         """A step failed: which request caused it is not known, so all running answers end with the reason."""
         error = f"The engine failed: {type(failure).__name__}: {failure}"
-        self.pulse.failures += 1
-        self.pulse.failure = error
+        self._failures += 1
+        self._failure = error
         # If it failed before a sequence ran, it would fail for waiting ones again and again.
         requests = {seq.request_id for seq in self._engine.scheduler.running or self._engine.scheduler.waiting}
         return [

@@ -59,18 +59,33 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # held for moments
+        self._compiling = threading.Lock()
 
     def start(self, grammar: str) -> GrammarState:
         """The beginning of an answer that follows `grammar`."""
         if not self._tokenizer.eos_ids:
             raise GrammarError("This model has no token that ends a text, so an answer by a grammar could never end.")
+        if grammar not in self._compiled:
+            with self._compiling:
+                matcher = self._compiled.get(grammar) or self._compile(grammar)
+            self._keep(grammar, matcher)
+        return GrammarState(self._copy(grammar), self._tokenizer.eos_ids, self._vocab_size)
+
+    def _keep(self, grammar: str, matcher: LLMatcher) -> None:
         with self._lock:
-            matcher = self._compiled.pop(grammar, None) or self._compile(grammar)
             self._compiled[grammar] = matcher
             while len(self._compiled) > KEPT:
                 self._compiled.popitem(last=False)
-            return GrammarState(matcher.deep_copy(), self._tokenizer.eos_ids, self._vocab_size)
+
+    def _copy(self, grammar: str) -> LLMatcher:
+        """Of a compiled grammar; does not wait for others that are being compiled."""
+        with self._lock:
+            matcher = self._compiled.get(grammar)
+            if matcher is not None:
+                self._compiled.move_to_end(grammar)
+                return matcher.deep_copy()
+        return self._compile(grammar)  # others have pushed it out meanwhile
 
     def _compile(self, grammar: str) -> LLMatcher:
         from llguidance import LLMatcher

@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from draftwood.engine.llm import LLM
-from draftwood.engine.sequence import Sequence as Answer
-from draftwood.errors import QueueFull
+from draftwood.engine.requests import EngineRequest
+from draftwood.engine.served import ServedEngine
+from draftwood.errors import EngineDead, QueueFull
 from draftwood.request import Event, FinishReason
 from draftwood.server.config import ServerConfig
 from draftwood.server.errors import ApiError
@@ -68,13 +68,14 @@ class Ticket:
     """One HTTP request's answers, from the moment they are taken in to the last event."""
 
     id: str
-    prompts: list[list[Answer]]
+    requests: list[EngineRequest]  # one for each prompt
     patient: bool  # not streamed: only the end is delivered
     watcher: Watcher
     cancel: Callable[[int], None]
     caller: Caller
     since: float = field(default_factory=time.monotonic)
     open_answers: int = field(init=False)
+    completion_tokens: int = 0
     failure: ApiError | None = None
     closed: bool = False
     timer: asyncio.TimerHandle | None = None  # its deadline
@@ -82,16 +83,17 @@ class Ticket:
     _bell: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
-        self.open_answers = sum(map(len, self.prompts))
+        self.open_answers = sum(request.params.n for request in self.requests)
 
     @property
     def prompt_tokens(self) -> int:
         """Tokens of all prompts."""
-        return sum(answers[0].prompt_length for answers in self.prompts)
+        return sum(request.prompt_length for request in self.requests)
 
     def receive(self, prompt: int, event: Event) -> None:
         """News from the engine."""
         self.open_answers -= event.finished
+        self.completion_tokens += len(event.token_ids)
         self.watcher(self, (prompt, event))
         if self.closed:
             return
@@ -127,8 +129,8 @@ class Ticket:
 
     def _cancel_rest(self) -> None:
         if self.open_answers:
-            for answers in self.prompts:
-                self.cancel(answers[0].request_id)
+            for request in self.requests:
+                self.cancel(request.id)
 
 
 _BAD_ENDS = (FinishReason.ERROR, FinishReason.CANCELLED)
@@ -140,6 +142,8 @@ def _failure_of(event: Event) -> ApiError:
     message = event.error or "The engine could not answer."
     if event.error_code == QueueFull.code:
         return come_later(message, 1)
+    if event.error_code == EngineDead.code:
+        return ApiError(503, message, event.error_code)
     if event.error_code is not None:
         return ApiError(400, message, event.error_code)
     return ApiError(500, message, "engine_error")
@@ -153,7 +157,7 @@ def come_later(message: str, seconds: float, code: str | None = QueueFull.code) 
 class Admission:
     """Takes requests in while there is room, and knows all that are under way."""
 
-    def __init__(self, llm: LLM, config: ServerConfig, watcher: Watcher, *, sole_caller: bool) -> None:
+    def __init__(self, llm: ServedEngine, config: ServerConfig, watcher: Watcher, *, sole_caller: bool) -> None:
         self._sole_caller = sole_caller
         # Requests that take long to prepare wait for one another, and no others wait for them.
         self._prompts = ThreadPoolExecutor(4, "draftwood-prompts")
@@ -170,7 +174,7 @@ class Admission:
     @property
     def limit(self) -> int:
         """Answers that may be under way."""
-        return self.llm.config.max_running + self.config.max_queue
+        return self.llm.card.max_running + self.config.max_queue
 
     @property
     def open_answers(self) -> int:
@@ -208,18 +212,18 @@ class Admission:
         return math.inf if self._sole_caller else SHARE * (self.limit - self.open_answers)
 
     async def take(
-        self, arrival: Arrival, prepare: Callable[[], list[list[Answer]]], count: int, *, patient: bool
+        self, arrival: Arrival, prepare: Callable[[], list[EngineRequest]], count: int, *, patient: bool
     ) -> Ticket:
         """Take `count` answers in. `prepare` makes them, on another thread: reading a long prompt takes time."""
         self.make_room(count, arrival.caller)
         self._arriving[arrival.caller] += count
         try:
-            prompts = await self.prepared(arrival, prepare)
+            requests = await self.prepared(arrival, prepare)
             if self.closed_for is not None:
                 raise self.closed_for
         finally:
             self._arriving[arrival.caller] -= count
-        ticket = Ticket(arrival.request_id, prompts, patient, self._heard, self.llm.cancel, arrival.caller)
+        ticket = Ticket(arrival.request_id, requests, patient, self._heard, self.llm.cancel, arrival.caller)
         return self._submit(ticket, arrival.deadline)
 
     async def prepared(self, arrival: Arrival, prepare: Callable[[], T]) -> T:
@@ -235,8 +239,8 @@ class Admission:
         seconds = min(deadline, self.config.deadline)
         late = ApiError(408, f"The deadline of {seconds:g} seconds has passed.", "deadline_exceeded")
         ticket.timer = loop.call_later(seconds, ticket.fail, late)
-        for i, answers in enumerate(ticket.prompts):
-            self.llm.submit(answers, _listener(self._mailbox, ticket, i))
+        for i, request in enumerate(ticket.requests):
+            self.llm.submit(request, _listener(self._mailbox, ticket, i))
         return ticket
 
     def _heard(self, ticket: Ticket, news: News) -> None:

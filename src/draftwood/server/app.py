@@ -16,7 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 import draftwood
-from draftwood.engine.llm import LLM
+from draftwood.engine.served import ServedEngine
 from draftwood.server.admission import Ticket
 from draftwood.server.bodies import BodyLimit, JsonRoute
 from draftwood.server.config import ServerConfig
@@ -59,7 +59,7 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 }
 
 
-def make_app(llm: LLM, config: ServerConfig, drafter: str = "none", offers: Sequence[str] = ()) -> FastAPI:
+def make_app(llm: ServedEngine, config: ServerConfig, drafter: str = "none", offers: Sequence[str] = ()) -> FastAPI:
     """An ASGI application over `llm`, whose drafter and offers are only named here."""
     service = Service(llm, config, drafter, offers)
 
@@ -147,7 +147,7 @@ def _reading(app: FastAPI, service: Service) -> None:
     def tokenize(body: Annotated[TokenizeRequest, Body()]) -> Tokens:
         """A text or a conversation as tokens."""
         tokens = service.tokens(body)
-        return Tokens(count=len(tokens), max_model_len=service.llm.max_length, tokens=tokens)
+        return Tokens(count=len(tokens), max_model_len=service.llm.card.max_length, tokens=tokens)
 
     @app.post("/detokenize", tags=["tokens"])
     def detokenize(body: Annotated[DetokenizeRequest, Body()]) -> Text:
@@ -241,13 +241,12 @@ def _managing(app: FastAPI, service: Service) -> None:
 
 
 def _under_way(ticket: Ticket) -> UnderWay:
-    answers = [answer for answers in ticket.prompts for answer in answers]
     return UnderWay(
         id=ticket.id,
         seconds=time.monotonic() - ticket.since,
         open_answers=ticket.open_answers,
         prompt_tokens=ticket.prompt_tokens,
-        completion_tokens=sum(answer.num_generated for answer in answers),
+        completion_tokens=ticket.completion_tokens,
     )
 
 

@@ -41,7 +41,7 @@ class ServerConfig:
     body_timeout: float = 60.0  # seconds it has to send the body
     write_timeout: float = 60.0  # seconds it may leave an answer unread
     keep_alive: int = 5  # seconds an idle connection stays open
-    vllm_names: bool = False  # also export metrics under vLLM's names
+    vllm_names: bool = True  # also export metrics under vLLM's names: routers read these by default
     allowed_hosts: tuple[str, ...] = ()  # names of the server, beside localhost and addresses; "*": any
     trusted_proxies: tuple[str, ...] = ()  # addresses or networks whose X-Forwarded-* headers are believed
     cors_origins: tuple[str, ...] = ()  # origins whose pages may call the server from a browser; "*": all

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import time
 
-from draftwood.engine.llm import LLM
+from draftwood.engine.served import ServedEngine
 from draftwood.request import Event, FinishReason, SamplingParams
 from draftwood.server.admission import Admission
 from draftwood.server.errors import ApiError, log
@@ -16,7 +15,7 @@ INTERVAL = 0.25  # seconds
 class Monitor:
     """Watches the engine, and turns everything red when it is gone."""
 
-    def __init__(self, llm: LLM, admission: Admission, stall_seconds: float) -> None:
+    def __init__(self, llm: ServedEngine, admission: Admission, stall_seconds: float) -> None:
         self.reason: str | None = None  # why the engine counts as dead
         self._llm = llm
         self._admission = admission
@@ -32,11 +31,10 @@ class Monitor:
 
     def look(self) -> None:
         """Once."""
-        pulse = self._llm.pulse
-        began = pulse.since
-        if not self._llm.alive:
-            self._declare_dead("The compute thread has ended.")
-        elif began is not None and time.monotonic() - began > self._stall:
+        pulse, death = self._llm.pulse, self._llm.death
+        if death is not None:
+            self._declare_dead(death)
+        elif pulse.stepping is not None and pulse.stepping > self._stall:
             self._declare_dead(f"A step has taken more than {self._stall:g} seconds.")
         elif pulse.failures > self._failures and (self._asked is None or self._asked.done()):
             self._failures = pulse.failures
@@ -51,8 +49,8 @@ class Monitor:
             if event.finished:
                 loop.call_soon_threadsafe(lambda: ended.done() or ended.set_result(event))
 
-        _, answers = self._llm.intake.answers(self._llm.intake.sources.smallest, SamplingParams(max_tokens=1))
-        self._llm.submit(answers, hear)
+        _, request = self._llm.intake.request(self._llm.intake.sources.smallest, SamplingParams(max_tokens=1))
+        self._llm.submit(request, hear)
         try:
             event = await asyncio.wait_for(ended, self._stall)
         except TimeoutError:

@@ -14,10 +14,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from draftwood.engine.engine import Engine
-from draftwood.engine.llm import LLM
-from draftwood.engine.reasons import kind_of
-from draftwood.protocols import PredictsSeconds
+from draftwood.engine.client import EngineClient, LastStep
 from draftwood.server.admission import Admission
 from draftwood.server.errors import log
 from draftwood.server.formatters import sse
@@ -56,7 +53,7 @@ class _Channel:
 class Live:
     """Samples the engine while there are listeners."""
 
-    def __init__(self, llm: LLM, metrics: Metrics, admission: Admission, monitor: Monitor) -> None:
+    def __init__(self, llm: EngineClient, metrics: Metrics, admission: Admission, monitor: Monitor) -> None:
         self._llm = llm
         self._metrics = metrics
         self._admission = admission
@@ -137,27 +134,26 @@ class Live:
         return sse(self._state() | asdict(now.totals) | _rates(before, now))
 
     def _state(self) -> dict[str, Any]:
-        scheduler = self._llm.engine.scheduler
-        pool, budget = scheduler.tables.pool, scheduler.budget
+        pulse = self._llm.pulse
         return {
             "time": round(time.time(), 3),
             "uptime": round(time.monotonic() - self._began, 3),
-            "running": len(scheduler.running),
-            "waiting": len(scheduler.waiting),
-            "max_running": scheduler.config.max_running,
-            "kv_use": round(1 - pool.num_available / pool.num_pages, 4),
+            "running": pulse.running,
+            "waiting": pulse.waiting,
+            "max_running": self._llm.card.max_running,
+            "kv_use": round(pulse.kv_use, 4),
             "acceptance_by_depth": self._metrics.depths.shares(),
             "controller": {
-                "nodes": budget.max_nodes,
+                "nodes": pulse.max_nodes,
                 "depth": None,
-                "least_chance": round(budget.min_accept_prob, 4),
-                "name": type(self._llm.engine.controller).__name__,
-                "why": str(budget.why),
-                "reason": kind_of(budget.why),
-                "expected_gain": _rounded(budget.gain.expected),
-                "measured_gain": _rounded(budget.gain.measured),
+                "least_chance": round(pulse.least_chance, 4),
+                "name": pulse.controller,
+                "why": pulse.why,
+                "reason": pulse.reason,
+                "expected_gain": _rounded(pulse.expected_gain),
+                "measured_gain": _rounded(pulse.measured_gain),
             },
-            "last_step": _last_step(self._llm.engine),
+            "last_step": _told(pulse.last_step),
             "status": self._status(),
         }
 
@@ -171,17 +167,14 @@ def _rounded(gain: float | None) -> float | None:
     return None if gain is None else round(gain, 4)
 
 
-def _last_step(engine: Engine) -> dict[str, float | None] | None:
-    """What the last decode step took, beside what the controller predicts for its rows; None before the first."""
-    step, controller = engine.last_step, engine.controller
+def _told(step: LastStep | None) -> dict[str, float | None] | None:
     if step is None:
         return None
-    predicted = controller.predicted_seconds(step.report) if isinstance(controller, PredictsSeconds) else None
     return {
-        "sequences": step.report.num_sampling,
-        "rows": step.report.num_rows,
+        "sequences": step.sequences,
+        "rows": step.rows,
         "measured_seconds": round(step.seconds, 6),
-        "predicted_seconds": None if predicted is None else round(predicted, 6),
+        "predicted_seconds": None if step.predicted_seconds is None else round(step.predicted_seconds, 6),
     }
 
 

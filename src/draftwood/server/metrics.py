@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from draftwood.engine.llm import LLM
+from draftwood.engine.client import EngineClient, Pulse
 from draftwood.request import Event, FinishReason
 from draftwood.server.admission import News, Ticket
 
@@ -83,7 +83,7 @@ class RecentDepths:
 class Metrics:
     """Counts what it hears."""
 
-    def __init__(self, llm: LLM, model: str, *, vllm_names: bool) -> None:
+    def __init__(self, llm: EngineClient, model: str, *, vllm_names: bool) -> None:
         self._llm = llm
         self._registry = CollectorRegistry()
         self._model = model
@@ -220,22 +220,21 @@ class Metrics:
 class _Load(Collector):
     """What the engine says of itself at the moment."""
 
-    def __init__(self, llm: LLM, model: str) -> None:
+    def __init__(self, llm: EngineClient, model: str) -> None:
         self._llm = llm
         self._model = model
 
     def collect(self) -> Iterable[Metric]:
         """Read now."""
-        scheduler, pulse = self._llm.engine.scheduler, self._llm.pulse
-        pool = scheduler.tables.pool
+        pulse = self._llm.pulse
         gauges = {
-            "num_requests_running": ("Answers that run.", len(scheduler.running)),
-            "num_requests_waiting": ("Answers that wait.", len(scheduler.waiting)),
-            "controller_nodes": ("Draft nodes of each sequence in the last step.", scheduler.budget.max_nodes),
-            "kv_cache_usage_perc": ("Share of the cache in use, 1 being all.", 1 - pool.num_available / pool.num_pages),
+            "num_requests_running": ("Answers that run.", pulse.running),
+            "num_requests_waiting": ("Answers that wait.", pulse.waiting),
+            "kv_cache_usage_perc": ("Share of the cache in use, 1 being all.", pulse.kv_use),
+            "controller_nodes": ("Draft nodes of each sequence in the last step.", pulse.max_nodes),
         }
         counters = {
-            "num_preemptions": ("Answers that started over for lack of pages.", scheduler.num_preemptions),
+            "num_preemptions": ("Answers that started over for lack of pages.", pulse.preemptions),
             "engine_steps": ("Steps.", pulse.steps),
             "engine_failures": ("Steps that failed.", pulse.failures),
         }
@@ -244,33 +243,41 @@ class _Load(Collector):
                 metric = family(f"{PREFIX}{name}", text, labels=("model_name",))
                 metric.add_metric((self._model,), value)
                 yield metric
-        yield from self._drafters()
-        yield from self._decisions()
+        yield self._cache()
+        yield from self._drafters(pulse)
+        yield from self._decisions(pulse)
 
-    def _decisions(self) -> Iterable[Metric]:
+    def _decisions(self, pulse: Pulse) -> Iterable[Metric]:
         """What the controller decides, why, and what it gains."""
-        scheduler = self._llm.engine.scheduler
         why = CounterMetricFamily(
             f"{PREFIX}controller_decisions", "Steps by the reason for their size.", labels=("model_name", "reason")
         )
-        for kind, count in list(scheduler.decisions.items()):
+        for kind, count in pulse.decisions:
             why.add_metric((self._model, kind), count)
         yield why
-        told = {"expected": scheduler.budget.gain.expected, "measured": scheduler.budget.gain.measured}
+        told = {"expected": pulse.expected_gain, "measured": pulse.measured_gain}
         for name, gain in told.items():
             text = f"Tokens a second with drafts, of those without, as {name}; nan: not known."
             metric = GaugeMetricFamily(f"{PREFIX}controller_{name}_gain", text, labels=("model_name",))
             metric.add_metric((self._model,), float("nan") if gain is None else gain)
             yield metric
 
-    def _drafters(self) -> Iterable[Metric]:
+    def _cache(self) -> Metric:
+        """The cache's sizes, under the names that vLLM gives them; on a CPU they are no GPU's blocks."""
+        card = self._llm.card
+        names = ("model_name", "block_size", "num_gpu_blocks")
+        info = GaugeMetricFamily(f"{PREFIX}cache_config_info", "Sizes of the cache, as labels.", labels=names)
+        info.add_metric((self._model, str(card.page_size), str(card.num_pages)), 1)
+        return info
+
+    def _drafters(self, pulse: Pulse) -> Iterable[Metric]:
         """What has gone wrong with each drafter."""
         names = ("model_name", "drafter")
         failures = CounterMetricFamily(f"{PREFIX}drafter_failures", "Calls of a drafter that raised.", labels=names)
         disabled = GaugeMetricFamily(f"{PREFIX}drafter_disabled", "1 once a drafter is switched off.", labels=names)
-        for health in self._llm.drafter_health:
-            failures.add_metric((self._model, health.name), health.failures)
-            disabled.add_metric((self._model, health.name), int(health.disabled))
+        for drafter in pulse.drafters:
+            failures.add_metric((self._model, drafter.name), drafter.failures)
+            disabled.add_metric((self._model, drafter.name), int(drafter.disabled))
         return failures, disabled
 
     def describe(self) -> Iterable[Metric]:

@@ -11,13 +11,12 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response
 
-from draftwood.drafters.by_request import OfferedDrafters
 from draftwood.engine.images import Conversation
 from draftwood.engine.intake import Prompt
-from draftwood.engine.llm import LLM
-from draftwood.engine.sequence import Sequence as Answer
+from draftwood.engine.requests import EngineRequest
+from draftwood.engine.served import ServedEngine
 from draftwood.engine.sources import WithSource, paired
-from draftwood.request import FinishReason, SamplingParams
+from draftwood.request import Event, FinishReason, SamplingParams, SpeculationStats
 from draftwood.server.admission import Admission, Arrival, Ticket
 from draftwood.server.choice_state import Choice
 from draftwood.server.config import ServerConfig
@@ -42,7 +41,7 @@ LONG = 64 << 10  # bytes of a request from which on its prompt counts as long
 class Service:
     """Answers requests with one engine."""
 
-    def __init__(self, llm: LLM, config: ServerConfig, drafter: str, offers: Sequence[str]) -> None:
+    def __init__(self, llm: ServedEngine, config: ServerConfig, drafter: str, offers: Sequence[str]) -> None:
         self.llm = llm
         self.config = config
         self.drafters = list(dict.fromkeys((drafter, "none", *offers)))
@@ -59,10 +58,8 @@ class Service:
     def _branching(self) -> list[str]:
         """Drafters whose trees may have branches."""
         default, *others = self.drafters
-        offered = self.llm.engine.drafter
-        laws = {default: offered.law}
-        if isinstance(offered, OfferedDrafters):
-            laws |= {name: offered.drafter_of(name).law for name in others if name in offered.others}
+        card = self.llm.card
+        laws = {default: card.drafter.law} | {str(o.name): o.law for o in card.offers or () if o.name in others}
         return [name for name, law in laws.items() if not law.chain]
 
     @property
@@ -71,13 +68,13 @@ class Service:
         return ModelCard(
             id=self.config.model_name,
             created=self.started,
-            max_model_len=self.llm.max_length,
+            max_model_len=self.llm.card.max_length,
             drafter=self.drafters[0],
             drafters=self.drafters,
             branching=self._branching,
-            law=self.llm.laws.default.name,
+            law=self.llm.intake.default_law,
             laws=self._laws,
-            max_nodes=self.llm.engine.drafter.max_nodes,
+            max_nodes=self.llm.card.max_nodes,
         )
 
     def check_model(self, name: str | None) -> None:
@@ -90,7 +87,10 @@ class Service:
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Go on with a conversation."""
         writer = ChatWriter(
-            self.config.model_name, self.llm.tokenizer, tells_usage=_tells_usage(body), logprobs=bool(body.logprobs)
+            self.config.model_name,
+            self.llm.intake.tokenizer,
+            tells_usage=_tells_usage(body),
+            logprobs=bool(body.logprobs),
         )
         return await self.converse(body, request, writer)
 
@@ -98,11 +98,11 @@ class Service:
         """Go on with a conversation; `writer` decides which API's objects the answer is written in."""
         self.check_model(body.model)
         toolbox = ToolBox.of(body)
-        params = _salted(chat_params(body, toolbox, self.llm.max_length), request.state.caller)
+        params = _salted(chat_params(body, toolbox, self.llm.card.max_length), request.state.caller)
         arrival = self._arrival(body, request, params)
 
-        def prepare() -> list[list[Answer]]:
-            return self._answers([self._conversation(body.messages, toolbox)], params, arrival.caller)
+        def prepare() -> list[EngineRequest]:
+            return self._requests([self._conversation(body.messages, toolbox)], params, arrival.caller)
 
         ticket = await self.admission.take(arrival, prepare, params.n, patient=not body.stream)
         return await self._respond(body, request, ticket, params, writer, reads_calls=toolbox is not None)
@@ -117,18 +117,18 @@ class Service:
         echoes: list[Echo] = []
         writer = CompletionWriter(
             self.config.model_name,
-            self.llm.tokenizer,
+            self.llm.intake.tokenizer,
             echoes,
             params.n,
             tells_usage=_tells_usage(body),
             logprobs=body.logprobs is not None,
         )
 
-        def prepare() -> list[list[Answer]]:
-            answers = self._answers(prompts, params, arrival.caller)  # refuses what is too long before it is decoded
+        def prepare() -> list[EngineRequest]:
+            requests = self._requests(prompts, params, arrival.caller)  # refuses what is too long before it is decoded
             if body.echo:
-                echoes.extend(self._echoes(prompts, answers, params))
-            return answers
+                echoes.extend(self._echoes(prompts, requests, params))
+            return requests
 
         if only_echoes(body):
             self.admission.make_room(count, arrival.caller)
@@ -138,24 +138,21 @@ class Service:
         return await self._respond(body, request, ticket, params, writer, reads_calls=False)
 
     def _echoes(
-        self, prompts: Sequence[Prompt], answers: Sequence[Sequence[Answer]], params: SamplingParams
+        self, prompts: Sequence[Prompt], requests: Sequence[EngineRequest], params: SamplingParams
     ) -> Iterator[Echo]:
         """Each prompt as it is repeated: decoded once, however many answers it gets."""
-        firsts = [first for first, *_ in answers]
         if params.prompt_logprobs is not None:
-            check_entries(
-                sum(first.prompt_length - first.source_length for first in firsts), params.n, params.prompt_logprobs
-            )
+            check_entries(sum(len(r.tokens) for r in requests), params.n, params.prompt_logprobs)
         make = Echo.of if params.prompt_logprobs is None else Echo.scored
         plain = (prompt.prompt or "" if isinstance(prompt, WithSource) else prompt for prompt in prompts)
-        texts = (tuple(first.tokens[first.source_length :]) for first in firsts)
-        return (make(prompt, text, self.llm.tokenizer) for prompt, text in zip(plain, texts, strict=True))
+        tokenizer = self.llm.intake.tokenizer
+        return (make(prompt, request.tokens, tokenizer) for prompt, request in zip(plain, requests, strict=True))
 
-    def _answers(self, prompts: Sequence[Prompt], params: SamplingParams, caller: Caller) -> list[list[Answer]]:
-        return [self.llm.intake.answers(prompt, params, caller.name)[1] for prompt in prompts]
+    def _requests(self, prompts: Sequence[Prompt], params: SamplingParams, caller: Caller) -> list[EngineRequest]:
+        return [self.llm.intake.request(prompt, params, caller.name)[1] for prompt in prompts]
 
     def _conversation(self, messages: Sequence[Message], toolbox: ToolBox | None) -> Conversation:
-        text, files = chat_text(self.llm.tokenizer, messages, toolbox, self.llm.intake.images)
+        text, files = chat_text(self.llm.intake.tokenizer, messages, toolbox, self.llm.intake.images)
         return Conversation(self.llm.intake.encode_text(text, special=False), files)
 
     def _arrival(self, body: Sampling, request: Request, params: SamplingParams) -> Arrival:
@@ -177,13 +174,13 @@ class Service:
         choices = [
             Choice(
                 i,
-                self.llm.tokenizer,
+                self.llm.intake.tokenizer,
                 reads_calls=reads_calls,
-                prediction=answer.prediction,
-                tracer=Tracer(i, self._guessing_for(answer), self.llm.tokenizer) if params.trace else None,
+                prediction=asked.prediction,
+                tracer=Tracer(i, self._guessing_for(asked), self.llm.intake.tokenizer) if params.trace else None,
                 tells_end=writer.tells_end,
             )
-            for i, answer in enumerate(answer for answers in ticket.prompts for answer in answers)
+            for i, asked in enumerate(request for request in ticket.requests for _ in range(request.params.n))
         ]
         report = "none" if body.speculation is None else body.speculation.report
         reply = Reply(ticket, choices, params.n, writer, report)
@@ -192,12 +189,12 @@ class Service:
             return EventStream(reply.parts(), reply.ticket.close)
         return await answer_at_once(request, reply)
 
-    def _guessing_for(self, answer: Answer) -> str:
+    def _guessing_for(self, request: EngineRequest) -> str:
         """Who drafts for an answer, by the name clients know."""
-        if answer.params.max_nodes == 0:
+        if request.params.max_nodes == 0:
             return "none"
-        drafter = answer.params.drafter or self.drafters[0]
-        return f"{drafter} + prediction" if answer.prediction else drafter
+        drafter = request.params.drafter or self.drafters[0]
+        return f"{drafter} + prediction" if request.prediction else drafter
 
     def tokens(self, body: TokenizeRequest) -> list[int]:
         """A text or a conversation as tokens."""
@@ -210,11 +207,11 @@ class Service:
 
     def text(self, tokens: Sequence[int]) -> str:
         """Tokens as text."""
-        limit = self.llm.checkpoint.config.vocab_size
+        limit = self.llm.intake.vocab_size
         outside = next((token for token in tokens if token >= limit), None)
         if outside is not None:
             raise invalid(f"Token {outside} is not in the vocabulary (0 to {limit - 1}).", "tokens")
-        return self.llm.tokenizer.decode(tokens, skip_special=False)
+        return self.llm.intake.tokenizer.decode(tokens, skip_special=False)
 
 
 def _salted(params: SamplingParams, caller: Caller) -> SamplingParams:
@@ -226,13 +223,14 @@ def _tells_usage(body: Sampling) -> bool:
     return bool(body.stream and body.stream_options is not None and body.stream_options.include_usage)
 
 
-def _nothing_to_do(arrival: Arrival, prompts: list[list[Answer]]) -> Ticket:
+def _nothing_to_do(arrival: Arrival, requests: list[EngineRequest]) -> Ticket:
     """Answers that end before anything is run for them."""
     watcher, cancel = (lambda *_: None), (lambda _: None)
-    ticket = Ticket(arrival.request_id, prompts, True, watcher, cancel, arrival.caller)
-    for i, answers in enumerate(prompts):
-        for answer in answers:
-            ticket.receive(i, answer.event(0, 0, FinishReason.LENGTH, time.perf_counter()))
+    ticket = Ticket(arrival.request_id, requests, True, watcher, cancel, arrival.caller)
+    for i, request in enumerate(requests):
+        stats = SpeculationStats(prompt_tokens=request.prompt_length, seed=request.seed)
+        for index in range(request.params.n):
+            ticket.receive(i, Event(request.id, index, (), (), "", FinishReason.LENGTH, stats))
     return ticket
 
 

@@ -1,0 +1,360 @@
+"""A remote drafter may be slow, gone, or lie: the tokens are those of plain decoding, and the wait is bounded."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from collections.abc import Sequence as Tokens
+from pathlib import Path
+
+import pytest
+import torch
+
+from draftwood import LLM, EngineConfig, SamplingParams
+from draftwood.drafters import remote as remote_module
+from draftwood.drafters.remote import LIES, MISSES, RemoteDrafter
+from draftwood.drafters.remote_protocol import (
+    KEY_VARIABLE,
+    LONGEST,
+    TO_DRAFTER,
+    TO_TARGET,
+    Draft,
+    DraftCommit,
+    DraftSync,
+    welcome_drafter,
+)
+from draftwood.engine.drafter_host import Cancel, DraftSession, EngineSpeaker, Hear
+from draftwood.engine.sequence import Sequence
+from draftwood.errors import InvalidRequest
+from draftwood.verifiers import Match
+from draftwood.wire import HEADER, Line
+from remote_drafters import KEY, VOCAB_SIZE, Behaviour, PeriodicSpeaker, hosted, link_to, messages, peer
+from serving import soon
+from tiny import Ask, Harness, generated, no_drafter, tiny_folder, tiny_runner
+
+ASKS = [
+    Ask((1, 2, 3, 1, 2), SamplingParams(temperature=t, seed=i, max_tokens=24)) for i, t in enumerate((0.0, 1.0, 0.0))
+]
+PLAIN = generated(Harness(tiny_runner(), no_drafter(torch.float64), Match()).run(ASKS))
+
+
+def drafted_by(address: str, wait: float = 2000.0) -> tuple[Harness, list[Sequence]]:
+    harness = Harness(tiny_runner(), RemoteDrafter(link_to(address), 5, wait), Match())
+    return harness, harness.run(ASKS)
+
+
+class OneSided:
+    """A line of whose messages only some arrive."""
+
+    def __init__(self, line: Line, arriving: Iterator[DraftSync | DraftCommit]) -> None:
+        self.send = line.send
+        self._arriving = arriving
+
+    def messages(self) -> Iterator[tuple[str, DraftSync | DraftCommit]]:
+        return (("", message) for message in self._arriving)
+
+
+def lies(end: socket.socket) -> None:
+    """Drafts at once, for every length, what never comes."""
+    length: dict[int, int] = {}
+    for line, message in messages(end):
+        if isinstance(message, DraftSync):
+            length[message.sequence] = len(message.tokens)
+        elif isinstance(message, DraftCommit):
+            length[message.sequence] += len(message.tokens)
+        else:
+            continue
+        tokens = tuple((length[message.sequence] + i) % VOCAB_SIZE for i in range(40))
+        line.send("draft", Draft(message.sequence, 1, tokens, (-1,) * 40, True))
+        line.send("draft", Draft(message.sequence, 999, tokens, (-1,) * 40, True))
+        line.send("draft", Draft(999, 1, tokens, (-1,) * 40, True))
+        line.send("draft", Draft(message.sequence, length[message.sequence], tokens, (-1,) * 20 + (3,) * 20, False))
+
+
+def stalls(end: socket.socket) -> None:
+    for _ in messages(end):
+        pass
+
+
+def never_reads(end: socket.socket) -> None:
+    time.sleep(1)
+
+
+def hangs_up(end: socket.socket) -> None:
+    for number, _ in enumerate(messages(end)):
+        if number == 3:
+            return
+
+
+def _sends(data: bytes) -> Behaviour:
+    def behave(end: socket.socket) -> None:
+        end.recv(1)
+        end.sendall(data)
+        while end.recv(1 << 16):
+            pass
+
+    return behave
+
+
+def framed(text: bytes) -> bytes:
+    return HEADER.pack(len(text)) + text
+
+
+BAD: dict[str, Behaviour] = {
+    "lies": lies,
+    "stalls": stalls,
+    "never reads": never_reads,
+    "hangs up": hangs_up,
+    "no frame": _sends(b"HTTP/1.1 400 Bad Request\r\n\r\n"),
+    "no JSON": _sends(framed(b"\xff\xfe")),
+    "no list": _sends(framed(b"7")),
+    "no verb": _sends(framed(b'[["explode",1]]')),
+    "no draft": _sends(framed(b'[["draft",[0,5,[1],[-1]]]]')),
+    "tokens outside": _sends(framed(b'[["draft",[0,5,[13],[-1],true]]]')),
+    "negative tokens": _sends(framed(b'[["draft",[0,5,[-2],[-1],true]]]')),
+    "no tree": _sends(framed(b'[["draft",[0,5,[1,2],[1,0],true]]]')),
+    "behind nothing": _sends(framed(b'[["draft",[0,-4,[1],[-1],true]]]')),
+    "too deep": _sends(framed(b"[" * 10_000)),
+    "too many": _sends(framed(json.dumps([["draft", [0, 5, [1] * 5000, [-1] * 5000, True]]]).encode())),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_drafter_changes_no_answer(name: str) -> None:
+    with peer(BAD[name]) as address:
+        began = time.monotonic()
+        harness, answers = drafted_by(address, wait=100)
+        assert generated(answers) == PLAIN
+        assert time.monotonic() - began < 5
+        assert harness.engine.health[0].failures == 0
+        if name == "lies":
+            assert sum(answer.drafted for answer in answers) > 40, "the lies were never looked at"
+
+
+def test_one_that_stalls_is_waited_for_a_few_times_only() -> None:
+    with peer(stalls) as address:
+        began = time.monotonic()
+        assert generated(drafted_by(address, wait=200)[1]) == PLAIN
+        assert MISSES * 0.2 <= time.monotonic() - began < (MISSES + 2) * 0.2 + 2
+
+
+def test_a_text_that_is_not_drafted_for_holds_up_no_others() -> None:
+    """Of three texts it drafts for two: steps wait for the third a few times, and then no more."""
+
+    def choosy(end: socket.socket) -> None:
+        line = Line(end, TO_DRAFTER, LONGEST)
+        others = (message for _, message in line.messages() if not isinstance(message, int) and message.sequence != 1)
+        DraftSession(PeriodicSpeaker(), OneSided(line, others)).run()
+        line.close(0)
+
+    with peer(choosy) as address:
+        began = time.monotonic()
+        _, answers = drafted_by(address, wait=200)
+        assert generated(answers) == PLAIN
+        assert time.monotonic() - began < (MISSES + 2) * 0.2 + 2
+        assert [answer.drafted > 0 for answer in answers] == [True, False, True]
+
+
+def test_one_that_comes_back_drafts_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_module, "RETRY", (0.02, 0.05))
+    visits: list[int] = []
+
+    def behave(end: socket.socket) -> None:
+        visits.append(1)
+        if len(visits) > 1:
+            DraftSession(PeriodicSpeaker(), Line(end, TO_DRAFTER, LONGEST)).run()
+
+    with peer(behave) as address:
+        drafter = RemoteDrafter(link_to(address), 5, 2000)
+        assert soon(lambda: len(visits) >= 2)
+        assert soon(lambda: drafter._link._line is not None)
+        harness = Harness(tiny_runner(), drafter, Match())
+        answers = harness.run(ASKS)
+        assert generated(answers) == PLAIN
+        assert sum(answer.accepted for answer in answers) > 0
+
+
+def test_one_that_lies_about_the_protocol_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_module, "RETRY", (0.01, 0.01))
+    with peer(_sends(framed(b"7"))) as address:
+        link = link_to(address)
+        for number in range(400):
+            link.follow(number, (1, 2), 3, "")
+            if not link._reader.is_alive():
+                break
+            time.sleep(0.01)
+        assert not link._reader.is_alive()
+        link.close()
+    assert LIES > 1
+
+
+def test_drafts_are_used() -> None:
+    _, answers = drafted_by(hosted(PeriodicSpeaker()))
+    assert generated(answers) == PLAIN
+    assert sum(answer.accepted for answer in answers) > 5
+    assert max(answer.drafted / answer.steps for answer in answers) > 2
+
+
+@pytest.mark.parametrize(
+    ("key", "vocabulary", "reason"),
+    [(b"other", "tiny", "keys"), (KEY, "else", "vocabulary"), (b"", "tiny", "keys")],
+)
+def test_strangers_are_refused(key: bytes, vocabulary: str, reason: str) -> None:
+    host, port = hosted(PeriodicSpeaker()).rsplit(":", 1)
+    with socket.create_connection((host, int(port))) as end, pytest.raises(InvalidRequest, match=reason):
+        welcome_drafter(end, key, vocabulary)
+
+
+def test_prompts_are_not_sent_to_one_that_does_not_know_the_key() -> None:
+    def claims(end: socket.socket) -> None:
+        with end:
+            end.sendall(framed(b'[1,"00"]'))
+            end.recv(1 << 12)
+            end.sendall(framed(b'["00",null]'))
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    serving = threading.Thread(target=lambda: claims(listener.accept()[0]))
+    serving.start()
+    with pytest.raises(InvalidRequest, match="does not know the key"):
+        link_to(f"127.0.0.1:{listener.getsockname()[1]}")
+    serving.join()
+    listener.close()
+
+
+def test_what_cannot_be_reached_is_said_at_once(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path / "tiny")
+    for drafter, words in (
+        ("remote:127.0.0.1:1", "cannot be reached"),
+        ("remote:nowhere", "HOST:PORT"),
+        ("remote:127.0.0.1:1,width=3", "no setting 'width'"),
+    ):
+        with pytest.raises(InvalidRequest, match=words):
+            LLM(folder, drafter=drafter)
+
+
+class CountingSpeaker:
+    """Counts upwards, a token at a time, when it is told to."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[tuple[int, ...], str, int]] = []
+        self.hear: list[Hear] = []
+        self.cancelled = 0
+
+    def speak(self, tokens: Tokens[int], salt: str, count: int, hear: Hear) -> Cancel:
+        self.asked.append((tuple(tokens), salt, count))
+        self.hear.append(hear)
+
+        def cancel() -> None:
+            self.cancelled += 1
+
+        return cancel
+
+    def say(self, *tokens: int, last: bool = False) -> None:
+        self.hear[-1]([(token, (token + 5,)) for token in tokens], last)
+
+
+@pytest.fixture
+def session():  # type: ignore[no-untyped-def]
+    """A session with a speaker, and the target's end of its line."""
+    ours, theirs = socket.socketpair()
+    speaker, line = CountingSpeaker(), Line(ours, TO_TARGET, LONGEST)
+    drafts: list[Draft] = []
+    hosting = threading.Thread(target=DraftSession(speaker, Line(theirs, TO_DRAFTER, LONGEST)).run)
+    hosting.start()
+
+    def listen() -> None:
+        for _, draft in line.messages():
+            drafts.append(draft)
+
+    listening = threading.Thread(target=listen)
+    listening.start()
+    yield speaker, line, drafts
+    line.close()
+    hosting.join(5)
+    listening.join(5)
+    assert not hosting.is_alive()
+
+
+def test_drafting_goes_on_while_the_target_verifies(session) -> None:  # type: ignore[no-untyped-def]
+    speaker, line, drafts = session
+    line.send("sync", DraftSync(4, (1, 2), 3, "salt"))
+    assert soon(lambda: speaker.asked == [((1, 2), "salt", 9)])
+    speaker.say(3)
+    speaker.say(4, 5)
+    assert soon(lambda: len(drafts) == 2)
+    assert drafts[0] == Draft(4, 2, (3, 8), (-1, -1), False), "what is there can be verified before the rest has come"
+    assert drafts[1] == Draft(4, 2, (3, 4, 5, 8, 9, 10), (-1, 0, 1, -1, 0, 1), False)
+    line.send("commit", DraftCommit(4, 2, (3, 4)))  # as it was guessed: nothing is thrown away
+    assert soon(lambda: len(drafts) == 3)
+    assert drafts[2] == Draft(4, 4, (5, 10), (-1, -1), False)
+    speaker.say(6, 7, 8, 9, 10, 11, last=True)
+    assert soon(lambda: len(drafts) == 4)
+    assert (len(speaker.asked), speaker.cancelled) == (1, 0)
+    line.send("commit", DraftCommit(4, 4, (5, 6, 7, 8)))
+    assert soon(lambda: len(speaker.asked) == 2), "there are too few guesses left for the steps to come"
+    assert speaker.asked[1] == ((1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11), "salt", 6)
+    line.send("commit", DraftCommit(4, 8, (0,)))  # otherwise: it begins anew
+    assert soon(lambda: len(speaker.asked) == 3)
+    assert (speaker.asked[2], speaker.cancelled) == (((1, 2, 3, 4, 5, 6, 7, 8, 0), "salt", 9), 1)
+    speaker.hear[1]([(77, ())], False)  # too late
+    line.send("close", 4)
+    assert soon(lambda: speaker.cancelled == 2)
+    assert all(77 not in draft.tokens for draft in drafts)
+
+
+def test_an_engine_drafts_what_its_model_says(tmp_path: Path) -> None:
+    folder = tiny_folder(tmp_path / "tiny")
+    with LLM(folder, config=EngineConfig(threads=1, page_size=16, cache_tokens=2048)) as llm:
+        prompt = [5, 6, 7, 8]
+        wanted = llm.generate([prompt], SamplingParams(max_tokens=6, ignore_eos=True))[0].token_ids
+        heard: list[tuple[int, tuple[int, ...]]] = []
+        ended = threading.Event()
+
+        def hear(guesses, last: bool) -> None:  # type: ignore[no-untyped-def]
+            heard.extend(guesses)
+            if last:
+                ended.set()
+
+        EngineSpeaker(llm, width=3).speak(prompt, "salt", 6, hear)
+        assert ended.wait(10)
+        assert tuple(token for token, _ in heard) == wanted
+        assert all(len({token, *others}) == 3 for token, others in heard)
+        ended.clear()
+        EngineSpeaker(llm).speak([1] * 5000, "", 6, hear)
+        assert ended.is_set(), "too long a text is nobody's failure"
+
+
+def test_a_model_in_another_process_drafts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`draftwood drafter serve` and `--drafter remote:…`, with the same model on both sides: all guesses are right."""
+    folder = tiny_folder(tmp_path / "tiny")
+    monkeypatch.setenv(KEY_VARIABLE, "shared")
+    command = [sys.executable, "-m", "draftwood", "drafter", "serve", "--model", str(folder), "--drafter", "none"]
+    process = subprocess.Popen(
+        [*command, "--port", "0", "--threads", "1"], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
+    try:
+        assert process.stderr is not None
+        found = next(match for line in process.stderr if (match := re.search(r"drafts at (\S+:\d+)", line)))
+        config = EngineConfig(threads=1, cache_tokens=1024)
+        asked, params = [[5, 6, 7], [9, 8]], SamplingParams(max_tokens=30, ignore_eos=True)
+        with LLM(folder, config=config) as plain:
+            wanted = [result.token_ids for result in plain.generate(asked, params)]
+        with LLM(folder, drafter=f"remote:{found[1]},nodes=4,wait=5000", config=config) as llm:
+            results = llm.generate(asked, params)
+            assert [result.token_ids for result in results] == wanted
+            assert all(result.stats.tokens_per_step > 3 for result in results)
+            os.kill(process.pid, signal.SIGKILL)
+            again = llm.generate(asked, params)
+            assert [result.token_ids for result in again] == wanted
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
