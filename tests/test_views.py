@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -176,9 +176,27 @@ def test_so_it_does_on_kernels_for_a_gpu(view: View) -> None:
         runner.forward(runner.cache.stage_text([Span(0, text, 0, len(text) - 1)]))
         table = torch.tensor([runner.cache.tables.pages(0)], device=device)
         lengths, roots = (torch.tensor([number], device=device) for number in (len(text), text[-1]))
-        seen = SimpleNamespace(size=1, lengths=lengths, roots=roots, block_table=table)
+        seen = SimpleNamespace(size=1, lengths=lengths, roots=roots, block_table=table, turn_shifts=None)
         heard.append(drafter.begin(seen)[0])  # type: ignore[arg-type]
     assert (heard[0].float() - heard[1].float()).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("window", [None, Window(0, 4)])
+def test_behind_images_rows_turn_by_their_own_numbers(window: Window | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As verification's rows do: positions and, for each sequence, how far its turns lie from them."""
+    runner = tiny_runner(CONFIG)
+    drafter, heard = ViewDrafter(View(window=window), chain(3)), []
+    drafter.attach(runner)
+    monkeypatch.setattr(
+        drafter.runner, "forward", lambda batch: heard.append(batch) or runner.forward(replace(batch, turns=None))
+    )
+    lengths, shifts = torch.tensor([21, 7]), torch.tensor([-3, 2])
+    table = torch.arange(16).view(2, 8)
+    view = SimpleNamespace(size=2, lengths=lengths, roots=lengths % 13, block_table=table, turn_shifts=shifts)
+    drafter.begin(view)  # type: ignore[arg-type]
+    (batch,) = heard
+    assert batch.positions.tolist() == [20, 6]
+    assert batch.turns.tolist() == [[17, 8]] * 3
 
 
 def test_a_view_takes_no_memory_but_for_rounded_weights() -> None:

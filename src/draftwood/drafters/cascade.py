@@ -207,7 +207,7 @@ def middle_of(drafter: str | Drafter) -> str | Drafter:
     """The name of a cascade's middle, which is what takes memory; other drafters as they are."""
     if not isinstance(drafter, str) or drafter.partition(":")[0] != "cascade":
         return drafter
-    return spec_of(split_spec(drafter)[1].get("middle", CASCADE.defaults["middle"]))
+    return spec_of({**CASCADE.defaults, **split_spec(drafter)[1]}["middle"])
 
 
 def spec_of(part: str) -> str:
