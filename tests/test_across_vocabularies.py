@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from draftwood.assembly import way_across
+from draftwood.drafters.across import way_across
 from draftwood.drafters.encoder import Encoder
 from draftwood.drafters.intersection import Bridge, IntersectionDrafter
 from draftwood.drafters.reencoding import LOOSE, READ, ReencodingDrafter

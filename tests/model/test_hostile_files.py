@@ -30,6 +30,7 @@ from draftwood.model.config import ModelConfig
 from draftwood.model.tokenizer import Tokenizer
 from draftwood.nets.layouts import open_drafter
 from tiny import TinyCheckpoint, tiny_config, tiny_folder
+from vocabularies import byte_level
 
 from .conftest import HF_CONFIG
 from .test_config import SCALINGS
@@ -176,19 +177,26 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+class WithTexts(TinyCheckpoint):
+    """Draft models of another vocabulary are asked what they have in common with it."""
+
+    def tokenizer(self) -> Tokenizer:
+        return byte_level()
+
+
 @pytest.mark.parametrize("pickles", [False, True], ids=["safetensors", "pickles"])
 @pytest.mark.parametrize("config", DRAFTERS.values(), ids=DRAFTERS.keys())
 def test_a_drafter_folder_runs_nothing(tmp_path: Path, marker: Path, config: dict[str, Any], pickles: bool) -> None:
     folder = poison(tiny_folder(tmp_path / "drafter"), marker)
     content = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(content | config))
+    engine = EngineConfig(device="cpu", cache_tokens=256)
     if pickles:
         for file in folder.glob("*.safetensors"):
             file.unlink()
-    target = TinyCheckpoint(tiny_config())
     for allowed in (False, True):
         try:
-            build_drafter(str(folder), None, target, EngineConfig(device="cpu"), allow_pickle=allowed)
+            build_drafter(str(folder), None, WithTexts(tiny_config()), engine, allow_pickle=allowed)
         except DraftwoodError:
             continue
         assert not pickles
