@@ -31,6 +31,7 @@ from draftwood.drafters.remote_protocol import (
     DraftSync,
     welcome_drafter,
 )
+from draftwood.engine.controller import FixedBudget
 from draftwood.engine.drafter_host import Cancel, DraftSession, EngineSpeaker, Hear
 from draftwood.engine.sequence import Sequence
 from draftwood.errors import InvalidRequest
@@ -347,7 +348,8 @@ def test_a_model_in_another_process_drafts(tmp_path: Path, monkeypatch: pytest.M
         asked, params = [[5, 6, 7], [9, 8]], SamplingParams(max_tokens=30, ignore_eos=True)
         with LLM(folder, config=config) as plain:
             wanted = [result.token_ids for result in plain.generate(asked, params)]
-        with LLM(folder, drafter=f"remote:{found[1]},nodes=4,wait=5000", config=config) as llm:
+        drafter, budget = f"remote:{found[1]},nodes=4,wait=5000", FixedBudget(4)
+        with LLM(folder, drafter=drafter, config=config, controller=budget) as llm:
             results = llm.generate(asked, params)
             assert [result.token_ids for result in results] == wanted
             assert all(result.stats.tokens_per_step > 3 for result in results)

@@ -8,27 +8,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from draftwood.config import EngineConfig
-from draftwood.drafters.across import way_across
 from draftwood.drafters.by_request import OfferedDrafters
 from draftwood.drafters.cascade import CASCADE, build_cascade, middle_of
 from draftwood.drafters.combined import CombinedDrafter
 from draftwood.drafters.intersection import Bridge, IntersectionDrafter
-from draftwood.drafters.lookups import (
-    LOOKUPS,
-    build_lookup,
-    build_member,
-    combined_sources,
-    is_lookup,
-    makes_own_trees,
-    room_of,
-)
+from draftwood.drafters.lookups import LOOKUPS, build_lookup, build_member, combined_sources, is_lookup, room_of
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.pard import GUESSES, ParallelDrafter
 from draftwood.drafters.predicted import PredictedDrafter
@@ -83,7 +74,7 @@ from draftwood.nets.layouts import (
 from draftwood.nets.layouts.student import student_words
 from draftwood.nets.shared import SharedWords
 from draftwood.protocols import Verifier
-from draftwood.tree import DraftLaw
+from draftwood.tree import POINT_CHAIN, DraftLaw
 from draftwood.verifiers import AUTO, LAWS, ByRequest, default_law
 
 CPU = torch.device("cpu")
@@ -136,7 +127,13 @@ TREES: Mapping[str, Entry] = {
 
 
 MODEL_DRAFTER = "model:NAME"
+NEARLY_ALL = 0.9  # of the target's tokens: vocabularies that differ in markers and padding
 LEAST_OF_NETWORKS = 0.02  # chance of a node beside those of networks, whose trees are not cut by chance either
+
+
+def makes_own_trees(drafter: str) -> bool:
+    """Whether the name is that of a drafter for which no tree can be asked."""
+    return is_lookup(drafter) or drafter.partition(":")[0] in ("cascade", "remote")
 
 
 def _entry(kind: str, table: Mapping[str, Entry], name: str, others: tuple[str, ...] = ()) -> Entry:
@@ -196,12 +193,11 @@ def build_drafter(
     trained = _trained_folder(spec)
     if name not in LOOKUPS and (trained.is_dir() or HUB_ID.fullmatch(spec)):
         return load_trained(trained if trained.is_dir() else spec, tree, target, config, allow_pickle=allow_pickle)
-    others = ("cascade", *SELF_DRAFTS, *SHIPPED, MODEL_DRAFTER, "a folder")
-    entry = _entry("drafter", {**LOOKUPS, "remote": REMOTE}, name, others)
+    entry = _entry(
+        "drafter", {**LOOKUPS, "remote": REMOTE}, name, ("cascade", *SELF_DRAFTS, *SHIPPED, MODEL_DRAFTER, "a folder")
+    )
     _refuse_tree(tree, name, entry)
-    if name == "remote":
-        return build_remote(spec, target, config.torch_device())
-    lookup = build_lookup(spec, config.torch_device())
+    lookup = build_remote(spec, target, config) if name == "remote" else build_lookup(spec, config.torch_device())
     check_datastores(lookup, target)
     return lookup
 
@@ -309,6 +305,28 @@ def load_model_drafter(checkpoint: Checkpoint, tree: str | None, target: Checkpo
     if way.by_token:
         return IntersectionDrafter(runner, grower, bridge)
     return ReencodingDrafter(runner, own, theirs, size, grower.levels)
+
+
+@dataclass(frozen=True)
+class WayAcross:
+    """How a model drafts for a target of another vocabulary."""
+
+    by_token: bool
+    why: str
+
+
+def way_across(bridge: Bridge, grower: Grower) -> WayAcross:
+    """By text where chains of chosen tokens will do: then the draft model reads what was said in its own tokens. Else
+    token by token: that has draws and branches, and costs no more than a draft model of the same vocabulary.
+    """
+    common = f"{bridge.share:.0%} of the target's tokens are in both"
+    if not len(bridge.common):
+        raise IncompatibleParts("The draft model has no token in common with the target; take another one, or ngram.")
+    if bridge.share >= NEARLY_ALL:
+        return WayAcross(True, f"token by token ({common})")
+    if grower.law == POINT_CHAIN and isinstance(grower, Levels) and isinstance(grower.picker, Best):
+        return WayAcross(False, f"by text, which is encoded again ({common}; trees and draws would go token by token)")
+    return WayAcross(True, f"token by token, since its tree branches or draws ({common})")
 
 
 def student_drafter(student: SharedWords, tree: str | None, config: EngineConfig) -> StudentDrafter:

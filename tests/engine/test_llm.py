@@ -246,7 +246,7 @@ def test_bad_words_are_never_written(llm: LLM) -> None:
         (
             {"drafter": "psychic"},
             InvalidRequest,
-            "none, ngram, suffix, recycling, lookahead, rest, combined, remote, cascade, early-exit, layer-skip, self-int8",
+            "none, ngram, suffix, recycling, lookahead, rest, combined, remote, cascade, early-exit, layer-skip",
         ),
         ({"drafter": "ngram:colour=3"}, InvalidRequest, "no setting 'colour'"),
         ({"drafter": "ngram:nodes=many"}, InvalidRequest, "another kind of value"),

@@ -63,7 +63,7 @@ def check_parts(flags: EngineFlags) -> None:
 
 def check_adaptable(flags: EngineFlags) -> None:
     """Refuse to adapt what was not trained for its target, before any weights are read."""
-    from draftwood.drafters.lookups import combined_sources, makes_own_trees
+    from draftwood.assembly import combined_sources, makes_own_trees
     from draftwood.drafters.self_drafts import is_self_draft
 
     names = combined_sources(flags.drafter) or [flags.drafter]

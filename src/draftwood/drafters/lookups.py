@@ -111,11 +111,6 @@ def is_lookup(drafter: str) -> bool:
     return _kind(drafter) in LOOKUPS and all(_kind(source) in LOOKUPS for source in combined_sources(drafter))
 
 
-def makes_own_trees(drafter: str) -> bool:
-    """Whether `--tree` is not for a drafter of this name."""
-    return is_lookup(drafter) or _kind(drafter) in ("cascade", "remote")
-
-
 def build_lookup(spec: str, device: torch.device) -> Any:
     """A drafter without weights by name, with the settings that are usual on a device."""
     entry = LOOKUPS[_kind(spec)].on(device)

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-import torch
-
+from draftwood.config import EngineConfig
 from draftwood.drafters.points import HostDrafter, HostTree, PointTree
 from draftwood.drafters.remote_protocol import (
     LONGEST,
@@ -252,10 +251,10 @@ REMOTE = Entry(
 )
 
 
-def build_remote(spec: str, target: Checkpoint, device: torch.device) -> RemoteDrafter:
+def build_remote(spec: str, target: Checkpoint, config: EngineConfig) -> RemoteDrafter:
     """A drafter on another machine, once it has shown that it knows the key and the vocabulary."""
     name, settings = split_spec(spec, REMOTE.unnamed)
-    values = REMOTE.on(device).build("drafter", name, settings)
+    values = REMOTE.on(config.torch_device()).build("drafter", name, settings)
     link = Link(values["url"], key_from_environment(), target.tokenizer().fingerprint, target.config.vocab_size)
     try:
         return RemoteDrafter(link, values["nodes"], values["wait"])

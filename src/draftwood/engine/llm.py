@@ -26,6 +26,7 @@ from draftwood.assembly import (
     build_verifier,
     choose_law,
     load_runner,
+    makes_own_trees,
     memory_explained,
     offer,
     settle,
@@ -35,7 +36,6 @@ from draftwood.cache.prefill_buffer import SEQUENCES
 from draftwood.calibration import calibrate, default_controller, known_costs
 from draftwood.config import EngineConfig
 from draftwood.costs import StepCosts
-from draftwood.drafters.lookups import makes_own_trees
 from draftwood.drafting import Drafter
 from draftwood.engine.answering import Answering
 from draftwood.engine.answers import AnswerMaker
