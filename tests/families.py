@@ -21,6 +21,29 @@ _SLIDING = ["sliding_attention", "full_attention"]
 _GEMMA = {"head_dim": 12, "sliding_window": 5, "query_pre_attn_scalar": 20, "layer_types": _SLIDING}
 _EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
+_MAMBA = {
+    "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2,
+    "mamba_n_groups": 2, "mamba_chunk_size": 4,
+}  # fmt: skip
+_TURNS = ["linear_attention", "full_attention"]
+RECURRENT: dict[str, dict[str, Any]] = {
+    "mamba2": {
+        "model_type": "mamba2", "vocab_size": 13, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4,
+        "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 4, "conv_kernel": 4, "expand": 2,
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+    },
+    "bamba": {"model_type": "bamba", **_LLAMA_LIKE, **_MAMBA, "attn_layer_indices": [1]},
+    "granitemoehybrid": {
+        "model_type": "granitemoehybrid", **_LLAMA_LIKE, **_MAMBA, "layer_types": _TURNS, "num_local_experts": 0,
+        "shared_intermediate_size": 40, "position_embedding_type": "rope", "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3,
+    },
+    "granitemoehybrid-experts": {
+        "model_type": "granitemoehybrid", **_LLAMA_LIKE, **_MAMBA, "layer_types": _TURNS, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "shared_intermediate_size": 40, "mamba_n_groups": 1,
+    },
+}  # fmt: skip
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": {"model_type": "gemma", **_LLAMA_LIKE, "head_dim": 12},
     "gemma2": {
@@ -99,4 +122,5 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "seed_oss": {"model_type": "seed_oss", **_LLAMA_LIKE, "head_dim": 12},
     "hunyuan": {"model_type": "hunyuan_v1_dense", **_LLAMA_LIKE, "head_dim": 8},
     "nemotron": {"model_type": "nemotron", **_LLAMA_LIKE},
+    **RECURRENT,
 }  # fmt: skip

@@ -13,6 +13,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from draftwood.states import StagedTrees, StateStore
+
 
 @dataclass(frozen=True)
 class ForwardBatch:
@@ -36,6 +38,8 @@ class ForwardBatch:
     logits_in_order: bool = False  # `logit_rows` rise: if there are as many as rows, they are all of them
     parts: tuple[ForwardBatch, ...] = ()  # what it was joined of: rows so different that attention takes them apart
     pieces: tuple[tuple[int, int], ...] = ()  # [start, end) of each sequence's rows in its text, where the host knows
+    states: Tensor | None = None  # [S] int64 where recurrent layers keep their state of each sequence; None: unknown
+    is_text: bool = False  # all rows are committed: states move on over them. Else they move when a path is kept
 
     def at_logits(self, rows: Tensor) -> Tensor:
         """Of something that all rows have, what those have whose logits are wanted. [N, *] -> [K, *]."""
@@ -58,7 +62,7 @@ def with_text(batch: ForwardBatch, text: ForwardBatch) -> ForwardBatch:
     rows = None if batch.max_rows is None or text.max_rows is None else max(batch.max_rows, text.max_rows)
     return replace(
         batch, **both, row_offsets=offsets, ancestors=ancestors, max_rows=rows, linear=batch.linear and text.linear,
-        logits_in_order=False, parts=(batch, text), pieces=(),
+        logits_in_order=False, parts=(batch, text), pieces=(), states=None,
     )  # fmt: skip
 
 
@@ -76,6 +80,7 @@ class ForwardOutput:
 
     logits: Tensor  # [K, V]
     features: Mapping[int, Tensor]  # layer -> [N, hidden]
+    staged: StagedTrees | None = None  # what recurrent layers have made of rows that are not committed yet
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,7 @@ class Pages:
 
     store: Tensor  # [L, 2, H, slots, D]: one head's keys of a run of pages are one matrix
     page_size: int
+    states: tuple[StateStore, ...] = ()  # of the recurrent layers
 
     @cached_property
     def layers(self) -> tuple[Tensor, ...]:

@@ -152,7 +152,8 @@ def _time_step(runner: GraphRunner, answers: Tokens[Sequence], nodes: int) -> fl
     state, tables = runner.state, runner.target.cache.tables
     for answer in answers:
         state.remove(answer.id)
-        state.add(answer.id, answer.tokens, answer.row_settings(runner.target.model.config.vocab_size))
+        settings = answer.row_settings(runner.target.model.config.vocab_size)
+        state.add(answer.id, answer.tokens, settings, tables.state(answer.id))
     state.update_block_tables({answer.id: tables.pages(answer.id) for answer in answers})
     return runner.seconds([answer.id for answer in answers], nodes, StepMode(greedy=True), GPU_REPEATS)
 

@@ -132,7 +132,15 @@ class _EditTables:
 class BatchState:
     """Device state of `capacity` sequences, and a padding row for batches that are not full."""
 
-    def __init__(self, capacity: int, max_length: int, page_size: int, scratch_page: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        max_length: int,
+        page_size: int,
+        scratch_page: int,
+        device: torch.device,
+        scratch_state: int | None = None,
+    ) -> None:
         rows, pages = capacity + 1, -(-max_length // page_size)
         self.device = device
         self.capacity = capacity
@@ -145,6 +153,8 @@ class BatchState:
         self.limits = torch.zeros(rows, 2, dtype=torch.int64, device=device)  # longest text, deepest tree
         self.salt = torch.full((rows,), -1, dtype=torch.int64, device=device)
         self.edits = _EditTables(rows, device)
+        kept = scratch_state is not None  # the model has recurrent layers
+        self.states = torch.full((rows,), scratch_state, dtype=torch.int64, device=device) if kept else None
         self._scratch_page = scratch_page
         self._free = list(range(capacity))[::-1]
         self._row_of: dict[int, int] = {}
@@ -158,8 +168,8 @@ class BatchState:
         """Sequences that have a row."""
         return set(self._row_of)
 
-    def add(self, seq_id: int, tokens: Sequence[int], settings: RowSettings) -> None:
-        """Give a prefilled sequence a row."""
+    def add(self, seq_id: int, tokens: Sequence[int], settings: RowSettings, state: int | None = None) -> None:
+        """Give a prefilled sequence a row; `state`: where its state lies, if it has one."""
         row, params = self._free.pop(), settings.params
         self._row_of[seq_id] = row
         self._pages[row] = []
@@ -170,6 +180,8 @@ class BatchState:
         self.length[row], self.seed[row], self.salt[row], self.limits[row] = *numbers[:3], numbers[3:]
         self.sampling[row] = self._upload((params.temperature, *Truncation.limits(params)), torch.float64)
         self.edits.write(row, settings)
+        if self.states is not None and state is not None:
+            self.states[row] = state
 
     def remove(self, seq_id: int) -> None:
         """Free a sequence's row; one that has none is fine."""
@@ -216,6 +228,7 @@ class BatchState:
             rows=rows,
             history=self.history,
             block_table=table,
+            states=None if self.states is None else self.states[rows],
             salts=self.salt,
             mode=mode,
             truncation=Truncation(top_k, *numbers.unbind(0)) if mode.truncates else None,

@@ -133,16 +133,19 @@ class Table:
     num_cached: int = 0
     num_remembered: int = 0  # leading pages that others can find
     salt: str = ""  # only texts with the same one share its pages
+    state: int | None = None  # place of its state, where the model has recurrent layers
 
 
 class PageTables:
     """Which pages every sequence holds. The host's half of a KV cache; `kv.py` is the device's half."""
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, num_states: int = 0) -> None:
         if page_size < 1:
             raise ValueError("a page must hold at least one token")
         self.pool = PagePool(num_pages)
         self.page_size = page_size
+        self.num_states = num_states  # sequences that may be open, where the model has recurrent layers; else 0
+        self._free_states = list(range(num_states))[::-1]
         self._tables: dict[int, Table] = {}
 
     @property
@@ -168,13 +171,24 @@ class PageTables:
         """Its pages in order."""
         return self._tables[seq_id].pages
 
+    def state(self, seq_id: int) -> int | None:
+        """Where its state lies, if the model has recurrent layers."""
+        return self._tables[seq_id].state
+
     def open(self, seq_id: int, tokens: Sequence[int], salt: str = "") -> int:
         """Start a sequence with the longest prefix of `tokens` known under `salt`; returns how many of them that is.
 
         The last token always stays to be run: its logits are what the first step needs.
         """
         assert seq_id not in self._tables, f"sequence {seq_id} is open already"
-        table = self._tables[seq_id] = Table(salt=salt)
+        table = Table(salt=salt)
+        if self.num_states:
+            if not self._free_states:
+                raise ValueError(f"no more than {self.num_states} sequences can be open: there are no more states")
+            table.state = self._free_states.pop()
+        self._tables[seq_id] = table
+        if self.num_states:
+            return 0  # a page without the state at its end is of no use
         previous: int | None = None
         for start in range(0, len(tokens) - self.page_size, self.page_size):
             page = self.pool.find(previous, tuple(tokens[start : start + self.page_size]), salt)
@@ -230,6 +244,8 @@ class PageTables:
         table = self._tables.pop(seq_id, None)
         for page in reversed(table.pages if table else []):
             self.pool.give_back(page)
+        if table is not None and table.state is not None:
+            self._free_states.append(table.state)
 
     def check(self) -> None:
         """Raise AssertionError unless every page is accounted for exactly."""
@@ -240,3 +256,5 @@ class PageTables:
             for page in table.pages:
                 held[page] = held.get(page, 0) + 1
         self.pool.check(held)
+        states = [*self._free_states, *(table.state for table in self._tables.values() if table.state is not None)]
+        assert sorted(states) == list(range(self.num_states)), "states are held twice or by nobody"

@@ -190,7 +190,7 @@ class Engine:
         vocabulary = self.target.model.config.vocab_size
         for seq in (item.seq for item in ready.items):
             if seq.id not in state:
-                state.add(seq.id, seq.tokens, seq.row_settings(vocabulary))
+                state.add(seq.id, seq.tokens, seq.row_settings(vocabulary), tables.state(seq.id))
                 self._begin_reading(seq.id)
         state.update_block_tables({seq_id: tables.pages(seq_id) for seq_id in ready.seq_ids})
 

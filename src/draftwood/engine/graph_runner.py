@@ -42,7 +42,8 @@ def batch_state_for(target: ModelRunner, capacity: int, max_nodes: int) -> Batch
     """State for sequences as long as the model and its cache allow."""
     tables = target.cache.tables
     longest = min(target.model.config.max_positions, tables.capacity) + 2 * max_nodes + 2
-    return BatchState(capacity, longest, tables.page_size, target.cache.scratch_page, target.device)
+    scratch = target.cache.scratch_page, target.device, target.cache.scratch_state
+    return BatchState(capacity, longest, tables.page_size, *scratch)
 
 
 @dataclass
@@ -266,7 +267,8 @@ class GraphRunner:
     def _frame(self, rows: int, pages: int) -> PrefillBuffer:
         if (rows, pages) not in self._frames:
             cache, device = self.target.cache, self.state.device
-            self._frames[rows, pages] = PrefillBuffer(rows, pages, cache.page_size, cache.scratch_page, device)
+            scratch = cache.scratch_page, device, cache.scratch_state
+            self._frames[rows, pages] = PrefillBuffer(rows, pages, cache.page_size, *scratch)
         return self._frames[rows, pages]
 
     def _as_graph(self, run: Callable[[], None]) -> Callable[[], None]:

@@ -131,5 +131,6 @@ class Recorder:
             rows=torch.zeros(1, dtype=torch.int64, device=device),
             history=history,
             block_table=torch.tensor([self.target.cache.tables.pages(SEQUENCE)], device=device),
+            states=self.target.cache.state_places([Span(SEQUENCE, tokens, 0, len(tokens))], device),
             may_look=may_look(history),
         )

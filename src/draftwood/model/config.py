@@ -15,7 +15,17 @@ from typing import Any
 
 from .reading import SIZES, gguf_rope, integer, layer_count, number, optional_integer, token_ids
 from .rope import RopeConfig, refusing_malformed, require, shown
-from .spec import ACTIVATIONS, AttentionSpec, ExpertsSpec, HeadNormSpec, LayerSpec, MlpSpec, NormSpec, StreamSpec
+from .spec import (
+    ACTIVATIONS,
+    AttentionSpec,
+    ExpertsSpec,
+    HeadNormSpec,
+    LayerSpec,
+    MlpSpec,
+    NormSpec,
+    RecurrentSpec,
+    StreamSpec,
+)
 
 __all__ = ["GGUF_CONTROL", "ModelConfig", "RopeConfig", "gguf_eos_ids", "token_ids"]
 
@@ -86,7 +96,7 @@ class ModelConfig:
         described = len(self.layers)
         require(described == self.num_layers, f"{described} layers are described, and it has {self.num_layers}")
         for layer in self.layers:
-            rotated = layer.attention.rotated
+            rotated = 0 if layer.attention is None else layer.attention.rotated
             require(rotated <= self.head_dim, f"{rotated} of {self.head_dim} dimensions of a head are to be rotated")
 
     @property
@@ -97,7 +107,13 @@ class ModelConfig:
     @property
     def cache_shape(self) -> tuple[int, int, int]:
         """Layers, heads and numbers of a head that the pages hold, of keys and as much of values."""
-        return self.num_layers, self.num_kv_heads, self.head_dim
+        attending = sum(layer.attention is not None for layer in self.layers) if self.layers else self.num_layers
+        return attending, self.num_kv_heads, self.head_dim
+
+    @property
+    def recurrent(self) -> tuple[RecurrentSpec, ...]:
+        """The mixers of those layers that keep a state of each sequence."""
+        return tuple(layer.recurrent for layer in self.layers if layer.recurrent is not None)
 
     @property
     def layer_specs(self) -> tuple[LayerSpec, ...]:

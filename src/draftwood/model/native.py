@@ -28,8 +28,8 @@ from draftwood.model.spec import (
     ATTENTION_OUTPUT_NORM,
     MLP_NORM,
     MLP_OUTPUT_NORM,
-    ExpertsSpec,
     HeadNorms,
+    MlpSpec,
     NormSpec,
 )
 from draftwood.model.weights import (
@@ -55,9 +55,9 @@ def refuses(config: ModelConfig) -> str | None:
     """What these kernels cannot compute of a model, if there is something."""
     if config.has_experts:
         return "mixtures of experts"
-    if any(layer.attention.sinks for layer in config.layers):
+    if any(layer.attention is not None and layer.attention.sinks for layer in config.layers):
         return "attention sinks"
-    return None
+    return next((layer.unusual for layer in config.layers if layer.unusual is not None), None)
 
 
 _ARENA = 32 << 20
@@ -343,7 +343,7 @@ class NativeTransformer:
 
 def _turnings(config: ModelConfig) -> list[Turning]:
     """The ways in which layers turn queries and keys."""
-    found = ((layer.attention.rope, layer.attention.rotated) for layer in config.layer_specs)
+    found = ((own.rope, own.rotated) for own in (layer.only_attention for layer in config.layer_specs))
     return list(dict.fromkeys((rope, rotated) for rope, rotated in found if rope is not None))
 
 
@@ -360,10 +360,10 @@ _ARRAYS = (
 
 def _layer(packer: _Packer, config: ModelConfig, storage: Storage | None, i: int) -> structs.Layer:
     name, spec = f"model.layers.{i}", config.layer_specs[i]
-    attention, heads = spec.attention, spec.attention.head_norm
+    attention, heads = spec.only_attention, spec.only_attention.head_norm
     own, inner = f"{name}.self_attn", f"{name}.mlp"
-    if isinstance(spec.mlp, ExpertsSpec):
-        raise InvalidRequest("The kernels for a CPU do not run mixtures of experts; torch's operations do.")
+    if not isinstance(spec.mlp, MlpSpec):
+        raise InvalidRequest("The kernels for a CPU run gated and plain MLPs alone; torch's operations run others.")
     mlp, gates = spec.mlp, [f"{inner}.gate_proj", f"{inner}.up_proj"]
     norms = [packer.norm(f"{name}.{norm}", spec.norm if norm in spec.wiring.norms else None) for norm in _LAYER_NORMS]
     return structs.Layer(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..rope import require, shown
 from . import (
+    bamba,
     cohere,
     exaone4,
     gemma,
@@ -14,8 +15,10 @@ from . import (
     gpt_neox,
     gpt_oss,
     granite,
+    granitemoehybrid,
     hunyuan,
     llama,
+    mamba2,
     mistral,
     mixtral,
     nemotron,
@@ -65,6 +68,9 @@ _ALL = (
     seed_oss.FAMILY,
     hunyuan.FAMILY,
     nemotron.FAMILY,
+    mamba2.FAMILY,
+    bamba.FAMILY,
+    granitemoehybrid.FAMILY,
 )
 FAMILIES = {family.name: family for family in _ALL}
 _GGUF = {family.gguf: family for family in _ALL if family.gguf}
