@@ -25,6 +25,10 @@ _MAMBA = {
     "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2,
     "mamba_n_groups": 2, "mamba_chunk_size": 4,
 }  # fmt: skip
+_DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 4, "head_dim": 16,
+}  # fmt: skip
 _TURNS = ["linear_attention", "full_attention"]
 RECURRENT: dict[str, dict[str, Any]] = {
     "mamba2": {
@@ -42,6 +46,31 @@ RECURRENT: dict[str, dict[str, Any]] = {
         "model_type": "granitemoehybrid", **_LLAMA_LIKE, **_MAMBA, "layer_types": _TURNS, "num_local_experts": 4,
         "num_experts_per_tok": 2, "shared_intermediate_size": 40, "mamba_n_groups": 1,
     },
+    "falcon_h1": {
+        "model_type": "falcon_h1", **_LLAMA_LIKE, **_MAMBA, "mamba_d_ssm": 64, "mlp_multipliers": [0.7, 1.3],
+        "key_multiplier": 0.6, "attention_in_multiplier": 1.2, "attention_out_multiplier": 0.9,
+        "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7], "ssm_in_multiplier": 1.1, "ssm_out_multiplier": 0.8,
+        "embedding_multiplier": 2.0, "lm_head_multiplier": 0.9,
+    },
+    "falcon_h1-normed": {
+        "model_type": "falcon_h1", **_LLAMA_LIKE, **_MAMBA, "mamba_d_ssm": 48, "mamba_d_head": 12,
+        "mamba_rms_norm": True,
+    },
+    "lfm2": {
+        "model_type": "lfm2", **_LLAMA_LIKE, "layer_types": ["conv", "full_attention"], "conv_L_cache": 3,
+        "block_multiple_of": 8,
+    },
+    "nemotron_h": {
+        "model_type": "nemotron_h", **_LLAMA_LIKE, "head_dim": 8, "mamba_num_heads": 4, "mamba_head_dim": 16,
+        "ssm_state_size": 8, "n_groups": 2, "conv_kernel": 4, "chunk_size": 4, "expand": 2,
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+    },
+    "qwen3_next": {
+        "model_type": "qwen3_next", **_LLAMA_LIKE, **_DELTA, "layer_types": _TURNS, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+        "decoder_sparse_step": 2,
+    },
+    "qwen3_5": {"model_type": "qwen3_5_text", **_LLAMA_LIKE, **_DELTA, "layer_types": _TURNS},
 }  # fmt: skip
 
 FAMILIES: dict[str, dict[str, Any]] = {

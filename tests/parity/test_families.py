@@ -161,6 +161,26 @@ def test_the_text_of_a_model_that_sees_images(tmp_path: Path) -> None:
     assert (got - want).abs().max() <= 1e-9
 
 
+def test_the_text_of_a_recurrent_model_that_sees_images(tmp_path: Path) -> None:
+    """Qwen3.5: the same, with its text model under another name."""
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    text = {**FAMILIES["qwen3_5"], "vocab_size": 40}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 32}
+    config = Qwen3_5Config(
+        text_config=text, vision_config=vision, image_token_id=39, video_token_id=38, vision_start_token_id=37,
+        vision_end_token_id=36,
+    )  # fmt: skip
+    config._attn_implementation = config.text_config._attn_implementation = "eager"
+    with everything_wide():
+        model = Qwen3_5ForConditionalGeneration(config).double().eval()
+        model.save_pretrained(tmp_path)
+        with torch.no_grad():
+            want = model(input_ids=torch.tensor([TEXT]), use_cache=False).logits[0]
+    got = paged_logits(runner_of(tmp_path, torch.float64), TEXT, 5)
+    assert (got - want).abs().max() <= 1e-9
+
+
 def test_experts_on_a_device_are_those_on_a_cpu(
     theirs: Callable[[str], tuple[Any, Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

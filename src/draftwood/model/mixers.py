@@ -238,7 +238,9 @@ def _scales(loader: WeightLoader, spec: Mamba2Spec) -> Tensor | None:
         return None
     shared = spec.groups * spec.state
     sizes = (spec.width, spec.width, shared, shared, spec.heads)
-    parts = [torch.full((size,), scale) for size, scale in zip(sizes, spec.input_scales, strict=True)]
+    parts = [
+        torch.full((size,), scale, dtype=torch.float64) for size, scale in zip(sizes, spec.input_scales, strict=True)
+    ]
     return torch.cat(parts).to(device=loader.device, dtype=loader.dtype)
 
 

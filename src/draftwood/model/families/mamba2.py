@@ -86,7 +86,7 @@ def mamba2_mixer(config: Mapping[str, Any], width: int | None = None) -> Mamba2S
         least_step=least,
         most_step=most,
         gating=Gating.BEFORE_NORM,
-        eps=number(config, "rms_norm_eps", 1e-5),
+        eps=number(config, "rms_norm_eps", 1e-6),
     )
 
 

@@ -46,5 +46,6 @@ TENSORS = {
     **expert_tensors({part: f"mlp.experts.*.{part}_proj" for part in ("gate", "up", "down")}),
     "mlp.router": "mlp.gate",
 }
-_SHARED = {f"mlp.shared.{part}_proj": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")}
-FAMILY = Family("qwen2_moe", _read, tensors={**TENSORS, **_SHARED, "mlp.shared_gate": "mlp.shared_expert_gate"})
+SHARED = {f"mlp.shared.{part}_proj": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")}
+SHARED["mlp.shared_gate"] = "mlp.shared_expert_gate"
+FAMILY = Family("qwen2_moe", _read, tensors={**TENSORS, **SHARED})
