@@ -70,6 +70,10 @@ RECURRENT: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
         "decoder_sparse_step": 2,
     },
+    "qwen3_5_moe": {
+        "model_type": "qwen3_5_moe_text", **_LLAMA_LIKE, **_DELTA, "layer_types": _TURNS, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+    },
     "qwen3_5": {"model_type": "qwen3_5_text", **_LLAMA_LIKE, **_DELTA, "layer_types": _TURNS},
 }  # fmt: skip
 

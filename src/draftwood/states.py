@@ -47,11 +47,11 @@ class StateStore:
         if self.memory is not None and states.memory is not None:
             self.memory.index_copy_(0, places, states.memory)
 
-    def copy(self, source: Tensor, target: Tensor) -> None:
-        """Copy the states at `source` [n] to `target` [n]."""
-        self.tail.index_copy_(0, target, self.tail.index_select(0, source))
+    def copy(self, source: int, target: int) -> None:
+        """Copy one place to another."""
+        self.tail[target].copy_(self.tail[source])
         if self.memory is not None:
-            self.memory.index_copy_(0, target, self.memory.index_select(0, source))
+            self.memory[target].copy_(self.memory[source])
 
 
 @dataclass(frozen=True)

@@ -73,12 +73,17 @@ class KVCache:
     @property
     def scratch_state(self) -> int | None:
         """A place of states that no sequence owns; None where the model keeps none."""
-        return self.tables.num_states or None
+        return None if self.tables.states is None else self.tables.states.count
 
     def state_places(self, spans: Sequence[Span], device: torch.device) -> Tensor | None:
         """Where the spans' states lie. [S]."""
-        places = [self.tables.state(span.seq_id) for span in spans] if self.tables.num_states else []
+        places = [self.tables.state(span.seq_id) for span in spans] if self.tables.states else []
         return torch.tensor(places, device=device) if places else None
+
+    def copy_states(self) -> None:
+        """Save and restore what prefix sharing has asked for, before anything runs."""
+        if self.tables.states is not None:
+            self.states.copy(self.tables.states.copies())
 
     def block_table(self, spans: Sequence[Span], device: torch.device | None = None) -> Tensor:
         """The pages of each span's sequence, there or on another device. [S, P], -1 padded."""

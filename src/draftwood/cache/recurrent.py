@@ -36,6 +36,12 @@ class RecurrentStates:
             states = store.at(staged.places, staged.fresh)
             store.write(staged.places, advanced(states, rows, staged.block, last))
 
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy states from place to place, one after the other."""
+        for source, target in copies:
+            for store in self.stores:
+                store.copy(source, target)
+
 
 def new_stores(
     specs: Sequence[RecurrentSpec], places: int, dtype: torch.dtype, device: torch.device

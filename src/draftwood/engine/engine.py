@@ -108,6 +108,7 @@ class Engine:
         prompts, ready = self.scheduler.schedule(budget, self._ahead, room)
         scored, prompts = prompts.parted()
         self._release_preempted()
+        self.target.cache.copy_states()
         for item in prompts.items + scored.items:
             self._unread.difference_update(self._pages_from(item.seq.id, item.start))
         launched = self._launch(ready, prompts, budget) if ready.items else None

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from draftwood.cache.recurrent import state_bytes
 from draftwood.config import EngineConfig
 from draftwood.errors import InvalidRequest
 from draftwood.model.config import ModelConfig
@@ -45,11 +46,12 @@ class MemoryPlan:
     token: int = 0  # bytes of one token in the cache
     page_size: int = 1
     formats: Mapping[str, int] = field(default_factory=dict)  # the weights in other formats
+    states: int = 0  # of recurrent layers, for every sequence that may run
 
     @property
     def needed(self) -> int:
         """Everything together."""
-        return self.weights + self.draft_weights + self.cache + self.graphs
+        return self.weights + self.draft_weights + self.cache + self.states + self.graphs
 
     @property
     def fits(self) -> bool:
@@ -107,6 +109,7 @@ def plan_memory(
         token=token,
         page_size=config.page_size,
         formats={name: weight_bytes(target, name, dtype) for name in SMALLER_FORMATS},
+        states=(config.num_states + 1) * state_bytes(target.recurrent, dtype),
     )
 
 
@@ -131,8 +134,8 @@ def automatic_cache_tokens(
 
 def _room(plan: MemoryPlan) -> int:
     """Tokens of cache, in whole pages, that fit in most of what everything else leaves."""
-    left = max(plan.free - plan.weights - plan.draft_weights - plan.graphs, 0)
-    pages = int(left * CACHE_SHARE) // (plan.token * plan.page_size)
+    left = max(plan.free - plan.weights - plan.draft_weights - plan.states - plan.graphs, 0)
+    pages = int(left * CACHE_SHARE) // max(plan.token * plan.page_size, 1)
     return max(pages - SPARE_PAGES, 0) * plan.page_size
 
 
@@ -157,7 +160,7 @@ def explain_out_of_memory(error: torch.OutOfMemoryError, plan: MemoryPlan) -> In
 def _explanation(plan: MemoryPlan, what: str) -> str:
     parts = [("weights", plan.weights), ("draft model", plan.draft_weights)]
     parts += [(f"cache of {plan.cache_tokens} tokens" if plan.token else "cache", plan.cache)]
-    parts += [("graphs and activations", plan.graphs)]
+    parts += [("states of recurrent layers", plan.states), ("graphs and activations", plan.graphs)]
     needs = " + ".join(f"{name} {_gib(size)}" for name, size in parts if size)
     taken = plan.total - plan.free
     others = f"; {_gib(taken)} are taken already, by this process or another" if taken > plan.total // 10 else ""
@@ -168,7 +171,7 @@ def _explanation(plan: MemoryPlan, what: str) -> str:
 def _advice(plan: MemoryPlan) -> str:
     """What to lower: changes that are enough by themselves if there are any, else everything that helps."""
     enough = [way for way in (_enough_cache(plan), _enough_weights(plan)) if way]
-    helpful = ["lower max_rows"]
+    helpful = ["lower max_rows", *(["lower max_running"] if plan.states else [])]
     if plan.draft_weights:
         helpful.insert(0, "take a smaller draft model or a drafter that needs none, such as ngram")
     if enough:

@@ -121,7 +121,7 @@ class Scheduler:
             if rows < 1 or seq.id not in self.tables or (seq.id in ahead and length + 1 >= seq.max_length):
                 continue  # no room, preempted, or certain to end with what it has gained already
             ready = start == length - 1
-            end = length if ready else min(start + rows, length - 1)
+            end = length if ready else self.tables.piece_end(seq.id, min(start + rows, length - 1))
             room = min(end + ahead.get(seq.id, 0) + (seq.id in ahead), seq.max_length)
             if end > start and self._make_room(seq, room, items):
                 nodes = min(share, rows - 1, seq.wanted_nodes(most)) if ready else 0

@@ -102,7 +102,7 @@ class Recorder:
         """Run all but the root, which is run again with every tree, and make room for so many places behind it."""
         tables = self.target.cache.tables
         if not self._reading:
-            tables.open(SEQUENCE, tokens)
+            tables.open(SEQUENCE, tokens if tables.states is None else [])
         if not tables.reserve(SEQUENCE, len(tokens) + behind):
             raise InvalidRequest("A context and its tree do not fit into the cache; raise --cache-tokens.")
         # What others have left in the cache, the drafter need not have read.

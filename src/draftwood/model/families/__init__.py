@@ -81,6 +81,8 @@ _ALL = (
     qwen3_next.FAMILY,
     qwen3_next.FIFTH,
     qwen3_next.FIFTH_WITH_IMAGES,
+    qwen3_next.FIFTH_MOE,
+    qwen3_next.FIFTH_MOE_WITH_IMAGES,
 )
 FAMILIES = {family.name: family for family in _ALL}
 _GGUF = {family.gguf: family for family in _ALL if family.gguf}

@@ -37,8 +37,17 @@ _EXPERTS = {
 
 
 def _read_next(config: Mapping[str, Any]) -> ModelConfig:
-    config = {**DEFAULTS, **_EXPERTS, **config}
-    decoder = _read(config, "qwen3_next")
+    return _read_with_experts({**DEFAULTS, **_EXPERTS, **config}, "qwen3_next")
+
+
+def _read_fifth_moe(config: Mapping[str, Any]) -> ModelConfig:
+    usual = {"num_experts": 256, "num_experts_per_tok": 8}
+    return _read_with_experts({**DEFAULTS, **_EXPERTS, **usual, **config}, "qwen3_5_moe_text")
+
+
+def _read_with_experts(config: Mapping[str, Any], family: str) -> ModelConfig:
+    config = {"intermediate_size": config["moe_intermediate_size"], **config}
+    decoder = _read(config, family)
     if not integer(config, "num_experts"):
         return decoder
     shared = MlpSpec(integer(config, "shared_expert_intermediate_size"), decoder.activation)
@@ -117,13 +126,21 @@ FAMILY = Family(
     "qwen3_next", _read_next, tensors={**TENSORS, **SHARED, **_MIXER, "mixer.in_proj.weight": _FUSED}, norm_offset=1.0
 )
 FIFTH = Family("qwen3_5_text", _read_fifth, tensors={**_MIXER, "mixer.in_proj.weight": _APART}, norm_offset=1.0)
-FIFTH_WITH_IMAGES = Family(
-    "qwen3_5",
-    lambda config: replace(_read_fifth(config), family="qwen3_5"),
-    layer="layers.{}.",
-    tensors=FIFTH.tensors,
-    top={"model.embed_tokens": "embed_tokens", "model.norm": "norm"},
-    prefixes=("model.language_model.", "language_model.model.", ""),
-    norm_offset=1.0,
-    within="text_config",
-)
+FIFTH_MOE = Family("qwen3_5_moe_text", _read_fifth_moe, tensors={**TENSORS, **SHARED, **FIFTH.tensors}, norm_offset=1.0)
+
+
+def _with_images(text: Family, name: str) -> Family:
+    """The text model of one that sees images."""
+    return replace(
+        text,
+        name=name,
+        read=lambda config: replace(text.read(config), family=name),
+        layer="layers.{}.",
+        top={"model.embed_tokens": "embed_tokens", "model.norm": "norm"},
+        prefixes=("model.language_model.", "language_model.model.", ""),
+        within="text_config",
+    )
+
+
+FIFTH_WITH_IMAGES = _with_images(FIFTH, "qwen3_5")
+FIFTH_MOE_WITH_IMAGES = _with_images(FIFTH_MOE, "qwen3_5_moe")
