@@ -56,6 +56,8 @@ class Scheduler:
         staged: Callable[[int], int] = lambda nodes: nodes,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        if tables.states is not None and tables.states.count < config.max_running:
+            raise ValueError(f"{config.max_running} sequences may run, and there are {tables.states.count} states")
         self.tables = tables
         self.config = config
         self.on_end = on_end
