@@ -30,6 +30,7 @@ from draftwood.drafters.trained import drafter_of
 from draftwood.drafting import Drafter, Grower
 from draftwood.engine.memory import (
     automatic_cache_tokens,
+    automatic_running,
     check,
     device_memory,
     explain_out_of_memory,
@@ -354,12 +355,13 @@ def load_runner(checkpoint: Checkpoint, config: EngineConfig, progress: Progress
 
 def settle(config: EngineConfig, target: Checkpoint, drafter: str | Drafter) -> EngineConfig:
     """Sizes that suit the device where none are asked for; refuses, with the plan, what a GPU has no memory for."""
-    config = config.settled()
+    asked, config = config.max_running, config.settled()
     if isinstance(target, UniversalCheckpoint):  # before memory is planned
         require_supported(target.name, config.torch_dtype(), config.torch_device(), config.weight_format())
     if config.torch_device().type != "cuda":
         return config
     draft, (free, total) = _draft_config(drafter, target.config), device_memory(config.torch_device())
+    config = config if asked else replace(config, max_running=automatic_running(target.config, config, free))
     if not config.cache_tokens:
         tokens = automatic_cache_tokens(target.config, draft, config, free, total)
         config = replace(config, cache_tokens=tokens)

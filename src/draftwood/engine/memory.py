@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from draftwood.cache.recurrent import state_bytes
-from draftwood.config import EngineConfig
+from draftwood.config import SPARE_STATES, EngineConfig
 from draftwood.errors import InvalidRequest
 from draftwood.model.config import ModelConfig
 from draftwood.model.names import parameters_by_kind
@@ -31,6 +31,7 @@ FIXED = 1 << 30  # graphs, the libraries' own workspaces, and what an allocator 
 LOGIT_COPIES = 4  # float32 rows over the vocabulary that a step holds at a time, besides the logits themselves
 LAYER_COPIES = 4  # of a layer's widest rows
 CACHE_SHARE = 0.9  # of what the rest leaves
+STATE_SHARE = 0.25  # of free memory, for states of recurrent layers
 
 
 @dataclass(frozen=True)
@@ -130,6 +131,13 @@ def automatic_cache_tokens(
         raise InvalidRequest(_explanation(smallest, "There is no room for a cache"))
     longest = -(-(target.max_positions + config.max_rows) // size) * size  # a full context and the largest tree
     return min(fitting, config.max_running * longest)
+
+
+def automatic_running(target: ModelConfig, config: EngineConfig, free: int) -> int:
+    """Sequences whose states take a share of the memory at most, and no more than the configuration says."""
+    state = state_bytes(target.recurrent, config.torch_dtype())
+    fitting = int(free * STATE_SHARE) // max(state, 1) - SPARE_STATES - 1
+    return min(config.max_running, max(fitting, 1)) if state else config.max_running
 
 
 def _room(plan: MemoryPlan) -> int:

@@ -69,9 +69,14 @@ def convolved(tail: Tensor, inputs: Tensor, block: Block, weight: Tensor, bias: 
     """Each channel's sum over the last inputs along a row's path. [S, K - 1, C], [S, R, C], [K, C] -> [S, R, C]."""
     windows = block.windows(len(weight))
     known = torch.cat([tail, inputs], 1).to(weight.dtype)
-    taken = known.gather(1, windows.flatten(1)[..., None].expand(-1, -1, known.shape[-1]))
-    summed = (taken.unflatten(1, windows.shape[1:]) * weight).sum(2)
+    summed = (_picked(known, windows.flatten(1)).unflatten(1, windows.shape[1:]) * weight).sum(2)
     return summed if bias is None else summed + bias
+
+
+def _picked(rows: Tensor, numbers: Tensor) -> Tensor:
+    """Some rows of each sequence. [S, T, C], [S, n] -> [S, n, C]."""
+    first = torch.arange(len(rows), device=rows.device)[:, None] * rows.shape[1]
+    return rows.flatten(0, 1).index_select(0, (numbers + first).flatten()).view(*numbers.shape, -1)
 
 
 def path_totals(log_decay: Tensor, block: Block) -> Tensor:
@@ -134,7 +139,7 @@ def advanced(states: Carried, staged: StagedRows, block: Block, last: Tensor) ->
     unchanged = torch.arange(kernel - 1, device=last.device)
     window = torch.where(there[:, None], window, unchanged)
     known = torch.cat([states.tail, staged.inputs.to(states.tail.dtype)], 1)
-    tail = known.gather(1, window[..., None].expand(-1, -1, known.shape[-1]))
+    tail = _picked(known, window)
     if states.memory is None or staged.deposit is None:
         return Carried(tail, None)
     path = block.sees.gather(1, row.expand(-1, 1, block.sees.shape[2]))[:, 0]
