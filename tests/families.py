@@ -155,5 +155,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "seed_oss": {"model_type": "seed_oss", **_LLAMA_LIKE, "head_dim": 12},
     "hunyuan": {"model_type": "hunyuan_v1_dense", **_LLAMA_LIKE, "head_dim": 8},
     "nemotron": {"model_type": "nemotron", **_LLAMA_LIKE},
+    "granite-4": {
+        "model_type": "granitemoehybrid", **_LLAMA_LIKE, **_MAMBA, "layer_types": ["full_attention"] * 2,
+        "num_local_experts": 0, "shared_intermediate_size": 40, "position_embedding_type": "rope",
+        "residual_multiplier": 0.4,
+    },
     **RECURRENT,
 }  # fmt: skip

@@ -29,12 +29,14 @@ from draftwood.drafters.suffix import SuffixDrafter
 from draftwood.drafters.trained import drafter_of
 from draftwood.drafting import Drafter, Grower
 from draftwood.engine.memory import (
+    STATE_MEMORY,
+    STATE_SHARE,
     automatic_cache_tokens,
-    automatic_running,
     check,
     device_memory,
     explain_out_of_memory,
     plan_memory,
+    with_states_for,
 )
 from draftwood.entries import Entry, split_spec
 from draftwood.errors import IncompatibleParts, InvalidRequest
@@ -359,9 +361,9 @@ def settle(config: EngineConfig, target: Checkpoint, drafter: str | Drafter) -> 
     if isinstance(target, UniversalCheckpoint):  # before memory is planned
         require_supported(target.name, config.torch_dtype(), config.torch_device(), config.weight_format())
     if config.torch_device().type != "cuda":
-        return config
+        return config if asked else with_states_for(target.config, config, STATE_MEMORY)
     draft, (free, total) = _draft_config(drafter, target.config), device_memory(config.torch_device())
-    config = config if asked else replace(config, max_running=automatic_running(target.config, config, free))
+    config = config if asked else with_states_for(target.config, config, int(free * STATE_SHARE))
     if not config.cache_tokens:
         tokens = automatic_cache_tokens(target.config, draft, config, free, total)
         config = replace(config, cache_tokens=tokens)

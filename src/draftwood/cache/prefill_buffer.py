@@ -30,8 +30,8 @@ class _Parts:
         """Views of it."""
         sequences = SEQUENCES + 1
         sizes = [rows] * 4 + [sequences + 1, sequences, sequences, sequences * pages]
-        *parts, table = packed.split(sizes)
-        return cls(*parts, table.view(sequences, pages))
+        tokens, positions, slots, visible, offsets, ends, states, table = packed.split(sizes)
+        return cls(tokens, positions, slots, visible, offsets, ends, states, table.view(sequences, pages))
 
     @staticmethod
     def size(rows: int, pages: int) -> int:

@@ -31,7 +31,8 @@ FIXED = 1 << 30  # graphs, the libraries' own workspaces, and what an allocator 
 LOGIT_COPIES = 4  # float32 rows over the vocabulary that a step holds at a time, besides the logits themselves
 LAYER_COPIES = 4  # of a layer's widest rows
 CACHE_SHARE = 0.9  # of what the rest leaves
-STATE_SHARE = 0.25  # of free memory, for states of recurrent layers
+STATE_SHARE = 0.25  # of a GPU's free memory, for states of recurrent layers
+STATE_MEMORY = 2 << 30  # the same on a CPU
 
 
 @dataclass(frozen=True)
@@ -133,11 +134,11 @@ def automatic_cache_tokens(
     return min(fitting, config.max_running * longest)
 
 
-def automatic_running(target: ModelConfig, config: EngineConfig, free: int) -> int:
-    """Sequences whose states take a share of the memory at most, and no more than the configuration says."""
+def with_states_for(target: ModelConfig, config: EngineConfig, memory: int) -> EngineConfig:
+    """The same with no more sequences at a time than have their states in so much memory, where the model has some."""
     state = state_bytes(target.recurrent, config.torch_dtype())
-    fitting = int(free * STATE_SHARE) // max(state, 1) - SPARE_STATES - 1
-    return min(config.max_running, max(fitting, 1)) if state else config.max_running
+    fitting = memory // max(state, 1) - SPARE_STATES - 1
+    return replace(config, max_running=min(config.max_running, max(fitting, 1))) if state else config
 
 
 def _room(plan: MemoryPlan) -> int:

@@ -58,8 +58,15 @@ class Convolution:
 class Mixer(Protocol):
     """A recurrent mixer with its weights."""
 
-    convolution: Convolution
-    output: Linear  # width -> hidden
+    @property
+    def convolution(self) -> Convolution:
+        """What rows pass first."""
+        ...
+
+    @property
+    def output(self) -> Linear:
+        """Width -> hidden."""
+        ...
 
     @property
     def width(self) -> int:

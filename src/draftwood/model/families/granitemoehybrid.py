@@ -32,7 +32,8 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
         return replace(turned, mlp=mlp)
 
     scaled = with_multipliers(config, with_layers_changed(decoder, change))
-    return with_mixers(scaled, recurrent_layers(config, decoder.num_layers), mamba2_mixer(config))
+    recurrent = recurrent_layers(config, decoder.num_layers)  # in some of the family's models none is
+    return with_mixers(scaled, recurrent, mamba2_mixer(config)) if any(recurrent) else scaled
 
 
 def _mlp(config: Mapping[str, Any], decoder: ModelConfig) -> MlpSpec | ExpertsSpec:

@@ -47,13 +47,14 @@ HYBRID = {  # what hybrids' files leave out
     "mamba_conv_bias": True,
     "mamba_proj_bias": False,
 }
+_HEAD = 64
 _LONGEST = 1 << 20  # tokens: nothing in the model ends earlier
 
 
 def _read(config: Mapping[str, Any]) -> ModelConfig:
     config = renamed({**DEFAULTS, **config}, USUAL)
     inner = integer(config, "mamba_expand") * integer(config, "hidden_size")
-    sizes = {"num_attention_heads": 1, "head_dim": 2, "intermediate_size": inner, "max_position_embeddings": _LONGEST}
+    sizes = {"intermediate_size": inner, "max_position_embeddings": _LONGEST, **_usual_heads(config)}
     decoder = plain({**config, **sizes}, "mamba2", PlainChoices())
     mixer = replace(mamba2_mixer(config), output_bias=bool(config["mamba_proj_bias"]))
 
@@ -61,6 +62,12 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
         return replace(layer, attention=None, mlp=None, recurrent=mixer)
 
     return with_layers_changed(decoder, change)
+
+
+def _usual_heads(config: Mapping[str, Any]) -> dict[str, int]:
+    """Of layers with attention, which the model has none of, but networks trained for it have."""
+    hidden = integer(config, "hidden_size")
+    return {"num_attention_heads": max(hidden // _HEAD, 1), "head_dim": min(_HEAD, max(hidden // 2 * 2, 2))}
 
 
 def mamba2_mixer(config: Mapping[str, Any], width: int | None = None) -> Mamba2Spec:

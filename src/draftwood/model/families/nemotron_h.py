@@ -66,7 +66,7 @@ def _kinds(config: Mapping[str, Any]) -> list[str]:
     """What each layer is, from a list or from a word with a letter for each."""
     given = config.get("layers_block_type") or config.get("layer_types") or config.get("hybrid_override_pattern")
     require(isinstance(given, list | tuple | str), f"its layers_block_type is {shown(given)} where a list is needed")
-    kinds = list(given or ())
+    kinds = [str(kind) for kind in given or ()]
     for kind in kinds:
         require(kind in (*_MIXER, *_ATTENTION, *_MLP), f"its layers_block_type holds {shown(kind)}: not supported")
     return kinds
