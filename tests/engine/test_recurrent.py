@@ -66,10 +66,8 @@ def asking(texts: list[tuple[int, ...]], **more: object) -> list[Ask]:
 
 
 def alone(config: ModelConfig, asks: list[Ask]) -> list[list[int]]:
-    return [
-        generated(Harness(tiny_runner(config), NoDrafter(), LAWS["match"]()).run([replace(ask, arrives=0)]))[0]
-        for ask in asks
-    ]
+    asks = [replace(ask, arrives=0, cancelled=None) for ask in asks]
+    return [generated(Harness(tiny_runner(config), NoDrafter(), LAWS["match"]()).run([ask]))[0] for ask in asks]
 
 
 @pytest.mark.parametrize("family", ["bamba", "lfm2", "qwen3_next"])
@@ -103,6 +101,21 @@ def test_snapshots_give_way_to_sequences_and_go_with_their_pages() -> None:
     states = runner.cache.tables.states
     assert states is not None
     assert states.num_snapshots <= states.count
+
+
+def test_cancelled_requests_leave_their_places_to_others() -> None:
+    """While waiting, in the middle of a prompt, in the middle of an answer; the caches are checked after every step."""
+    config, asks = config_of("qwen3_next"), asking(prompts(9, 6, 6))
+    asks = [
+        replace(ask, arrives=i, cancelled=cancelled)
+        for i, (ask, cancelled) in enumerate(zip(asks, (None, 1, 4, None, 9, None), strict=True))
+    ]
+    runner = ModelRunner(tiny_runner(config).model, num_pages=40, page_size=PAGE, num_states=3)
+    harness = Harness(runner, NgramDrafter(6, 3, 1, 2), LAWS["match"](), Regime(max_running=3, max_rows=9))
+    answers = harness.run(asks)
+    for ask, said, wanted in zip(asks, generated(answers), alone(config, asks), strict=True):
+        assert said == (wanted if ask.cancelled is None else wanted[: len(said)])
+    assert runner.cache.tables.pool.num_available == 40
 
 
 def test_places_of_states_are_counted() -> None:
@@ -169,6 +182,12 @@ def test_a_recurrent_model_drafts_for_nobody() -> None:
     drafter = ModelDrafter(tiny_runner(config_of("bamba")), chain(3))
     with pytest.raises(IncompatibleParts, match="cannot be the draft model"):
         drafter.attach(tiny_runner())
+    runner = drafter.runner
+    runner.cache.tables.open(0, ())
+    runner.cache.tables.reserve(0, 4)
+    batch = replace(runner.cache.stage_text([Span(0, [1, 2, 3], 0, 3)]), states=None)
+    with pytest.raises(IncompatibleParts, match="no place for states"):
+        runner.forward(batch)
     with pytest.raises(IncompatibleParts, match="first layers"):
         tiny_runner(config_of("bamba")).model.first(1)  # type: ignore[attr-defined]
 

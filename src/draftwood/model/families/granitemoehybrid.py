@@ -26,6 +26,7 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
     require(turning in (None, "rope", "nope"), f"its position_embedding_type is {shown(turning)}")
     config.setdefault("layer_types", config.get("layers_block_type") or ["linear_attention"] * decoder.num_layers)
     mlp = _mlp(config, decoder)
+    decoder = replace(decoder, intermediate_size=mlp.width) if isinstance(mlp, MlpSpec) else decoder
 
     def change(i: int, layer: LayerSpec) -> LayerSpec:
         turned = layer if turning == "rope" else layer.attending(rope=None)
