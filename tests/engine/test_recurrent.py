@@ -26,7 +26,7 @@ from draftwood.drafters.none import NoDrafter
 from draftwood.drafters.scripted import ScriptedDrafter
 from draftwood.drafting import Drafter
 from draftwood.engine.llm import LLM
-from draftwood.engine.memory import plan_memory, with_states_for
+from draftwood.engine.memory import WITHOUT_KEYS, automatic_cache_tokens, plan_memory, with_states_for
 from draftwood.engine.scheduler import Scheduler, SchedulerConfig
 from draftwood.errors import IncompatibleParts
 from draftwood.growers import chain
@@ -202,6 +202,7 @@ def test_states_are_planned_and_told(tmp_path: Path) -> None:
     assert plan.states == (6 + 4 + 1) * size
     assert [with_states_for(config, settings, size * count).max_running for count in (100, 9, 1)] == [6, 4, 1]
     assert with_states_for(tiny_config(), settings, 0) == settings
+    assert automatic_cache_tokens(config_of("mamba2"), None, settings, 1 << 40, 1 << 40) == WITHOUT_KEYS
     runner = ModelRunner(tiny_runner(config, dtype=torch.bfloat16).model, 8, PAGE, 10)
     assert runner.cache.states.num_bytes == 11 * size
     folder = bamba_folder(tmp_path / "model")

@@ -136,7 +136,7 @@ class KVCache:
 
         In a `chain` they are there already.
         """
-        if chain:
+        if chain or not self.memory.store.numel():  # no layer has attention
             return
         if self.device.type == "cuda":
             from draftwood.ops.cuda.commit import keep_path

@@ -30,6 +30,7 @@ SPARE_PAGES = 1  # that a cache has beyond what it is asked for
 FIXED = 1 << 30  # graphs, the libraries' own workspaces, and what an allocator cannot use
 LOGIT_COPIES = 4  # float32 rows over the vocabulary that a step holds at a time, besides the logits themselves
 LAYER_COPIES = 4  # of a layer's widest rows
+WITHOUT_KEYS = 1 << 20  # tokens of a model without attention, which take no memory
 CACHE_SHARE = 0.9  # of what the rest leaves
 STATE_SHARE = 0.25  # of a GPU's free memory, for states of recurrent layers
 STATE_MEMORY = 2 << 30  # the same on a CPU
@@ -131,7 +132,7 @@ def automatic_cache_tokens(
         smallest = replace(plan, cache=(1 + SPARE_PAGES) * size * plan.token)
         raise InvalidRequest(_explanation(smallest, "There is no room for a cache"))
     longest = -(-(target.max_positions + config.max_rows) // size) * size  # a full context and the largest tree
-    return min(fitting, config.max_running * longest)
+    return min(fitting, config.max_running * longest if plan.token else WITHOUT_KEYS)
 
 
 def with_states_for(target: ModelConfig, config: EngineConfig, memory: int) -> EngineConfig:

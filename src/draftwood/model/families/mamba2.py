@@ -48,7 +48,7 @@ HYBRID = {  # what hybrids' files leave out
     "mamba_proj_bias": False,
 }
 _HEAD = 64
-_LONGEST = 1 << 20  # tokens: nothing in the model ends earlier
+_LONGEST = 1 << 17  # tokens: nothing in the model ends there, but the token table of a running sequence does
 
 
 def _read(config: Mapping[str, Any]) -> ModelConfig:
@@ -67,7 +67,8 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
 def _usual_heads(config: Mapping[str, Any]) -> dict[str, int]:
     """Of layers with attention, which the model has none of, but networks trained for it have."""
     hidden = integer(config, "hidden_size")
-    return {"num_attention_heads": max(hidden // _HEAD, 1), "head_dim": min(_HEAD, max(hidden // 2 * 2, 2))}
+    heads, head_dim = max(hidden // _HEAD, 1), min(_HEAD, max(hidden // 2 * 2, 2))
+    return {"num_attention_heads": heads, "num_key_value_heads": heads, "head_dim": head_dim}
 
 
 def mamba2_mixer(config: Mapping[str, Any], width: int | None = None) -> Mamba2Spec:
