@@ -325,12 +325,21 @@ class LayerSpec:
         return self.attention
 
     @property
+    def only_mlp(self) -> MlpSpec | ExpertsSpec:
+        """Its MLP, for backends that refuse layers without."""
+        if self.mlp is None:
+            raise CheckpointError("A layer has no MLP, and this backend runs no such layers.")
+        return self.mlp
+
+    @property
     def unusual(self) -> str | None:
         """What backends do not know that run nothing but attention with an MLP behind it."""
         if self.recurrent is not None:
             return "recurrent layers"
         if self.attention is None or self.mlp is None:
             return "layers that are attention or an MLP alone"
+        if isinstance(self.mlp, ExpertsSpec) and self.mlp.shared is not None and not self.mlp.shared_gate:
+            return "an MLP that counts in full beside experts"
         scaled = isinstance(self.mlp, MlpSpec) and (self.mlp.gate_scale, self.mlp.output_scale) != (1.0, 1.0)
         if scaled or self.attention.gated or self.attention.output_scale != 1.0:
             return "gates and scales of attention and MLP"
