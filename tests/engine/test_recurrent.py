@@ -178,7 +178,7 @@ def test_nothing_looks_at_values(family: str) -> None:
         runner.cache.states.keep(recurrences.staged, index.gather(1, verdict.length[:, None])[:, 0])
 
 
-def test_a_recurrent_model_drafts_for_nobody() -> None:
+def test_a_recurrent_model_cannot_be_a_draft_model() -> None:
     drafter = ModelDrafter(tiny_runner(config_of("bamba")), chain(3))
     with pytest.raises(IncompatibleParts, match="cannot be the draft model"):
         drafter.attach(tiny_runner())

@@ -1,4 +1,4 @@
-"""Recurrences over whole trees: what node by node gives, blind to the host, whatever is missing."""
+"""Recurrences over whole trees: what node by node gives, without a look at values, with rows missing."""
 
 from __future__ import annotations
 
