@@ -85,6 +85,8 @@ def runs_of(name: str) -> dict[str, Callable[[], float]]:
         lengths=torch.tensor([PROMPT]),
         block_table=runner.cache.block_table(text),
         states=runner.cache.state_places(text, torch.device("cpu")),
+        source_lengths=None,
+        turn_shifts=None,
     )
 
     def step(nodes: int) -> None:

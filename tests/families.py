@@ -74,7 +74,13 @@ RECURRENT: dict[str, dict[str, Any]] = {
         "model_type": "qwen3_5_moe_text", **_LLAMA_LIKE, **_DELTA, "layer_types": _TURNS, "num_experts": 4,
         "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
     },
-    "qwen3_5": {"model_type": "qwen3_5_text", **_LLAMA_LIKE, **_DELTA, "layer_types": _TURNS},
+    "qwen3_5": {
+        "model_type": "qwen3_5_text", **_LLAMA_LIKE, **_DELTA, "layer_types": _TURNS,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_interleaved": True,
+            "mrope_section": [2, 1, 1],
+        },
+    },
 }  # fmt: skip
 
 FAMILIES: dict[str, dict[str, Any]] = {

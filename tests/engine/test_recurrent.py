@@ -200,8 +200,8 @@ def test_states_are_planned_and_told(tmp_path: Path) -> None:
     settings = EngineConfig(dtype="bfloat16", device="cpu", cache_tokens=4096, max_running=6, max_rows=64)
     plan = plan_memory(config, None, settings, 1 << 40, 1 << 40)
     assert plan.states == (6 + 4 + 1) * size
-    assert [with_states_for(config, settings, size * count).max_running for count in (100, 9, 1)] == [6, 4, 1]
-    assert with_states_for(tiny_config(), settings, 0) == settings
+    assert [with_states_for(config, settings, 4 * size * count).max_running for count in (100, 9, 1)] == [6, 4, 1]
+    assert with_states_for(config, settings, None) == with_states_for(tiny_config(), settings, 0) == settings
     assert automatic_cache_tokens(config_of("mamba2"), None, settings, 1 << 40, 1 << 40) == WITHOUT_KEYS
     runner = ModelRunner(tiny_runner(config, dtype=torch.bfloat16).model, 8, PAGE, 10)
     assert runner.cache.states.num_bytes == 11 * size

@@ -42,8 +42,10 @@ def batch_state_for(target: ModelRunner, capacity: int, max_nodes: int) -> Batch
     """State for sequences as long as the model and its cache allow."""
     tables = target.cache.tables
     longest = min(target.model.config.max_positions, tables.capacity) + 2 * max_nodes + 2
-    scratch = target.cache.scratch_page, target.device, target.cache.scratch_state
-    return BatchState(capacity, longest, tables.page_size, *scratch)
+    config = target.model.config
+    kinds = {"has_sources": config.encoder is not None, "has_turns": bool(config.rope.sections)}
+    scratch, states = target.cache.scratch_page, target.cache.scratch_state
+    return BatchState(capacity, longest, tables.page_size, scratch, target.device, **kinds, scratch_state=states)
 
 
 @dataclass

@@ -135,9 +135,12 @@ def automatic_cache_tokens(
     return min(fitting, config.max_running * longest if plan.token else WITHOUT_KEYS)
 
 
-def with_states_for(target: ModelConfig, config: EngineConfig, memory: int) -> EngineConfig:
-    """The same with no more sequences at a time than have their states in so much memory, where the model has some."""
+def with_states_for(target: ModelConfig, config: EngineConfig, free: int | None) -> EngineConfig:
+    """The same with no more sequences at a time than have their states in a share of a GPU's free memory, or, without
+    a GPU, in a fixed amount; where the model has states.
+    """
     state = state_bytes(target.recurrent, config.torch_dtype())
+    memory = STATE_MEMORY if free is None else int(free * STATE_SHARE)
     fitting = memory // max(state, 1) - SPARE_STATES - 1
     return replace(config, max_running=min(config.max_running, max(fitting, 1))) if state else config
 

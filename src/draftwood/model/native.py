@@ -115,6 +115,7 @@ class NativeTransformer:
             packer.floats("model.embed_positions.weight", stream.learned_positions), config.num_layers,
             config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size,
             weights.byte_activations, stream.embedding_scale, stream.logit_scale, stream.logit_softcap or 0,
+            (ctypes.c_int64 * 3)(*config.rope.sections),
         )  # fmt: skip
 
     def forward(
@@ -128,11 +129,14 @@ class NativeTransformer:
         features = torch.empty(len(needs), len(batch.tokens), self.config.hidden_size)
         arrays = [getattr(batch, name).contiguous() for name in _ARRAYS]
         tables = self._tables(num_keys)
+        turns = None if batch.turns is None else batch.turns.contiguous()
+        which, embeds = _given(batch)
         struct = structs.Batch(
             len(batch.tokens), len(batch.tree_base), batch.ancestors.shape[1], batch.block_table.shape[1],
             len(batch.logit_rows), *(array.data_ptr() for array in arrays), ctypes.addressof(tables),
             cache.store.data_ptr(), cache.store.shape[3], cache.page_size, logits.data_ptr(), wanted.data_ptr(),
             len(needs), features.data_ptr(), address(given and given.residual), address(given and given.wide),
+            address(turns), address(which), address(embeds),
         )  # fmt: skip
         scratch = self._scratch.fit(len(batch.tokens), num_keys, num_nodes)
         self._library.dw_forward(ctypes.byref(self._model), ctypes.byref(struct), ctypes.byref(scratch))
@@ -151,6 +155,15 @@ class NativeTransformer:
                 table = torch.view_as_real(rotary.table(length))
                 self._rotations[i] = table.transpose(1, 2).flatten(1).contiguous()
         return (ctypes.c_void_p * len(self._rotations))(*(table.data_ptr() for table in self._rotations))
+
+
+def _given(batch: ForwardBatch) -> tuple[Tensor | None, Tensor | None]:
+    """Which of the given embeddings each row begins with, -1 where it is its token's, and these. [N], [K, hidden]."""
+    if batch.embed_rows is None or batch.embeds is None:
+        return None, None
+    which = torch.full((len(batch.tokens),), -1)
+    which[batch.embed_rows] = torch.arange(len(batch.embed_rows))
+    return which, batch.embeds.float().contiguous()
 
 
 def _turnings(config: ModelConfig) -> list[Turning]:

@@ -23,6 +23,7 @@ from . import (
     hunyuan,
     lfm2,
     llama,
+    llava,
     mamba2,
     mistral,
     mixtral,
@@ -33,6 +34,7 @@ from . import (
     phi3,
     qwen2,
     qwen2_moe,
+    qwen2_vl,
     qwen3,
     qwen3_moe,
     qwen3_next,
@@ -87,6 +89,9 @@ _ALL = (
     qwen3_next.FIFTH_WITH_IMAGES,
     qwen3_next.FIFTH_MOE,
     qwen3_next.FIFTH_MOE_WITH_IMAGES,
+    llava.FAMILY,
+    qwen2_vl.FAMILY,
+    qwen2_vl.NEXT,
 )
 FAMILIES = {family.name: family for family in _ALL}
 

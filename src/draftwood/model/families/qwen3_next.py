@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..config import ModelConfig
 from ..reading import integer, layer_count
-from ..rope import require
+from ..rope import require, shown
 from ..spec import GatedDeltaSpec, LayerSpec, MlpSpec
 from .bamba import recurrent_layers, with_mixers
 from .base import Change, Family, PlainChoices, Stored, plain, with_layers_changed
@@ -42,7 +42,7 @@ def _read_next(config: Mapping[str, Any]) -> ModelConfig:
 
 def _read_fifth_moe(config: Mapping[str, Any]) -> ModelConfig:
     usual = {"num_experts": 256, "num_experts_per_tok": 8}
-    return _read_with_experts({**DEFAULTS, **_EXPERTS, **usual, **config}, "qwen3_5_moe_text")
+    return _read_with_experts({**DEFAULTS, **_EXPERTS, **usual, **_of_text(config)}, "qwen3_5_moe_text")
 
 
 def _read_with_experts(config: Mapping[str, Any], family: str) -> ModelConfig:
@@ -55,7 +55,14 @@ def _read_with_experts(config: Mapping[str, Any], family: str) -> ModelConfig:
 
 
 def _read_fifth(config: Mapping[str, Any]) -> ModelConfig:
-    return _read({**DEFAULTS, "num_key_value_heads": 4, **config}, "qwen3_5_text")
+    return _read({**DEFAULTS, "num_key_value_heads": 4, **_of_text(config)}, "qwen3_5_text")
+
+
+def _of_text(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Without how rotation is shared among time, height and width of images: text has one position for all three."""
+    given = config.get("rope_parameters") or {}
+    require(isinstance(given, Mapping), f"its rope_parameters are {shown(given)} where a table is needed")
+    return {**config, "rope_parameters": {key: given[key] for key in given if not key.startswith("mrope")}}
 
 
 def _read(config: Mapping[str, Any], family: str) -> ModelConfig:
