@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import copy
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from draftwood.batch import AttentionShape, ForwardBatch, ForwardOutput, Pages
+from draftwood.batch import AttentionShape, ForwardBatch, ForwardOutput, GivenRows, Pages
 from draftwood.errors import IncompatibleParts
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.experts import Experts
@@ -102,6 +103,7 @@ class Transformer:
         self.head, self.embedding = loader.head_and_embedding()
         self.positions = loader.positions()
         self.layers = [_layer(loader, i, spec) for i, spec in enumerate(self.specs)]
+        self.cached = list(range(config.num_layers))  # where in the pages each layer's keys and values lie
         self.final_norm = loader.norm("model.norm", config.final_norm)
         self.rotaries = {turn: self._rotary(*turn) for turn in (_turning(s.attention) for s in self.specs) if turn}
 
@@ -111,12 +113,13 @@ class Transformer:
         tensors = list(tensors_of([self.head, self.final_norm, self.embedding, self.positions, *self.layers]))
         return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
 
-    def first(self, count: int) -> Transformer:
-        """Its first layers as a model, in the same memory."""
+    def part(self, layers: Sequence[int]) -> Transformer:
+        """Some of its layers as a model, in the same memory."""
         if self.config.recurrent:
-            raise IncompatibleParts("A model with recurrent layers cannot be cut into its first layers.")
+            raise IncompatibleParts("A model with recurrent layers cannot be cut into some of its layers.")
         part = copy.copy(self)
-        part.config, part.layers, part.specs = self.config.first(count), self.layers[:count], self.specs[:count]
+        part.config, part.specs = self.config.part(layers), tuple(self.specs[i] for i in layers)
+        part.layers, part.cached = [self.layers[i] for i in layers], [self.cached[i] for i in layers]
         return part
 
     def refresh(self, checkpoint: Checkpoint) -> None:
@@ -125,10 +128,14 @@ class Transformer:
         fresh = [_layer(loader, i, spec) for i, spec in enumerate(self.specs)]
         write_over([*self.layers, self.final_norm], [*fresh, loader.norm("model.norm", self.config.final_norm)])
 
-    def forward(self, batch: ForwardBatch, cache: Pages, needs: frozenset[int] = frozenset()) -> ForwardOutput:
+    def forward(
+        self, batch: ForwardBatch, cache: Pages, needs: frozenset[int] = frozenset(), given: GivenRows | None = None
+    ) -> ForwardOutput:
         """Run the rows of `batch`, writing their keys and values to `cache`."""
+        if given is not None and given.wide is not None:
+            raise ValueError("torch's operations begin with a residual stream alone")
         run = _Run(self, batch, cache)
-        hidden = self._begin(batch)
+        hidden = self._begin(batch) if given is None else given.residual
         features: dict[int, Tensor] = {}
         for i, (layer, spec) in enumerate(zip(self.layers, self.specs, strict=True)):
             read = hidden if layer.attention_norm is None else layer.attention_norm(hidden)
@@ -216,7 +223,8 @@ class _Run:
     """What the layers of one forward share: plans, rotations, and which pages and states come next."""
 
     def __init__(self, model: Transformer, batch: ForwardBatch, cache: Pages) -> None:
-        self._model, self._slots, self._pages = model, batch.slots, enumerate(cache.layers)
+        self._model, self._slots = model, batch.slots
+        self._pages = ((at, cache.layers[at]) for at in model.cached)
         shapes = {_shape(spec.attention) for spec in model.specs if spec.attention is not None}
         self._plans = {shape: plan_attention(batch, cache, shape) for shape in shapes}
         self._rotations = {turn: model.rotations(rotary, batch) for turn, rotary in model.rotaries.items()}
