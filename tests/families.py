@@ -21,6 +21,68 @@ _SLIDING = ["sliding_attention", "full_attention"]
 _GEMMA = {"head_dim": 12, "sliding_window": 5, "query_pre_attn_scalar": 20, "layer_types": _SLIDING}
 _EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
+_MAMBA = {
+    "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2,
+    "mamba_n_groups": 2, "mamba_chunk_size": 4,
+}  # fmt: skip
+_DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 6,
+    "linear_conv_kernel_dim": 4, "head_dim": 16,
+}  # fmt: skip
+_TURNS = ["linear_attention", "full_attention"]
+RECURRENT: dict[str, dict[str, Any]] = {
+    "mamba2": {
+        "model_type": "mamba2", "vocab_size": 13, "hidden_size": 32, "num_hidden_layers": 2, "num_heads": 4,
+        "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 4, "conv_kernel": 4, "expand": 2,
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+    },
+    "bamba": {"model_type": "bamba", **_LLAMA_LIKE, **_MAMBA, "attn_layer_indices": [1]},
+    "granitemoehybrid": {
+        "model_type": "granitemoehybrid", **_LLAMA_LIKE, **_MAMBA, "layer_types": _TURNS, "num_local_experts": 0,
+        "shared_intermediate_size": 40, "position_embedding_type": "rope", "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0, "residual_multiplier": 0.4, "attention_multiplier": 0.3,
+    },
+    "granitemoehybrid-experts": {
+        "model_type": "granitemoehybrid", **_LLAMA_LIKE, **_MAMBA, "layer_types": _TURNS, "num_local_experts": 4,
+        "num_experts_per_tok": 2, "shared_intermediate_size": 40, "mamba_n_groups": 1,
+    },
+    "falcon_h1": {
+        "model_type": "falcon_h1", **_LLAMA_LIKE, **_MAMBA, "mamba_d_ssm": 64, "mlp_multipliers": [0.7, 1.3],
+        "key_multiplier": 0.6, "attention_in_multiplier": 1.2, "attention_out_multiplier": 0.9,
+        "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7], "ssm_in_multiplier": 1.1, "ssm_out_multiplier": 0.8,
+        "embedding_multiplier": 2.0, "lm_head_multiplier": 0.9,
+    },
+    "falcon_h1-normed": {
+        "model_type": "falcon_h1", **_LLAMA_LIKE, **_MAMBA, "mamba_d_ssm": 48, "mamba_d_head": 12,
+        "mamba_rms_norm": True,
+    },
+    "lfm2": {
+        "model_type": "lfm2", **_LLAMA_LIKE, "layer_types": ["conv", "full_attention"], "conv_L_cache": 3,
+        "block_multiple_of": 8,
+    },
+    "nemotron_h": {
+        "model_type": "nemotron_h", **_LLAMA_LIKE, "head_dim": 8, "mamba_num_heads": 4, "mamba_head_dim": 16,
+        "ssm_state_size": 8, "n_groups": 2, "conv_kernel": 4, "chunk_size": 4, "expand": 2,
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+    },
+    "qwen3_next": {
+        "model_type": "qwen3_next", **_LLAMA_LIKE, **_DELTA, "layer_types": _TURNS, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+        "decoder_sparse_step": 2,
+    },
+    "qwen3_5_moe": {
+        "model_type": "qwen3_5_moe_text", **_LLAMA_LIKE, **_DELTA, "layer_types": _TURNS, "num_experts": 4,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+    },
+    "qwen3_5": {
+        "model_type": "qwen3_5_text", **_LLAMA_LIKE, **_DELTA, "layer_types": _TURNS,
+        "rope_parameters": {
+            "rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "mrope_interleaved": True,
+            "mrope_section": [2, 1, 1],
+        },
+    },
+}  # fmt: skip
+
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma": {"model_type": "gemma", **_LLAMA_LIKE, "head_dim": 12},
     "gemma2": {
@@ -99,4 +161,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "seed_oss": {"model_type": "seed_oss", **_LLAMA_LIKE, "head_dim": 12},
     "hunyuan": {"model_type": "hunyuan_v1_dense", **_LLAMA_LIKE, "head_dim": 8},
     "nemotron": {"model_type": "nemotron", **_LLAMA_LIKE},
+    "granite-4": {
+        "model_type": "granitemoehybrid", **_LLAMA_LIKE, **_MAMBA, "layer_types": ["full_attention"] * 2,
+        "num_local_experts": 0, "shared_intermediate_size": 40, "position_embedding_type": "rope",
+        "residual_multiplier": 0.4,
+    },
+    **RECURRENT,
 }  # fmt: skip

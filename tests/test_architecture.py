@@ -13,7 +13,20 @@ SOURCE = Path(draftwood.__file__).parent
 
 LAYERS = [  # each may import what stands above it
     ("errors",),
-    ("links", "entries", "request", "wire", "shape", "tree", "joining", "batch", "telemetry", "costs", "machine"),
+    (
+        "links",
+        "entries",
+        "request",
+        "wire",
+        "shape",
+        "tree",
+        "joining",
+        "states",
+        "batch",
+        "telemetry",
+        "costs",
+        "machine",
+    ),
     ("protocols",),
     ("rng", "sampling", "cache", "ops", "model", "config"),
     ("drafting",),

@@ -37,6 +37,7 @@ from draftwood.engine.memory import (
     device_memory,
     explain_out_of_memory,
     plan_memory,
+    with_states_for,
 )
 from draftwood.entries import Entry, split_spec
 from draftwood.errors import IncompatibleParts, InvalidRequest
@@ -346,6 +347,7 @@ def load_runner(checkpoint: Checkpoint, config: EngineConfig, progress: Progress
         config.weight_format(),
         progress,
         config.strict,
+        config.num_states,
     )
     checkpoint.forget()
     give_back_memory()
@@ -356,12 +358,13 @@ def load_runner(checkpoint: Checkpoint, config: EngineConfig, progress: Progress
 
 def settle(config: EngineConfig, target: Checkpoint, drafter: str | Drafter) -> EngineConfig:
     """Sizes that suit the device where none are asked for; refuses, with the plan, what a GPU has no memory for."""
-    config = config.settled()
+    asked, config = config.max_running, config.settled()
     if isinstance(target, UniversalCheckpoint):  # before memory is planned
         require_supported(target.name, config.torch_dtype(), config.torch_device(), config.weight_format())
     if config.torch_device().type != "cuda":
-        return config
+        return config if asked else with_states_for(target.config, config, None)
     draft, (free, total) = _draft_config(drafter, target.config), device_memory(config.torch_device())
+    config = config if asked else with_states_for(target.config, config, free)
     if not config.cache_tokens:
         tokens = automatic_cache_tokens(target.config, draft, config, free, total, copied_as(middle_of(drafter)))
         config = replace(config, cache_tokens=tokens)

@@ -14,6 +14,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from draftwood.states import StagedTrees, StateStore
+
 
 @dataclass(frozen=True, eq=False)
 class Source:
@@ -68,6 +70,8 @@ class ForwardBatch:
     logits_in_order: bool = False  # `logit_rows` rise: if there are as many as rows, they are all of them
     parts: tuple[ForwardBatch, ...] = ()  # what it was joined of: rows so different that attention takes them apart
     pieces: tuple[tuple[int, int], ...] = ()  # [start, end) of each sequence's rows in its text, where the host knows
+    states: Tensor | None = None  # [S] int64 where recurrent layers keep their state of each sequence; None: unknown
+    is_text: bool = False  # all rows are committed: states move on over them. Else they move when a path is kept
     source_lengths: Tensor | None = None  # [S] first keys of each sequence that are of its source; None: no encoder
     unread: tuple[tuple[int, Source], ...] = ()  # sequences that have rows of their source here
     turns: Tensor | None = (
@@ -111,7 +115,7 @@ def with_text(batch: ForwardBatch, text: ForwardBatch) -> ForwardBatch:
     embed_rows = None if text.embed_rows is None else text.embed_rows + len(batch.tokens)  # trees have no images
     return replace(
         batch, **both, row_offsets=offsets, ancestors=ancestors, max_rows=rows, linear=batch.linear and text.linear,
-        logits_in_order=False, parts=(batch, text), pieces=(), source_lengths=sources, unread=unread,
+        logits_in_order=False, parts=(batch, text), pieces=(), states=None, source_lengths=sources, unread=unread,
         turns=turns, embed_rows=embed_rows, embeds=text.embeds,
     )  # fmt: skip
 
@@ -130,6 +134,7 @@ class ForwardOutput:
 
     logits: Tensor  # [K, V]
     features: Mapping[int, Tensor]  # layer -> [N, hidden]
+    staged: StagedTrees | None = None  # what recurrent layers have made of rows that are not committed yet
 
 
 @dataclass(frozen=True)
@@ -148,6 +153,7 @@ class Pages:
 
     store: Tensor  # [L, 2, H, slots, D]: one head's keys of a run of pages are one matrix
     page_size: int
+    states: tuple[StateStore, ...] = ()  # of the recurrent layers
 
     @cached_property
     def layers(self) -> tuple[Tensor, ...]:

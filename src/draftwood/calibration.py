@@ -156,6 +156,8 @@ def _time_steps(target: ModelRunner, batch: int, context: int, nodes: list[int])
     tables = target.cache.tables
     answers = [_answer(i, context, target.model.config.vocab_size) for i in range(batch)]
     length = context + 2 * max(nodes) + 2 + GPU_REPEATS
+    if tables.states is not None and tables.states.count < batch:
+        raise InvalidRequest(f"Measuring steps of {batch} sequences needs max_running={batch} or more for this model.")
     state = batch_state_for(target, batch, max(nodes))
     shapes = ShapePlan(sorted({0, *nodes}), batch, batch * length, state.num_pages, tables.page_size)
     runner = GraphRunner(Parts(target, drafter, LAWS["match"](), KeyedRng()), state, shapes, captures=True)
@@ -176,7 +178,8 @@ def _time_step(runner: GraphRunner, answers: Tokens[Sequence], nodes: int) -> fl
     state, tables = runner.state, runner.target.cache.tables
     for answer in answers:
         state.remove(answer.id)
-        state.add(answer.id, answer.tokens, answer.row_settings(runner.target.model.config.vocab_size))
+        settings = answer.row_settings(runner.target.model.config.vocab_size)
+        state.add(answer.id, answer.tokens, settings, tables.state(answer.id))
     state.update_block_tables({answer.id: tables.pages(answer.id) for answer in answers})
     return runner.seconds([answer.id for answer in answers], nodes, StepMode(greedy=True), GPU_REPEATS)
 

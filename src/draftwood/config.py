@@ -18,6 +18,7 @@ DTYPES = {
 
 IMPLEMENTATIONS = ("auto", "own", "transformers")
 CACHE_TOKENS = 16384  # on a CPU
+SPARE_STATES = 4  # of recurrent layers, beyond those of the sequences that run
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,11 @@ class EngineConfig:
             max_rows=self.max_rows or (8192 if on_gpu else 512),
             max_running=self.max_running or (256 if on_gpu else 64),
         )
+
+    @property
+    def num_states(self) -> int:
+        """Places for states of recurrent layers: of sequences, and of prefixes where fewer run."""
+        return self.max_running + SPARE_STATES
 
     @property
     def num_pages(self) -> int:

@@ -191,6 +191,7 @@ class BatchView:
     rows: Tensor  # [B] int64 rows of `history`
     history: Tensor  # [any, L] int64 committed tokens, row by row
     block_table: Tensor  # [B, P] int64 pages of each sequence, never -1
+    states: Tensor | None = None  # [B] int64 where their states lie, for models with recurrent layers
     salts: Tensor | None = None  # [any] int64 row by row, less than 0 where rows only fill up: who may learn from whom
     mode: StepMode = field(default_factory=StepMode)
     truncation: Truncation | None = None  # None: nothing is cut off
@@ -218,7 +219,7 @@ class BatchView:
     def take(self, rows: Tensor) -> BatchView:
         """The view of some of its sequences [b]; without logit edits, which only the whole step needs."""
         per_sequence = ("lengths", "seeds", "roots", "temperature", "rows", "block_table")
-        optional = ("max_nodes", "max_depth", "law", "drafter", "source_lengths", "turn_shifts")
+        optional = ("states", "max_nodes", "max_depth", "law", "drafter", "source_lengths", "turn_shifts")
         taken = {name: getattr(self, name)[rows] for name in per_sequence}
         taken |= {name: part[rows] for name in optional if (part := getattr(self, name)) is not None}
         limits = self.truncation

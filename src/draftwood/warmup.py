@@ -89,7 +89,8 @@ def warm_up(target: ModelConfig, config: EngineConfig, drafter: str | Drafter, t
     with _apart(device):
         blank = _Blank(target, dtype, device)
         weights = config.weight_format()
-        runner = ModelRunner.load(blank, dtype, device, PAGES, config.page_size, weights, strict=config.strict)  # type: ignore[arg-type]
+        sizes = PAGES, config.page_size, weights
+        runner = ModelRunner.load(blank, dtype, device, *sizes, strict=config.strict, num_states=1)  # type: ignore[arg-type]
         known = _known_already(drafter, tree, target.vocab_size, config)
         known.attach(runner)
         running = config.max_running

@@ -33,12 +33,14 @@ from draftwood.growers import (
     chain,
     sequoia,
 )
+from draftwood.model.config import ModelConfig
 from draftwood.model.weights import FORMATS
 from draftwood.request import FinishReason, SamplingParams
 from draftwood.train.online import LEARNT, AdaptConfig, Adapter, Contest
 from draftwood.train.optim import OptimConfig
 from draftwood.tree import DraftLaw, Draw
 from draftwood.verifiers import LAWS
+from families import RECURRENT
 from remote_drafters import PeriodicSpeaker, remote
 from seq2seq import seq2seq_folder, seq2seq_runner, source_of
 from tiny import (
@@ -311,6 +313,37 @@ def test_every_family_under_a_tree(family: str, name: str) -> None:
     target = tiny_runner(config)
     answers = Harness(target, DRAFTERS[name](torch.float64), LAWS["match"]()).run(asks)
     assert generated(answers) == wanted
+
+
+@cache
+def recurrent(family: str) -> tuple[ModelConfig, list[list[int]]]:
+    """A family with recurrent layers, and what plain decoding says: one request at a time, nothing shared."""
+    config = ModelConfig.from_hf({**RECURRENT[family], "max_position_embeddings": 512})
+    runs = [Harness(tiny_runner(config), no_drafter(torch.float64), LAWS["match"]()).run([a]) for a in requests(0.8)]
+    return config, [generated(answers)[0] for answers in runs]
+
+
+RECURRENT_ROWS = [
+    ("none", "chunks-of-five"),
+    ("scripted-bushy", "one-batch"),
+    ("model-iid", "starved"),
+    ("eagle3-tree", "starved"),
+    ("ngram", "one-by-one"),
+]
+
+
+@pytest.mark.parametrize(("name", "regime"), RECURRENT_ROWS)
+@pytest.mark.parametrize("family", ["mamba2", "bamba", "falcon_h1", "lfm2", "nemotron_h", "qwen3_next"])
+def test_recurrent_layers_give_rejected_drafts_back(family: str, name: str, regime: str) -> None:
+    """States behind trees, chains, chunks, preemption and shared prefixes are those of plain decoding."""
+    config, wanted = recurrent(family)
+    own = REGIMES[regime]
+    target = tiny_runner(config, num_pages=own.num_pages, page_size=own.page_size)
+    harness = Harness(target, DRAFTERS[name](torch.float64), LAWS["match"](), own)
+    answers = harness.run(requests(0.8))
+    assert generated(answers) == wanted
+    assert name == "none" or sum(answer.accepted for answer in answers) > 0
+    assert regime != "starved" or harness.engine.scheduler.num_preemptions > 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -61,6 +61,7 @@ def test_published_models_have_their_size(family: str) -> None:
 
 def test_every_family_has_its_file() -> None:
     elsewhere = {"llama", "mistral", "qwen2", "qwen3", "gemma3", "llava", "qwen2_vl", "qwen2_5_vl"}
+    elsewhere |= {"qwen3_5", "qwen3_5_moe"}
     assert {raw["model_type"] for raw in FAMILIES.values()} | elsewhere == set(KNOWN)
 
 

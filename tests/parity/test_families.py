@@ -11,15 +11,19 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from draftwood.drafters.none import NoDrafter
+from draftwood.drafters.scripted import ScriptedDrafter
 from draftwood.model.checkpoint import SafetensorsCheckpoint
 from draftwood.model.experts import Experts
 from draftwood.model.runner import ModelRunner
 from draftwood.model.transformer import Transformer
 from draftwood.protocols import Span
+from draftwood.request import SamplingParams
 from draftwood.tree import TokenTree
-from families import FAMILIES
+from draftwood.verifiers import LAWS
+from families import FAMILIES, RECURRENT
 from staging import text_batch, tree_logits
-from tiny import CPU
+from tiny import CPU, Ask, Harness
 
 TEXT = [5, 3, 9, 12, 0, 1, 1, 7, 8, 2, 11, 4, 6, 10, 3, 5, 9, 0, 2, 12, 7]
 
@@ -141,6 +145,27 @@ def test_greedy_tokens_are_those_of_generate(theirs: Callable[[str], tuple[Any, 
     assert tokens == want
 
 
+@pytest.mark.parametrize("name", RECURRENT)
+def test_an_engine_says_of_recurrent_models_what_generate_says(
+    theirs: Callable[[str], tuple[Any, Path]], name: str
+) -> None:
+    """Where states move along paths that are kept: alone, and along drafts."""
+    model, folder = theirs(name)
+    prompt, count = TEXT[:7], 14
+    with everything_wide(), torch.no_grad():
+        inputs = torch.tensor([prompt])
+        want = model.generate(
+            inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=count, do_sample=False, pad_token_id=0,
+            eos_token_id=[12345],
+        )[0].tolist()  # fmt: skip
+    ask = Ask(tuple(prompt), SamplingParams(max_tokens=count, temperature=0.0))
+    script = lambda tokens: [want[len(tokens) : len(tokens) + 3], [want[len(tokens) % len(want)], 1, 2], [3, 4]]  # noqa: E731
+    for drafter in (NoDrafter(), ScriptedDrafter(script, 9)):
+        answers = Harness(runner_of(folder, torch.float64), drafter, LAWS["match"]()).run([ask])
+        assert answers[0].tokens == want
+    assert answers[0].accepted >= count // 2
+
+
 def test_the_text_of_a_model_that_sees_images(tmp_path: Path) -> None:
     """Gemma 3 from 4B on: the folder has a vision tower, which is not read."""
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
@@ -154,6 +179,26 @@ def test_the_text_of_a_model_that_sees_images(tmp_path: Path) -> None:
     config._attn_implementation = config.text_config._attn_implementation = "eager"
     with everything_wide():
         model = Gemma3ForConditionalGeneration(config).double().eval()
+        model.save_pretrained(tmp_path)
+        with torch.no_grad():
+            want = model(input_ids=torch.tensor([TEXT]), use_cache=False).logits[0]
+    got = paged_logits(runner_of(tmp_path, torch.float64), TEXT, 5)
+    assert (got - want).abs().max() <= 1e-9
+
+
+def test_the_text_of_a_recurrent_model_that_sees_images(tmp_path: Path) -> None:
+    """Qwen3.5: the same, with its text model under another name."""
+    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+
+    text = {**FAMILIES["qwen3_5"], "vocab_size": 40}
+    vision = {"hidden_size": 16, "intermediate_size": 16, "depth": 1, "num_heads": 2, "out_hidden_size": 32}
+    config = Qwen3_5Config(
+        text_config=text, vision_config=vision, image_token_id=39, video_token_id=38, vision_start_token_id=37,
+        vision_end_token_id=36,
+    )  # fmt: skip
+    config._attn_implementation = config.text_config._attn_implementation = "eager"
+    with everything_wide():
+        model = Qwen3_5ForConditionalGeneration(config).double().eval()
         model.save_pretrained(tmp_path)
         with torch.no_grad():
             want = model(input_ids=torch.tensor([TEXT]), use_cache=False).logits[0]

@@ -149,6 +149,7 @@ class BatchState:
         *,
         has_sources: bool = False,
         has_turns: bool = False,
+        scratch_state: int | None = None,
     ) -> None:
         rows, pages = capacity + 1, -(-max_length // page_size)
         self.device = device
@@ -166,6 +167,8 @@ class BatchState:
         # What is added to positions for rotation; None: images have no rows and columns.
         self.turn_shift = torch.zeros(rows, dtype=torch.int64, device=device) if has_turns else None
         self.edits = _EditTables(rows, device)
+        kept = scratch_state is not None  # the model has recurrent layers
+        self.states = torch.full((rows,), scratch_state, dtype=torch.int64, device=device) if kept else None
         self._scratch_page = scratch_page
         self._free = list(range(capacity))[::-1]
         self._row_of: dict[int, int] = {}
@@ -179,8 +182,8 @@ class BatchState:
         """Sequences that have a row."""
         return set(self._row_of)
 
-    def add(self, seq_id: int, tokens: Sequence[int], settings: RowSettings) -> None:
-        """Give a prefilled sequence a row."""
+    def add(self, seq_id: int, tokens: Sequence[int], settings: RowSettings, state: int | None = None) -> None:
+        """Give a prefilled sequence a row; `state`: where its state lies, if it has one."""
         row, params = self._free.pop(), settings.params
         self._row_of[seq_id] = row
         self._pages[row] = []
@@ -195,6 +198,8 @@ class BatchState:
             self.turn_shift[row] = settings.turn_shift
         self.sampling[row] = self._upload((params.temperature, *Truncation.limits(params)), torch.float64)
         self.edits.write(row, settings)
+        if self.states is not None and state is not None:
+            self.states[row] = state
 
     def remove(self, seq_id: int) -> None:
         """Free a sequence's row; one that has none is fine."""
@@ -241,6 +246,7 @@ class BatchState:
             rows=rows,
             history=self.history,
             block_table=table,
+            states=None if self.states is None else self.states[rows],
             salts=self.salt,
             mode=mode,
             truncation=Truncation(top_k, *numbers.unbind(0)) if mode.truncates else None,

@@ -7,21 +7,24 @@ until the room is needed. Only full pages of committed tokens are ever shared, s
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-Address = tuple[int | str, tuple[int, ...]]  # key of the page before (at the start: the salt), and the tokens
+from draftwood.cache.state_places import StatePlaces
+
+Key = int | str  # names a prefix: everything up to a page's end; at the start of a text it is the salt
+Address = tuple[Key, tuple[int, ...]]  # the prefix before a page, and the page's tokens
 
 
 class PageWatcher(Protocol):
     """Hears which pages can be found by their content."""
 
-    def stored(self, page: int, previous: int | None, tokens: tuple[int, ...], salt: str) -> None:
-        """A full page of committed tokens, right after page `previous`; None: at the start of a text."""
+    def stored(self, key: int, before: Key, tokens: tuple[int, ...]) -> None:
+        """A full page of committed tokens behind the prefix `before`; `key` names the prefix with it."""
         ...
 
-    def removed(self, page: int) -> None:
+    def removed(self, key: int) -> None:
         """Its room was needed."""
         ...
 
@@ -29,9 +32,10 @@ class PageWatcher(Protocol):
 class PagePool:
     """A fixed number of pages. Prefixes are found by their exact tokens, never by a hash that could collide."""
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, on_forget: Callable[[int], None] = lambda key: None) -> None:
         if num_pages < 1:
             raise ValueError("a cache needs at least one page")
+        self._on_forget = on_forget  # called with the key of a prefix that can no longer be found
         self.num_pages = num_pages
         self._uses = [0] * num_pages
         self._free = set(range(num_pages))
@@ -90,34 +94,36 @@ class PagePool:
 
     def _forget(self, page: int) -> None:
         del self._content[self._address.pop(page)]
-        del self._key[page]
+        key = self._key.pop(page)
+        self._on_forget(key)
         if self.watcher is not None:
-            self.watcher.removed(page)
+            self.watcher.removed(key)
 
-    def find(self, previous: int | None, tokens: tuple[int, ...], salt: str = "") -> int | None:
-        """The page that holds `tokens` right after page `previous`, if it is known.
-
-        None: at the start of a text, among those with the same salt.
-        """
-        key = salt if previous is None else self._key.get(previous)
-        return None if key is None else self._content.get((key, tokens))
+    def find(self, key: Key, tokens: tuple[int, ...]) -> tuple[int, int] | None:
+        """The page that holds `tokens` right behind the prefix `key`, if it is known, and the longer prefix's key."""
+        page = self._content.get((key, tokens))
+        return None if page is None else (page, self._key[page])
 
     def share(self, page: int) -> None:
         """One more user of a page that `find` gave."""
         self._resting.pop(page, None)
         self._uses[page] += 1
 
-    def remember(self, page: int, previous: int | None, tokens: tuple[int, ...], salt: str = "") -> None:
-        """Let others with the same salt find a full page by its content. Of pages with the same, the first is found."""
-        key = salt if previous is None else self._key.get(previous)
-        if key is None or page in self._key or (key, tokens) in self._content:
-            return
-        self._content[(key, tokens)] = page
-        self._address[page] = (key, tokens)
-        self._key[page] = self._next_key
-        self._next_key += 1
-        if self.watcher is not None:
-            self.watcher.stored(page, previous, tokens, salt)
+    def remember(self, page: int, key: Key, tokens: tuple[int, ...]) -> int:
+        """Let others find a full page behind a prefix; returns the longer prefix's key.
+
+        Of pages with the same content, the first is found. No key is ever used again: one whose page is gone finds
+        nothing any more.
+        """
+        known = self._content.get((key, tokens))
+        if known is None:
+            self._content[(key, tokens)] = known = page
+            self._address[page] = (key, tokens)
+            self._key[page] = self._next_key
+            self._next_key += 1
+            if self.watcher is not None:
+                self.watcher.stored(self._key[page], key, tokens)
+        return self._key[known]
 
     def give_back(self, page: int) -> None:
         """One user less. A page without users rests if its content is known, else it is free."""
@@ -150,16 +156,19 @@ class Table:
     pages: list[int] = field(default_factory=list)
     num_cached: int = 0
     num_remembered: int = 0  # leading pages that others can find
-    salt: str = ""  # only texts with the same one share its pages
+    key: Key = ""  # of those pages; at first the salt: only texts with the same one share pages
+    state: int | None = None  # place of its states, where the model has recurrent layers
+    stops: list[int] = field(default_factory=list)  # lengths at which its states are to be saved, rising
 
 
 class PageTables:
     """Which pages every sequence holds. The host's half of a KV cache; `kv.py` is the device's half."""
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, num_states: int = 0) -> None:
         if page_size < 1:
             raise ValueError("a page must hold at least one token")
-        self.pool = PagePool(num_pages)
+        self.states = StatePlaces(num_states) if num_states else None  # where the model has recurrent layers
+        self.pool = PagePool(num_pages, self.states.forget if self.states else lambda key: None)
         self.page_size = page_size
         self._tables: dict[int, Table] = {}
 
@@ -186,24 +195,55 @@ class PageTables:
         """Its pages in order."""
         return self._tables[seq_id].pages
 
+    def state(self, seq_id: int) -> int | None:
+        """Where its state lies, if the model has recurrent layers."""
+        return self._tables[seq_id].state
+
     def open(self, seq_id: int, tokens: Sequence[int], salt: str = "") -> int:
         """Start a sequence with the longest prefix of `tokens` known under `salt`; returns how many of them that is.
 
         The last token always stays to be run: its logits are what the first step needs.
         """
         assert seq_id not in self._tables, f"sequence {seq_id} is open already"
-        table = self._tables[seq_id] = Table(salt=salt)
-        previous: int | None = None
+        table, key = Table(key=salt), salt
+        if self.states is not None:
+            table.state = self.states.take()
+        self._tables[seq_id] = table
+        found: list[tuple[int, int]] = []
         for start in range(0, len(tokens) - self.page_size, self.page_size):
-            page = self.pool.find(previous, tuple(tokens[start : start + self.page_size]), salt)
+            page = self.pool.find(key, tuple(tokens[start : start + self.page_size]))
             if page is None:
                 break
+            found.append(page)
+            key = page[1]
+        shared = self._with_state(table, found, len(tokens))
+        for page, _ in shared:
             self.pool.share(page)
-            table.pages.append(page)
-            previous = page
+        table.pages = [page for page, _ in shared]
+        table.key = shared[-1][1] if shared else salt
         table.num_remembered = len(table.pages)
         table.num_cached = len(table.pages) * self.page_size
         return table.num_cached
+
+    def _with_state(self, table: Table, found: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:
+        """The pages up to the last one with a snapshot at its end, where states are kept.
+
+        More are wanted where the text parts from one that is known, and at its last full page.
+        """
+        states = self.states
+        if states is None or table.state is None:
+            return found
+        last = next((i for i in range(len(found), 0, -1) if states.knows(found[i - 1][1])), 0)
+        if last:
+            states.restore(found[last - 1][1], table.state)
+        wanted = {len(found), (length - 1) // self.page_size}
+        table.stops = sorted(pages * self.page_size for pages in wanted if pages > last)
+        return found[:last]
+
+    def piece_end(self, seq_id: int, end: int) -> int:
+        """Where a piece of its text that could reach to `end` has to end: where states are saved, if that is before."""
+        table = self._tables[seq_id]
+        return next((stop for stop in table.stops if table.num_cached < stop < end), end)
 
     def reserve(self, seq_id: int, length: int) -> bool:
         """Make room for `length` tokens in all; False, and nothing changed, if there are too few pages."""
@@ -229,8 +269,17 @@ class PageTables:
         full = min(num_cached, len(tokens)) // self.page_size
         for i in range(table.num_remembered, full):
             content = tuple(tokens[i * self.page_size : (i + 1) * self.page_size])
-            self.pool.remember(table.pages[i], table.pages[i - 1] if i else None, content, table.salt)
+            table.key = self.pool.remember(table.pages[i], table.key, content)
         table.num_remembered = max(full, table.num_remembered)
+        self._save_states(table)
+
+    def _save_states(self, table: Table) -> None:
+        if table.num_cached in table.stops and table.num_remembered * self.page_size == table.num_cached:
+            assert self.states is not None
+            assert table.state is not None
+            assert isinstance(table.key, int)
+            self.states.save(table.key, table.state)
+        table.stops = [stop for stop in table.stops if stop > table.num_cached]
 
     def rewind(self, seq_id: int, num_cached: int) -> None:
         """Run the tokens from `num_cached` on once more: their logits are wanted again."""
@@ -248,6 +297,8 @@ class PageTables:
         table = self._tables.pop(seq_id, None)
         for page in reversed(table.pages if table else []):
             self.pool.give_back(page)
+        if self.states is not None and table is not None and table.state is not None:
+            self.states.give_back(table.state)
 
     def check(self) -> None:
         """Raise AssertionError unless every page is accounted for exactly."""
@@ -258,3 +309,5 @@ class PageTables:
             for page in table.pages:
                 held[page] = held.get(page, 0) + 1
         self.pool.check(held)
+        if self.states is not None:
+            self.states.check([table.state for table in self._tables.values() if table.state is not None])

@@ -21,26 +21,38 @@ from torch import Tensor
 
 from draftwood.batch import ForwardBatch, Pages
 from draftwood.cache.blocks import PageTables
+from draftwood.cache.recurrent import RecurrentStates, new_stores
 from draftwood.errors import InvalidRequest
 from draftwood.links import may_look
 from draftwood.machine import zeroed_memory
 from draftwood.model.config import ModelConfig
 from draftwood.ops.staging import staged
 from draftwood.protocols import BatchView, Span
-from draftwood.tree import TokenTree
+from draftwood.states import StagedTrees
+from draftwood.tree import TokenTree, Verdict
+
+STATES = 64  # sequences that may be open at a time, where the model has recurrent layers
 
 
 class KVCache:
     """The pages' tensors and the tables that say who owns them."""
 
     def __init__(
-        self, config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_states: int = STATES,
     ) -> None:
         # One page more than sequences can own: rows that only fill a batch up write there.
         layers, heads, dim = config.cache_shape
         shape = (layers, 2, heads, (num_pages + 1) * page_size, dim)
-        self.memory = Pages(_zeros(shape, dtype, device), page_size)
-        self.tables = PageTables(num_pages, page_size)
+        places = num_states if config.recurrent else 0
+        self.states = RecurrentStates(new_stores(config.recurrent, places, dtype, device))
+        self.memory = Pages(_zeros(shape, dtype, device), page_size, self.states.stores)
+        self.tables = PageTables(num_pages, page_size, places)
         self.device = device
 
     @property
@@ -50,13 +62,28 @@ class KVCache:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all pages."""
-        return self.memory.store.numel() * self.memory.store.element_size()
+        """Memory of all pages and states."""
+        return self.memory.store.numel() * self.memory.store.element_size() + self.states.num_bytes
 
     @property
     def scratch_page(self) -> int:
         """A page that no sequence owns."""
         return self.tables.pool.num_pages
+
+    @property
+    def scratch_state(self) -> int | None:
+        """A place of states that no sequence owns; None where the model keeps none."""
+        return None if self.tables.states is None else self.tables.states.count
+
+    def state_places(self, spans: Sequence[Span], device: torch.device) -> Tensor | None:
+        """Where the spans' states lie. [S]."""
+        places = [self.tables.state(span.seq_id) for span in spans] if self.tables.states else []
+        return torch.tensor(places, device=device) if places else None
+
+    def copy_states(self) -> None:
+        """Save and restore what prefix sharing has asked for, before anything runs."""
+        if self.tables.states is not None:
+            self.states.copy(self.tables.states.copies())
 
     def block_table(self, spans: Sequence[Span], device: torch.device | None = None) -> Tensor:
         """The pages of each span's sequence, there or on another device. [S, P], -1 padded."""
@@ -93,6 +120,8 @@ class KVCache:
             max_rows=max((span.end - span.start for span in spans), default=0),
             linear=True,
             pieces=tuple((span.start, span.end) for span in spans),
+            states=self.state_places(spans, device),
+            is_text=True,
             source_lengths=_source_lengths(spans, device),
             unread=tuple(
                 (i, s.source) for i, s in enumerate(spans) if s.source is not None and s.start < len(s.source)
@@ -102,12 +131,20 @@ class KVCache:
             embeds=embeds,
         )
 
+    def keep_path(self, view: BatchView, tree: TokenTree, verdict: Verdict, staged: StagedTrees | None) -> None:
+        """Keep each tree's accepted path, in the pages and in the states."""
+        index = tree.local[verdict.path.clamp(min=0)]
+        if tree.num_drafted:
+            self.keep(view.block_table, view.lengths, index, verdict.length, chain=tree.tries.shape[1] == 1)
+        if staged is not None:
+            self.states.keep(staged, index.gather(1, verdict.length[:, None])[:, 0])
+
     def keep(self, block_table: Tensor, base: Tensor, index: Tensor, length: Tensor, *, chain: bool = False) -> None:
         """Move staged nodes `index` [B, D + 1] (root first, `length` of the others count) right behind `base` [B].
 
         In a `chain` they are there already.
         """
-        if chain:
+        if chain or not self.memory.store.numel():  # no layer has attention
             return
         if self.device.type == "cuda":
             from draftwood.ops.cuda.commit import keep_path
@@ -213,15 +250,15 @@ def stage_trees(view: BatchView, tree: TokenTree, page_size: int, max_positions:
 def _stage_trees(view: BatchView, tree: TokenTree, page_size: int, max_positions: int, chain: bool) -> ForwardBatch:
     size, rows = tree.num_trees, tree.widest
     if tree.num_nodes != size * rows:
-        return _stage_ragged(view, tree, page_size, max_positions, chain)
+        return replace(_stage_ragged(view, tree, page_size, max_positions, chain), states=view.states)
     places = Places(tree.local.view(size, rows), tree.depth.view(size, rows), shift=-1)
     if not chain:  # a chain is a piece of text
         places = replace(places, ancestors=tree.shape.ancestors, max_depth=tree.max_depth, max_nodes=rows - 1)
     tokens = tree.tokens.clamp(min=0).view(size, rows)
-    sources = view.source_lengths
-    return stage_behind(
-        view.lengths, view.block_table, tokens, places, page_size, max_positions, source_lengths=sources
+    staged = stage_behind(
+        view.lengths, view.block_table, tokens, places, page_size, max_positions, source_lengths=view.source_lengths
     )
+    return staged if view.states is None else replace(staged, states=view.states)
 
 
 def _stage_ragged(view: BatchView, tree: TokenTree, page_size: int, max_positions: int, chain: bool) -> ForwardBatch:
@@ -263,6 +300,8 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     num_bytes = math.prod(shape) * dtype.itemsize
+    if not num_bytes:  # no layer has attention
+        return torch.zeros(shape, dtype=dtype)
     try:
         # A token touches every layer and head: with large pages the first few would claim the whole cache.
         memory = zeroed_memory(num_bytes, large_pages=False)

@@ -22,32 +22,42 @@ class _Parts:
     visible: Tensor  # [R]
     offsets: Tensor  # [S + 1]
     ends: Tensor  # [S]
+    states: Tensor  # [S]
     table: Tensor  # [S, P]
 
     @classmethod
     def of(cls, packed: Tensor, rows: int, pages: int) -> _Parts:
         """Views of it."""
         sequences = SEQUENCES + 1
-        sizes = [rows] * 4 + [sequences + 1, sequences, sequences * pages]
-        tokens, positions, slots, visible, offsets, ends, table = packed.split(sizes)
-        return cls(tokens, positions, slots, visible, offsets, ends, table.view(sequences, pages))
+        sizes = [rows] * 4 + [sequences + 1, sequences, sequences, sequences * pages]
+        tokens, positions, slots, visible, offsets, ends, states, table = packed.split(sizes)
+        return cls(tokens, positions, slots, visible, offsets, ends, states, table.view(sequences, pages))
 
     @staticmethod
     def size(rows: int, pages: int) -> int:
         """Numbers that a buffer needs."""
-        return 4 * rows + 1 + (SEQUENCES + 1) * (2 + pages)
+        return 4 * rows + 1 + (SEQUENCES + 1) * (3 + pages)
 
 
 class PrefillBuffer:
     """Room for `rows` rows of sequences with at most `pages` pages; padding rows write to the scratch page."""
 
-    def __init__(self, rows: int, pages: int, page_size: int, scratch_page: int, device: torch.device) -> None:
-        self.rows, self.pages = rows, pages
+    def __init__(
+        self,
+        rows: int,
+        pages: int,
+        page_size: int,
+        scratch_page: int,
+        device: torch.device,
+        scratch_state: int | None = None,
+    ) -> None:
+        self.rows, self.pages, self._keeps_states = rows, pages, scratch_state is not None
         self._empty = torch.zeros(_Parts.size(rows, pages), dtype=torch.int64)
         parts = _Parts.of(self._empty, rows, pages)
         parts.slots[:], parts.table[:] = scratch_page * page_size, scratch_page
         parts.visible[:] = parts.ends[:] = 1
         parts.offsets[-1] = rows
+        parts.states[:] = scratch_state or 0
         self._packed = self._empty.to(device, copy=True)
         self._no_ancestors = torch.zeros(rows, 1, dtype=torch.int64, device=device)
         self._nowhere = torch.empty(0, dtype=torch.int64, device=device)
@@ -65,6 +75,8 @@ class PrefillBuffer:
             getattr(parts, name)[:count] = getattr(text, name)
         parts.offsets[: number + 1], parts.offsets[number + 1 : -1] = text.row_offsets, count
         parts.ends[:number] = text.num_keys
+        if text.states is not None:
+            parts.states[:number] = text.states
         own = text.block_table >= 0
         parts.table[:number, :width][own] = text.block_table[own]
         self._packed.copy_(packed.pin_memory() if self._packed.is_cuda else packed, non_blocking=True)
@@ -86,4 +98,6 @@ class PrefillBuffer:
             logit_rows=self._nowhere,
             max_rows=self.rows,
             linear=True,
+            states=parts.states if self._keeps_states else None,
+            is_text=True,
         )

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 
+import torch
 from rich.table import Table
 
+from draftwood.cache.recurrent import state_bytes
 from draftwood.model.checkpoint import files_of, open_checkpoint
 from draftwood.model.config import ModelConfig
 from draftwood.model.described import Held, held_formats
 from draftwood.model.names import count_active_parameters, count_parameters
 from draftwood.model.runner import implementations
-from draftwood.model.spec import ExpertsSpec
+from draftwood.model.spec import ExpertsSpec, GatedDeltaSpec, Mamba2Spec, ShortConvSpec
 from draftwood.model.universal_folder import UniversalConfig
 
 CACHE = 4096  # tokens, as an example
+_MIXERS = {Mamba2Spec: "a Mamba-2 mixer", GatedDeltaSpec: "a gated delta net", ShortConvSpec: "a short convolution"}
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
@@ -44,6 +48,9 @@ def about_table(name: str, impl: str = "auto") -> Table:
         return table
     for kind, size in (("bfloat16", 2), ("int8", 1.0625), ("int4", 0.625)):
         table.add_row(f"weights as {kind}", f"about {_bytes(count_parameters(config) * size)}")
+    if config.recurrent:
+        state = state_bytes(config.recurrent, torch.bfloat16)
+        table.add_row("state", f"{_bytes(state)} a sequence, whatever its length")
     token = _token_bytes(config)
     cache = f"{CACHE:,} tokens of cache: {_bytes(CACHE * token)} in bfloat16, twice that in float32"
     table.add_row("cache", f"{_bytes(token)} a token in bfloat16; {cache}")
@@ -69,7 +76,11 @@ def _layers(config: ModelConfig) -> str:
     if isinstance(config, UniversalConfig):
         return said[0]
     specs = config.layer_specs
-    sliding = sum(spec.attention.window is not None for spec in specs)
+    kinds = Counter(_MIXERS[type(mixer)] for mixer in config.recurrent)
+    said += [f"{count} with {kind}" for kind, count in kinds.items()]
+    if kinds:
+        said.append(f"{config.cache_shape[0]} with attention")
+    sliding = sum(spec.window is not None for spec in specs)
     if sliding:
         said.append(f"{sliding} with a sliding window")
     experts = [spec.mlp for spec in specs if isinstance(spec.mlp, ExpertsSpec)]

@@ -17,6 +17,7 @@ from draftwood.batch import ForwardBatch
 from draftwood.cache.kv import KVCache, Places, behind_last, stage_behind
 from draftwood.drafters.grown import GrownDrafter
 from draftwood.drafting import Front, Grower, Proposal, State, Vocabulary
+from draftwood.errors import IncompatibleParts
 from draftwood.model.runner import ModelRunner, ReadsSources
 from draftwood.protocols import BatchView, Features, Randomness
 from draftwood.tree import Verdict
@@ -34,6 +35,11 @@ class CausalDrafter(GrownDrafter):
 
     def attach(self, target: ModelRunner) -> None:
         """Lay the model's cache under the target's slots."""
+        if self.runner.model.config.recurrent:
+            raise IncompatibleParts(
+                "A model with recurrent layers cannot be the draft model: it would run tokens again that its state has "
+                "taken in. It can be the target; draft for it with a model without such layers, or with ngram."
+            )
         own, theirs = self.runner.cache.tables, target.cache.tables
         if (own.page_size, own.pool.num_pages) != (theirs.page_size, theirs.pool.num_pages):
             model = self.runner.model

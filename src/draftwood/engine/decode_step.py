@@ -27,6 +27,7 @@ from draftwood.ops.choice import likeliest
 from draftwood.ops.path import keep_chosen
 from draftwood.protocols import LOGITS, BatchView, Features, NodeMasks, Randomness, Verifier
 from draftwood.sampling import PathLogprobs, edited_logits, path_logprobs, target_distribution, usable
+from draftwood.states import StagedTrees
 from draftwood.telemetry import Timers
 from draftwood.tree import Verdict
 
@@ -49,11 +50,11 @@ class Scored:
     """Trees and what the target makes of them."""
 
     proposal: Proposal
-    chain: bool  # no tree branches
     logits: Tensor  # [M, V]
     features: Features  # of the trees' nodes
     text: ForwardBatch | None  # rows of prompts that were run with them
     text_features: Features
+    staged: StagedTrees | None = None  # what recurrent layers have made of the trees
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def score(parts: Parts, view: BatchView, proposal: Proposal, text: ForwardBatch 
     count = tree.num_nodes
     of_nodes = {layer: rows[:count] for layer, rows in out.features.items()} | {LOGITS: out.logits}
     of_text = {layer: rows[count:] for layer, rows in out.features.items()}
-    return Scored(proposal, chain, out.logits, of_nodes, text, of_text)
+    return Scored(proposal, out.logits, of_nodes, text, of_text, out.staged)
 
 
 def settle(
@@ -136,11 +137,10 @@ def settle(
     tree = scored.proposal.tree
     logits = edited_logits(scored.logits, tree, view, masks)
     verdict, p = verify(parts, view, scored.proposal, logits)
-    if tree.num_drafted:
-        index = tree.local[verdict.path.clamp(min=0)]
-        parts.target.cache.keep(view.block_table, view.lengths, index, verdict.length, chain=scored.chain)
-        if not (view.may_look or view.mode.predicted):  # where rows are shared by chances
-            parts.survival.learn(scored.proposal, view, verdict, view.rows != state.padding_row)
+    if tree.num_drafted or scored.staged is not None:
+        parts.target.cache.keep_path(view, tree, verdict, scored.staged)
+    if tree.num_drafted and not (view.may_look or view.mode.predicted):  # where rows are shared by chances
+        parts.survival.learn(scored.proposal, view, verdict, view.rows != state.padding_row)
     with parts.timers.measure("draft"):
         parts.drafter.commit(view, scored.proposal, verdict, scored.features)
         if scored.text is not None:

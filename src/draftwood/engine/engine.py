@@ -111,6 +111,7 @@ class Engine:
         prompts, ready = self.scheduler.schedule(budget, self._ahead, room)
         scored, prompts = prompts.parted()
         self._release_preempted()
+        self.target.cache.copy_states()
         for item in prompts.items + scored.items:
             self._unread.difference_update(self._pages_from(item.seq.id, item.start))
         launched = self._launch(ready, prompts, budget) if ready.items else None
@@ -195,7 +196,7 @@ class Engine:
         vocabulary = self.target.model.config.vocab_size
         for seq in (item.seq for item in ready.items):
             if seq.id not in state:
-                state.add(seq.id, seq.tokens, seq.row_settings(vocabulary))
+                state.add(seq.id, seq.tokens, seq.row_settings(vocabulary), tables.state(seq.id))
                 self._begin_reading(seq.id)
         state.update_block_tables({seq_id: tables.pages(seq_id) for seq_id in ready.seq_ids})
 

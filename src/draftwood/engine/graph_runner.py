@@ -44,8 +44,8 @@ def batch_state_for(target: ModelRunner, capacity: int, max_nodes: int) -> Batch
     longest = min(target.model.config.max_positions, tables.capacity) + 2 * max_nodes + 2
     config = target.model.config
     kinds = {"has_sources": config.encoder is not None, "has_turns": bool(config.rope.sections)}
-    scratch = target.cache.scratch_page
-    return BatchState(capacity, longest, tables.page_size, scratch, target.device, **kinds)
+    scratch, states = target.cache.scratch_page, target.cache.scratch_state
+    return BatchState(capacity, longest, tables.page_size, scratch, target.device, **kinds, scratch_state=states)
 
 
 @dataclass
@@ -269,7 +269,8 @@ class GraphRunner:
     def _frame(self, rows: int, pages: int) -> PrefillBuffer:
         if (rows, pages) not in self._frames:
             cache, device = self.target.cache, self.state.device
-            self._frames[rows, pages] = PrefillBuffer(rows, pages, cache.page_size, cache.scratch_page, device)
+            scratch = cache.scratch_page, device, cache.scratch_state
+            self._frames[rows, pages] = PrefillBuffer(rows, pages, cache.page_size, *scratch)
         return self._frames[rows, pages]
 
     def _as_graph(self, run: Callable[[], None]) -> Callable[[], None]:

@@ -13,6 +13,7 @@ import time
 from array import array
 from typing import TYPE_CHECKING, Any
 
+from draftwood.cache.blocks import Key
 from draftwood.engine.engine import Engine
 from draftwood.engine.worker import ComputeThread
 from draftwood.errors import InvalidRequest
@@ -39,7 +40,7 @@ class KvEvents:
         self._page_size = page_size
         self._topic = topic.encode()
         self._medium = "GPU"  # routers know no other name for the first tier
-        self._hashes: dict[int, int] = {}  # of pages
+        self._hashes: dict[int, int] = {}  # of pages, by the key of the prefix that ends with each
         self._events: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         socket = _publisher(endpoint)
         self._events.put({"type": "AllBlocksCleared"})  # whatever ran here before is gone
@@ -58,13 +59,16 @@ class KvEvents:
         ComputeThread.shared().call(attach)
         return made
 
-    def stored(self, page: int, previous: int | None, tokens: tuple[int, ...], salt: str) -> None:
+    def stored(self, key: int, before: Key, tokens: tuple[int, ...]) -> None:
         """A page can be found from now on."""
-        parent = None if previous is None else self._hashes.get(previous)
-        self._hashes[page] = block_hash(parent, tokens, salt)
+        salt = before if isinstance(before, str) else ""
+        parent = None if isinstance(before, str) else self._hashes.get(before)
+        if parent is None and not isinstance(before, str):
+            return  # what is before it cannot be found any more, and so neither can it
+        self._hashes[key] = block_hash(parent, tokens, salt)
         event = {
             "type": "BlockStored",
-            "block_hashes": [self._hashes[page]],
+            "block_hashes": [self._hashes[key]],
             "parent_block_hash": parent,
             "token_ids": list(tokens),
             "block_size": self._page_size,
@@ -72,13 +76,13 @@ class KvEvents:
             "medium": self._medium,
             "lora_name": None,
         }
-        if salt and previous is None:
+        if salt:
             event["extra_keys"] = [[salt]]
         self._events.put(event)
 
-    def removed(self, page: int) -> None:
+    def removed(self, key: int) -> None:
         """A page cannot be found any more."""
-        hashed = self._hashes.pop(page, None)
+        hashed = self._hashes.pop(key, None)
         if hashed is not None:
             self._events.put({"type": "BlockRemoved", "block_hashes": [hashed], "medium": self._medium})
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from draftwood.config import EngineConfig
+from draftwood.cache.recurrent import state_bytes
+from draftwood.config import SPARE_STATES, EngineConfig
 from draftwood.errors import InvalidRequest
 from draftwood.model.config import ModelConfig
 from draftwood.model.names import parameters_by_kind
@@ -29,7 +30,10 @@ SPARE_PAGES = 1  # that a cache has beyond what it is asked for
 FIXED = 1 << 30  # graphs, the libraries' own workspaces, and what an allocator cannot use
 LOGIT_COPIES = 4  # float32 rows over the vocabulary that a step holds at a time, besides the logits themselves
 LAYER_COPIES = 4  # of a layer's widest rows
+WITHOUT_KEYS = 1 << 20  # tokens of a model without attention, which take no memory
 CACHE_SHARE = 0.9  # of what the rest leaves
+STATE_SHARE = 0.25  # of a GPU's free memory, for states of recurrent layers
+STATE_MEMORY = 2 << 30  # the same on a CPU
 
 
 @dataclass(frozen=True)
@@ -45,11 +49,12 @@ class MemoryPlan:
     token: int = 0  # bytes of one token in the cache
     page_size: int = 1
     formats: Mapping[str, int] = field(default_factory=dict)  # the weights in other formats
+    states: int = 0  # of recurrent layers, for every sequence that may run
 
     @property
     def needed(self) -> int:
         """Everything together."""
-        return self.weights + self.draft_weights + self.cache + self.graphs
+        return self.weights + self.draft_weights + self.cache + self.states + self.graphs
 
     @property
     def fits(self) -> bool:
@@ -116,6 +121,7 @@ def plan_memory(
         token=token,
         page_size=config.page_size,
         formats={name: weight_bytes(target, name, dtype) for name in SMALLER_FORMATS},
+        states=(config.num_states + 1) * state_bytes(target.recurrent, dtype),
     )
 
 
@@ -140,13 +146,23 @@ def automatic_cache_tokens(
         smallest = replace(plan, cache=(1 + SPARE_PAGES) * size * plan.token)
         raise InvalidRequest(_explanation(smallest, "There is no room for a cache"))
     longest = -(-(target.max_positions + config.max_rows) // size) * size  # a full context and the largest tree
-    return min(fitting, config.max_running * longest)
+    return min(fitting, config.max_running * longest if plan.token else WITHOUT_KEYS)
+
+
+def with_states_for(target: ModelConfig, config: EngineConfig, free: int | None) -> EngineConfig:
+    """The same with no more sequences at a time than have their states in a share of a GPU's free memory, or, without
+    a GPU, in a fixed amount; where the model has states.
+    """
+    state = state_bytes(target.recurrent, config.torch_dtype())
+    memory = STATE_MEMORY if free is None else int(free * STATE_SHARE)
+    fitting = memory // max(state, 1) - SPARE_STATES - 1
+    return replace(config, max_running=min(config.max_running, max(fitting, 1))) if state else config
 
 
 def _room(plan: MemoryPlan) -> int:
     """Tokens of cache, in whole pages, that fit in most of what everything else leaves."""
-    left = max(plan.free - plan.weights - plan.draft_weights - plan.graphs, 0)
-    pages = int(left * CACHE_SHARE) // (plan.token * plan.page_size)
+    left = max(plan.free - plan.weights - plan.draft_weights - plan.states - plan.graphs, 0)
+    pages = int(left * CACHE_SHARE) // max(plan.token * plan.page_size, 1)
     return max(pages - SPARE_PAGES, 0) * plan.page_size
 
 
@@ -171,7 +187,7 @@ def explain_out_of_memory(error: torch.OutOfMemoryError, plan: MemoryPlan) -> In
 def _explanation(plan: MemoryPlan, what: str) -> str:
     parts = [("weights", plan.weights), ("draft model", plan.draft_weights)]
     parts += [(f"cache of {plan.cache_tokens} tokens" if plan.token else "cache", plan.cache)]
-    parts += [("graphs and activations", plan.graphs)]
+    parts += [("states of recurrent layers", plan.states), ("graphs and activations", plan.graphs)]
     needs = " + ".join(f"{name} {_gib(size)}" for name, size in parts if size)
     taken = plan.total - plan.free
     others = f"; {_gib(taken)} are taken already, by this process or another" if taken > plan.total // 10 else ""
@@ -182,7 +198,7 @@ def _explanation(plan: MemoryPlan, what: str) -> str:
 def _advice(plan: MemoryPlan) -> str:
     """What to lower: changes that are enough by themselves if there are any, else everything that helps."""
     enough = [way for way in (_enough_cache(plan), _enough_weights(plan)) if way]
-    helpful = ["lower max_rows"]
+    helpful = ["lower max_rows", *(["lower max_running"] if plan.states else [])]
     if plan.draft_weights:
         helpful.insert(0, "take a smaller draft model or a drafter that needs none, such as ngram")
     if enough:

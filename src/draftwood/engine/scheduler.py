@@ -60,6 +60,8 @@ class Scheduler:
         staged: Callable[[int], int] = lambda nodes: nodes,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
+        if tables.states is not None and tables.states.count < config.max_running:
+            raise ValueError(f"{config.max_running} sequences may run, and there are {tables.states.count} states")
         self.tables = tables
         self.config = config
         self.on_end = on_end
@@ -134,7 +136,8 @@ class Scheduler:
                 continue  # no room, preempted, or certain to end with what it has gained already
             ready = start == length - 1
             # An encoder reads a source as a whole, whatever rows there are.
-            end = length if ready else max(min(start + rows, length - 1), seq.source_length)
+            last = max(min(start + rows, length - 1), seq.source_length)
+            end = length if ready else self.tables.piece_end(seq.id, last)
             room = min(end + ahead.get(seq.id, 0) + (seq.id in ahead), seq.max_length)
             if end > start and self._make_room(seq, room, items):
                 nodes = min(share, rows - 1, seq.wanted_nodes(most)) if ready else 0

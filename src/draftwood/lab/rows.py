@@ -102,7 +102,7 @@ class Recorder:
         """Run all but the root, which is run again with every tree, and make room for so many places behind it."""
         tables = self.target.cache.tables
         if not self._reading:
-            tables.open(SEQUENCE, tokens)
+            tables.open(SEQUENCE, tokens if tables.states is None else [])
         if not tables.reserve(SEQUENCE, len(tokens) + behind):
             raise InvalidRequest("A context and its tree do not fit into the cache; raise --cache-tokens.")
         # What others have left in the cache, the drafter need not have read.
@@ -131,5 +131,6 @@ class Recorder:
             rows=torch.zeros(1, dtype=torch.int64, device=device),
             history=history,
             block_table=torch.tensor([self.target.cache.tables.pages(SEQUENCE)], device=device),
+            states=self.target.cache.state_places([Span(SEQUENCE, tokens, 0, len(tokens))], device),
             may_look=may_look(history),
         )

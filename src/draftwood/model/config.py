@@ -25,6 +25,7 @@ from .spec import (
     LayerSpec,
     MlpSpec,
     NormSpec,
+    RecurrentSpec,
     StreamSpec,
 )
 
@@ -99,7 +100,7 @@ class ModelConfig:
         described = len(self.layers)
         require(described == self.num_layers, f"{described} layers are described, and it has {self.num_layers}")
         for layer in self.layers:
-            rotated = layer.attention.rotated
+            rotated = 0 if layer.attention is None else layer.attention.rotated
             require(rotated <= self.head_dim, f"{rotated} of {self.head_dim} dimensions of a head are to be rotated")
 
     @property
@@ -110,7 +111,13 @@ class ModelConfig:
     @property
     def cache_shape(self) -> tuple[int, int, int]:
         """Layers, heads and numbers of a head that the pages hold, of keys and as much of values."""
-        return self.num_layers, self.num_kv_heads, self.head_dim
+        attending = sum(layer.attention is not None for layer in self.layers) if self.layers else self.num_layers
+        return attending, self.num_kv_heads, self.head_dim
+
+    @property
+    def recurrent(self) -> tuple[RecurrentSpec, ...]:
+        """The mixers of those layers that keep a state of each sequence."""
+        return tuple(layer.recurrent for layer in self.layers if layer.recurrent is not None)
 
     @property
     def layer_specs(self) -> tuple[LayerSpec, ...]:

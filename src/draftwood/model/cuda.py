@@ -123,7 +123,7 @@ class CudaTransformer:
         self, batch: ForwardBatch, cache: Pages, needs: frozenset[int] = frozenset(), given: GivenRows | None = None
     ) -> ForwardOutput:
         """Run the rows of `batch`, writing their keys and values to `cache`. Logits are float32."""
-        shapes = [AttentionShape(a.window, a.scale, a.softcap) for a in (spec.attention for spec in self._specs)]
+        shapes = [AttentionShape(a.window, a.scale, a.softcap) for a in (s.only_attention for s in self._specs)]
         attention = {shape: self._plan(batch, cache, shape) for shape in set(shapes)}
         first = self._begin(batch) if given is None else given.residual
         stream = Stream(first, self._layers[0].attention_norm)
@@ -189,7 +189,7 @@ class CudaTransformer:
         self, i: int, positions: Tensor, slots: Tensor, store: Tensor, num_heads: int | None = None
     ) -> Turning:
         heads = self.config.num_heads if num_heads is None else num_heads
-        norms = self._specs[i].attention.head_norm
+        norms = self._specs[i].only_attention.head_norm
         eps = self.config.norm_eps if norms is None else norms.norm.eps
         table = self._rotations[_turning(self._specs[i])]
         return Turning(positions, slots, store, table, heads, self._layers[i].head_norm, eps)
@@ -209,7 +209,7 @@ class CudaTransformer:
 
 
 def _turning(spec: LayerSpec) -> tuple[RopeConfig | None, int]:
-    return spec.attention.rope, spec.attention.rotated
+    return spec.only_attention.rope, spec.only_attention.rotated
 
 
 def _added(hidden: Tensor, made: Tensor, norm: Norm | None, scale: float) -> Tensor:

@@ -109,7 +109,7 @@ class CudaLoader:
         """The i-th layer."""
         name, config, storage = f"model.layers.{i}", self._config, self._weights.layers
         own, mlp, spec = f"{name}.self_attn", f"{name}.mlp", config.layer_specs[i]
-        attention = spec.attention
+        attention = spec.only_attention
         self._rotated = attention.rotated
         normed = attention.head_norm is not None
         head_norms = [self._vector(f"{own}.{part}_norm.weight") for part in ("qk" if normed else "")]

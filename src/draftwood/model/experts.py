@@ -34,7 +34,7 @@ class SharedExpert:
 
     gate_up: Linear
     down: Linear
-    weight: Linear  # -> [1]
+    weight: Linear | None  # -> [1]; None: it counts in full
     activation: str
 
 
@@ -99,7 +99,7 @@ class Experts:
     def _shared(self, x: Tensor, shared: SharedExpert) -> Tensor:
         gate, up = shared.gate_up(x).chunk(2, -1)
         made = shared.down(gated(shared.activation, gate, up))
-        return torch.sigmoid(shared.weight(x)) * made
+        return made if shared.weight is None else torch.sigmoid(shared.weight(x)) * made
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from draftwood.model.config import ModelConfig
-from draftwood.model.spec import ExpertsSpec, HeadNorms, LayerSpec
+from draftwood.model.spec import ExpertsSpec, HeadNorms, LayerSpec, MlpSpec
 
 ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
 
@@ -16,21 +16,22 @@ def refuses(config: ModelConfig) -> str | None:
         return "learned positions"
     if config.final_norm.centred:
         return "layer norms"
-    return next((what for layer in config.layers for what, does in _UNKNOWN.items() if does(layer)), None)
+    unusual = next((layer.unusual for layer in config.layers if layer.unusual is not None), None)
+    return unusual or next((what for layer in config.layers for what, does in _UNKNOWN.items() if does(layer)), None)
 
 
 def _unusual_head_norms(layer: LayerSpec) -> bool:
-    norms = layer.attention.head_norm
+    norms = layer.only_attention.head_norm
     return norms is not None and (norms.over != HeadNorms.EACH or norms.after_rope or norms.norm.centred)
 
 
 def _ungated(layer: LayerSpec) -> bool:
-    return not isinstance(layer.mlp, ExpertsSpec) and (not layer.mlp.gated or layer.mlp.activation not in ACTIVATIONS)
+    return isinstance(layer.mlp, MlpSpec) and (not layer.mlp.gated or layer.mlp.activation not in ACTIVATIONS)
 
 
 _UNKNOWN: dict[str, Callable[[LayerSpec], bool]] = {
     "mixtures of experts": lambda layer: isinstance(layer.mlp, ExpertsSpec),
-    "attention sinks": lambda layer: layer.attention.sinks,
+    "attention sinks": lambda layer: layer.only_attention.sinks,
     "layer norms": lambda layer: layer.norm.centred,
     "attention and MLP side by side": lambda layer: layer.wiring.parallel,
     "norms of queries and keys as they are here": _unusual_head_norms,

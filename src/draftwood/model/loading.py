@@ -145,7 +145,7 @@ class WeightLoader:
         if spec.shared is None:
             return None
         gate_up, down = self.gate_up(f"{name}.shared", spec.shared), self.linear_of(f"{name}.shared.down_proj", False)
-        weight = make_linear(self.tensor(f"{name}.shared_gate.weight"))
+        weight = make_linear(self.tensor(f"{name}.shared_gate.weight")) if spec.shared_gate else None
         return SharedExpert(gate_up, down, weight, spec.shared.activation)
 
 

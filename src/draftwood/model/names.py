@@ -6,7 +6,19 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
 from .config import ModelConfig
-from .spec import AttentionSpec, ExpertsSpec, HeadNorms, LayerSpec, MlpSpec, NormSpec
+from .spec import (
+    AttentionSpec,
+    ExpertsSpec,
+    GatedDeltaSpec,
+    Gating,
+    HeadNorms,
+    LayerSpec,
+    Mamba2Spec,
+    MlpSpec,
+    NormSpec,
+    RecurrentSpec,
+    ShortConvSpec,
+)
 
 EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens", "lm_head", "model.norm"
 POSITIONS = "model.embed_positions"
@@ -85,12 +97,15 @@ def _around(config: ModelConfig) -> Iterator[tuple[str, Shape]]:
 
 def layer_shapes(config: ModelConfig, layer: LayerSpec) -> Iterator[tuple[str, Shape]]:
     """The tensors of one layer."""
-    for name in layer.wiring.norms:
+    for name in layer.norms:
         yield from norm_shapes(name, layer.norm, (config.hidden_size,))
-    yield from _attention(config, layer.attention)
+    if layer.attention is not None:
+        yield from _attention(config, layer.attention)
+    if layer.recurrent is not None:
+        yield from _recurrent(config, layer.recurrent)
     if isinstance(layer.mlp, ExpertsSpec):
         yield from _experts(config, layer.mlp)
-    else:
+    elif layer.mlp is not None:
         yield from _mlp("mlp", config, layer.mlp)
 
 
@@ -112,6 +127,8 @@ def _attention(config: ModelConfig, attention: AttentionSpec) -> Iterator[tuple[
     heads = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads}
     for part, count in heads.items():
         yield from _linear(f"self_attn.{part}_proj", count * dim, hidden, attention.qkv_bias)
+    if attention.gated:
+        yield from _linear("self_attn.gate_proj", config.num_heads * dim, hidden, attention.qkv_bias)
     yield from _linear("self_attn.o_proj", hidden, config.num_heads * dim, attention.output_bias)
     if attention.head_norm is not None:
         each = attention.head_norm.over == HeadNorms.EACH
@@ -120,6 +137,26 @@ def _attention(config: ModelConfig, attention: AttentionSpec) -> Iterator[tuple[
             yield from norm_shapes(f"self_attn.{part}_norm", attention.head_norm.norm, shape)
     if attention.sinks:
         yield "self_attn.sinks.weight", (config.num_heads,)
+
+
+def _recurrent(config: ModelConfig, mixer: RecurrentSpec) -> Iterator[tuple[str, Shape]]:
+    """An input projection, a convolution of each channel by itself, an output projection, and what a kind adds."""
+    plain = isinstance(mixer, GatedDeltaSpec)
+    yield from _linear("mixer.in_proj", mixer.projected, config.hidden_size, not plain and mixer.bias)
+    yield "mixer.conv.weight", (mixer.channels, mixer.kernel)
+    if mixer.conv_bias:
+        yield "mixer.conv.bias", (mixer.channels,)
+    if not isinstance(mixer, ShortConvSpec):
+        heads = mixer.memory[:1]
+        yield "mixer.decay.weight", heads
+        yield "mixer.step.bias", heads
+    if isinstance(mixer, Mamba2Spec):
+        yield "mixer.skip.weight", (mixer.heads,)
+        if mixer.gating is not Gating.PLAIN:
+            yield "mixer.gain.weight", (mixer.width,)
+    elif isinstance(mixer, GatedDeltaSpec):
+        yield "mixer.gain.weight", (mixer.value_dim,)
+    yield from _linear("mixer.out_proj", config.hidden_size, mixer.width, mixer.output_bias)
 
 
 def _mlp(name: str, config: ModelConfig, mlp: MlpSpec) -> Iterator[tuple[str, Shape]]:
@@ -134,4 +171,5 @@ def _experts(config: ModelConfig, experts: ExpertsSpec) -> Iterator[tuple[str, S
         yield from _mlp(f"mlp.experts.{i}", config, experts.expert)
     if experts.shared is not None:
         yield from _mlp("mlp.shared", config, experts.shared)
-        yield from _linear("mlp.shared_gate", 1, config.hidden_size, False)
+        if experts.shared_gate:
+            yield from _linear("mlp.shared_gate", 1, config.hidden_size, False)

@@ -42,7 +42,9 @@ Turning = tuple[RopeConfig, int]  # and how many dimensions of a head it turns
 def refuses(config: ModelConfig) -> str | None:
     """What these kernels cannot compute of a model, if there is something."""
     for layer in config.layers:
-        mlp = layer.mlp.expert if isinstance(layer.mlp, ExpertsSpec) else layer.mlp
+        if layer.unusual is not None:
+            return layer.unusual
+        mlp = layer.only_mlp.expert if isinstance(layer.only_mlp, ExpertsSpec) else layer.only_mlp
         if mlp.activation == CLAMPED and not mlp.gated:
             return "clamped activations without a gate"
     return None
@@ -170,7 +172,7 @@ def _given(batch: ForwardBatch) -> tuple[Tensor | None, Tensor | None]:
 
 def _turnings(config: ModelConfig) -> list[Turning]:
     """The ways in which layers turn queries and keys."""
-    found = ((layer.attention.rope, layer.attention.rotated) for layer in config.layer_specs)
+    found = ((own.rope, own.rotated) for own in (layer.only_attention for layer in config.layer_specs))
     return list(dict.fromkeys((rope, rotated) for rope, rotated in found if rope is not None))
 
 
@@ -216,9 +218,9 @@ def _mlps(
 
 def _layer(packer: Packer, config: ModelConfig, storage: Storage | None, i: int) -> structs.Layer:
     name, spec = f"model.layers.{i}", config.layer_specs[i]
-    attention, heads = spec.attention, spec.attention.head_norm
+    attention, heads = spec.only_attention, spec.only_attention.head_norm
     own = f"{name}.self_attn"
-    gate_up, down, expert, mixture = _mlps(packer, f"{name}.mlp", spec.mlp, storage)
+    gate_up, down, expert, mixture = _mlps(packer, f"{name}.mlp", spec.only_mlp, storage)
     norms = [packer.norm(f"{name}.{norm}", spec.norm if norm in spec.wiring.norms else None) for norm in _LAYER_NORMS]
     return structs.Layer(
         packer.matrix([f"{own}.{part}_proj" for part in "qkv"], storage, attention.qkv_bias),

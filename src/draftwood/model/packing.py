@@ -158,7 +158,7 @@ class Packer:
     def _heard(self) -> None:
         self._packed += 1
         config = self._checkpoint.config
-        in_layers = sum(2 + _matrices(layer.mlp) for layer in config.layer_specs)
+        in_layers = sum(2 + _matrices(layer.only_mlp) for layer in config.layer_specs)
         self._progress(self._packed, in_layers + (1 if config.tied_head else 2))
 
     def _allocate(self, storage: Storage, outputs: int, inputs: int) -> structs.Matrix:

@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from draftwood.batch import ForwardBatch, ForwardOutput, GivenRows, Pages
-from draftwood.cache.kv import KVCache
+from draftwood.cache.kv import STATES, KVCache
 from draftwood.errors import InvalidRequest
 from draftwood.model import native
 from draftwood.model.checkpoint import Checkpoint
@@ -168,9 +168,9 @@ def require_strict(model: Model) -> None:
 class ModelRunner:
     """Runs forwards against its cache."""
 
-    def __init__(self, model: Model, num_pages: int, page_size: int) -> None:
+    def __init__(self, model: Model, num_pages: int, page_size: int, num_states: int = STATES) -> None:
         self.model = model
-        self.cache = KVCache(model.config, num_pages, page_size, model.dtype, model.device)
+        self.cache = KVCache(model.config, num_pages, page_size, model.dtype, model.device, num_states)
 
     @classmethod
     def over(cls, model: Model, cache: KVCache) -> ModelRunner:
@@ -190,10 +190,11 @@ class ModelRunner:
         weights: WeightFormat = FORMATS["stored"],
         progress: Progress = lambda *_: None,
         strict: bool = False,
+        num_states: int = STATES,
     ) -> ModelRunner:
         """Read the weights and set the cache up."""
         model = load_model(checkpoint, dtype, device, weights, progress, strict)
-        return cls(model, num_pages, page_size)
+        return cls(model, num_pages, page_size, num_states)
 
     @property
     def device(self) -> torch.device:

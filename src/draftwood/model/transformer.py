@@ -6,6 +6,7 @@ Shapes: N rows of a forward · H heads · K key heads · D head size.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -13,10 +14,12 @@ import torch
 from torch import Tensor
 
 from draftwood.batch import AttentionShape, ForwardBatch, ForwardOutput, GivenRows, Pages
+from draftwood.errors import IncompatibleParts
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.experts import Experts
 from draftwood.model.layers import ACTIVATIONS, Norm, Rotary, gated, rotate, softcapped, tensors_of, write_over
 from draftwood.model.loading import WeightLoader
+from draftwood.model.mixers import Mixer, Recurrences, load_mixer
 from draftwood.model.rope import RopeConfig, planes_of
 from draftwood.model.spec import (
     ATTENTION_NORM,
@@ -26,10 +29,12 @@ from draftwood.model.spec import (
     AttentionSpec,
     ExpertsSpec,
     LayerSpec,
+    MlpSpec,
 )
 from draftwood.model.weights import FORMATS, WeightFormat
 from draftwood.ops import Attention, plan_attention
 from draftwood.ops.linear import Linear
+from draftwood.states import StagedTrees
 
 
 @dataclass(frozen=True)
@@ -40,13 +45,26 @@ class Mlp:
     down: Linear
     activation: str
     is_gated: bool
+    gate_scale: float = 1.0
+    output_scale: float = 1.0
 
     def inner(self, x: Tensor) -> Tensor:
         """What `down` reads."""
         if not self.is_gated:
             return ACTIVATIONS[self.activation](self.gate_up(x))
         gate, up = self.gate_up(x).chunk(2, -1)
-        return gated(self.activation, gate, up)
+        return gated(self.activation, gate if self.gate_scale == 1.0 else gate * self.gate_scale, up)
+
+
+@dataclass(frozen=True)
+class AttentionWeights:
+    """What attention is made of."""
+
+    qkv: Linear  # -> [(H + 2 K) * D]
+    head_norm: Norm | tuple[Norm, Norm] | None  # of queries and keys side by side; or of whole rows of either
+    sinks: Tensor | None  # [H]
+    gate: Linear | None  # -> [H * D]
+    output: Linear
 
 
 @dataclass(frozen=True)
@@ -54,13 +72,11 @@ class Layer:
     """The weights of one decoder layer, projections that share an input fused. Norms are None where there are none."""
 
     attention_norm: Norm | None
-    qkv: Linear  # -> [(H + 2 K) * D]
-    head_norm: Norm | tuple[Norm, Norm] | None  # of queries and keys side by side; or of whole rows of either
-    sinks: Tensor | None  # [H]
-    output: Linear
+    attention: AttentionWeights | None
+    mixer: Mixer | None
     attention_output_norm: Norm | None
     mlp_norm: Norm | None
-    mlp: Mlp | Experts
+    mlp: Mlp | Experts | None
     mlp_output_norm: Norm | None
 
 
@@ -89,7 +105,7 @@ class Transformer:
         self.layers = [_layer(loader, i, spec) for i, spec in enumerate(self.specs)]
         self.cached = list(range(config.num_layers))  # where in the pages each layer's keys and values lie
         self.final_norm = loader.norm("model.norm", config.final_norm)
-        self.rotaries = {turn: self._rotary(*turn) for turn in map(_turning, self.specs) if turn is not None}
+        self.rotaries = {turn: self._rotary(*turn) for turn in (_turning(s.attention) for s in self.specs) if turn}
 
     @property
     def num_bytes(self) -> int:
@@ -99,6 +115,8 @@ class Transformer:
 
     def part(self, layers: Sequence[int]) -> Transformer:
         """Some of its layers as a model, in the same memory."""
+        if self.config.recurrent:
+            raise IncompatibleParts("A model with recurrent layers cannot be cut into some of its layers.")
         part = copy.copy(self)
         part.config, part.specs = self.config.part(layers), tuple(self.specs[i] for i in layers)
         part.layers, part.cached = [self.layers[i] for i in layers], [self.cached[i] for i in layers]
@@ -116,22 +134,23 @@ class Transformer:
         """Run the rows of `batch`, writing their keys and values to `cache`."""
         if given is not None and given.wide is not None:
             raise ValueError("torch's operations begin with a residual stream alone")
-        shapes = [_shape(spec.attention) for spec in self.specs]
-        attention = {shape: plan_attention(batch, cache, shape) for shape in set(shapes)}
-        rotations = {turn: self._rotations(rotary, batch) for turn, rotary in self.rotaries.items()}
+        run = _Run(self, batch, cache)
         hidden = self._begin(batch) if given is None else given.residual
         features: dict[int, Tensor] = {}
         for i, (layer, spec) in enumerate(zip(self.layers, self.specs, strict=True)):
-            turn = _turning(spec)
             read = hidden if layer.attention_norm is None else layer.attention_norm(hidden)
-            query, key_value = self._project(layer, spec, read, None if turn is None else rotations[turn])
-            at = self.cached[i]
-            cache.layers[at].index_copy_(1, batch.slots, key_value.transpose(0, 1))
-            mixed = _attend(attention[shapes[i]], at, query, layer.sinks)
-            hidden = self._finish(layer, spec, hidden, read, mixed)
+            after = hidden
+            if layer.attention is not None and spec.attention is not None:
+                scale = spec.residual_scale * spec.attention.output_scale
+                mixed = run.attention(layer.attention, spec.attention, read)
+                after = _added(after, layer.attention.output, mixed, layer.attention_output_norm, scale)
+            if layer.mixer is not None and spec.recurrent is not None:
+                scale = spec.residual_scale * spec.recurrent.output_scale
+                after = _added(after, layer.mixer.output, run.recurrence(layer.mixer, read), None, scale)
+            hidden = self._finish(layer, spec, hidden, read, after)
             if i in needs:
                 features[i] = hidden
-        return ForwardOutput(self._logits(self.final_norm(hidden[batch.logit_rows])), features)
+        return ForwardOutput(self._logits(self.final_norm(hidden[batch.logit_rows])), features, run.staged)
 
     def _begin(self, batch: ForwardBatch) -> Tensor:
         """The residual stream before the first layer. [N, hidden]."""
@@ -148,21 +167,24 @@ class Transformer:
             logits = logits * stream.logit_scale
         return logits if stream.logit_softcap is None else softcapped(logits, stream.logit_softcap)
 
-    def _finish(self, layer: Layer, spec: LayerSpec, hidden: Tensor, read: Tensor, mixed: Tensor) -> Tensor:
-        """The stream behind a layer, from what attention has mixed."""
-        scale = spec.residual_scale
-        after = _added(hidden, layer.output, mixed, layer.attention_output_norm, scale)
+    def _finish(self, layer: Layer, spec: LayerSpec, hidden: Tensor, read: Tensor, after: Tensor) -> Tensor:
+        """The stream behind a layer, from what it is behind attention."""
+        scale, mlp = spec.residual_scale, layer.mlp
+        if mlp is None:
+            return after
         if not spec.wiring.parallel:
             read = after if layer.mlp_norm is None else layer.mlp_norm(after)
         elif layer.mlp_norm is not None:
             read = layer.mlp_norm(hidden)
-        if isinstance(layer.mlp, Experts):
-            return _added(after, layer.mlp, read, layer.mlp_output_norm, scale)
-        return _added(after, layer.mlp.down, layer.mlp.inner(read), layer.mlp_output_norm, scale)
+        if isinstance(mlp, Experts):
+            return _added(after, mlp, read, layer.mlp_output_norm, scale)
+        return _added(after, mlp.down, mlp.inner(read), layer.mlp_output_norm, scale * mlp.output_scale)
 
-    def _project(self, layer: Layer, spec: LayerSpec, read: Tensor, rotation: Tensor | None) -> tuple[Tensor, ...]:
+    def project(
+        self, layer: AttentionWeights, spec: AttentionSpec, read: Tensor, rotation: Tensor | None
+    ) -> tuple[Tensor, ...]:
         """Queries [N, H, D], and keys and values [N, 2 K, D], turned to their positions."""
-        config, norms = self.config, spec.attention.head_norm
+        config, norms = self.config, spec.head_norm
         projected = layer.qkv(read)
         if norms is not None and not norms.after_rope:
             self._norm_heads(layer, projected)
@@ -172,7 +194,7 @@ class Transformer:
         heads = turned.view(len(read), -1, config.head_dim)
         return heads.split_with_sizes((config.num_heads, 2 * config.num_kv_heads), 1)
 
-    def _norm_heads(self, layer: Layer, projected: Tensor) -> None:
+    def _norm_heads(self, layer: AttentionWeights, projected: Tensor) -> None:
         """Norm queries and keys in place. [N, (H + 2 K) * D]."""
         config = self.config
         if isinstance(layer.head_norm, tuple):
@@ -187,13 +209,47 @@ class Transformer:
         frequencies, scale = rope.inverse_frequencies(rotated)
         return Rotary(frequencies, scale, self.dtype, self.device, (self.config.head_dim - rotated) // 2)
 
-    def _rotations(self, rotary: Rotary, batch: ForwardBatch) -> Tensor:
+    def rotations(self, rotary: Rotary, batch: ForwardBatch) -> Tensor:
+        """Those of all rows."""
         config = self.config
         turning = config.num_heads + config.num_kv_heads
         sections = config.rope.sections
         positions = batch.positions if not sections or batch.turns is None else batch.turns
         planes = planes_of(sections) if positions.dim() == 2 else None
         return rotary.at(positions, config.max_positions - 1, turning, config.num_kv_heads, planes)
+
+
+class _Run:
+    """What the layers of one forward share: plans, rotations, and which pages and states come next."""
+
+    def __init__(self, model: Transformer, batch: ForwardBatch, cache: Pages) -> None:
+        self._model, self._slots = model, batch.slots
+        self._pages = ((at, cache.layers[at]) for at in model.cached)
+        shapes = {_shape(spec.attention) for spec in model.specs if spec.attention is not None}
+        self._plans = {shape: plan_attention(batch, cache, shape) for shape in shapes}
+        self._rotations = {turn: model.rotations(rotary, batch) for turn, rotary in model.rotaries.items()}
+        self._recurrences = Recurrences(batch, cache.states) if model.config.recurrent else None
+        self._numbers = itertools.count()
+
+    @property
+    def staged(self) -> StagedTrees | None:
+        """What recurrent layers have made of rows that are not committed."""
+        return None if self._recurrences is None else self._recurrences.staged
+
+    def attention(self, layer: AttentionWeights, spec: AttentionSpec, read: Tensor) -> Tensor:
+        """What the next layer with attention mixes, keys and values written. [N, hidden] -> [N, H * D]."""
+        turn = _turning(spec)
+        rotation = None if turn is None else self._rotations[turn]
+        query, key_value = self._model.project(layer, spec, read, rotation)
+        i, pages = next(self._pages)
+        pages.index_copy_(1, self._slots, key_value.transpose(0, 1))
+        mixed = _attend(self._plans[_shape(spec)], i, query, layer.sinks)
+        return mixed if layer.gate is None else mixed * torch.sigmoid(layer.gate(read))
+
+    def recurrence(self, mixer: Mixer, read: Tensor) -> Tensor:
+        """What the next recurrent layer mixes. [N, hidden] -> [N, width]."""
+        assert self._recurrences is not None
+        return self._recurrences.run(next(self._numbers), mixer, read)
 
 
 def _added(hidden: Tensor, part: Linear | Experts, x: Tensor, norm: Norm | None, scale: float) -> Tensor:
@@ -212,32 +268,41 @@ def _shape(attention: AttentionSpec) -> AttentionShape:
     return AttentionShape(attention.window, attention.scale, attention.softcap, attention.sinks)
 
 
-def _turning(spec: LayerSpec) -> tuple[RopeConfig, int] | None:
-    attention = spec.attention
-    return None if attention.rope is None else (attention.rope, attention.rotated)
+def _turning(attention: AttentionSpec | None) -> tuple[RopeConfig, int] | None:
+    return None if attention is None or attention.rope is None else (attention.rope, attention.rotated)
 
 
 def _layer(loader: WeightLoader, i: int, spec: LayerSpec) -> Layer:
     name = f"model.layers.{i}"
 
     def norm(which: str) -> Norm | None:
-        return loader.norm(f"{name}.{which}", spec.norm) if which in spec.wiring.norms else None
+        return loader.norm(f"{name}.{which}", spec.norm) if which in spec.norms else None
 
     return Layer(
         attention_norm=norm(ATTENTION_NORM),
-        qkv=loader.qkv(f"{name}.self_attn", spec.attention),
-        head_norm=loader.head_norm(f"{name}.self_attn", spec.attention),
-        sinks=loader.tensor(f"{name}.self_attn.sinks.weight") if spec.attention.sinks else None,
-        output=loader.linear_of(f"{name}.self_attn.o_proj", spec.attention.output_bias),
+        attention=None if spec.attention is None else _attention(loader, f"{name}.self_attn", spec.attention),
+        mixer=None if spec.recurrent is None else load_mixer(loader, name, spec.recurrent),
         attention_output_norm=norm(ATTENTION_OUTPUT_NORM),
         mlp_norm=norm(MLP_NORM),
-        mlp=_mlp(loader, f"{name}.mlp", spec),
+        mlp=None if spec.mlp is None else _mlp(loader, f"{name}.mlp", spec.mlp),
         mlp_output_norm=norm(MLP_OUTPUT_NORM),
     )
 
 
-def _mlp(loader: WeightLoader, name: str, spec: LayerSpec) -> Mlp | Experts:
-    mlp = spec.mlp
+def _attention(loader: WeightLoader, name: str, spec: AttentionSpec) -> AttentionWeights:
+    return AttentionWeights(
+        qkv=loader.qkv(name, spec),
+        head_norm=loader.head_norm(name, spec),
+        sinks=loader.tensor(f"{name}.sinks.weight") if spec.sinks else None,
+        gate=loader.linear_of(f"{name}.gate_proj", spec.qkv_bias) if spec.gated else None,
+        output=loader.linear_of(f"{name}.o_proj", spec.output_bias),
+    )
+
+
+def _mlp(loader: WeightLoader, name: str, mlp: MlpSpec | ExpertsSpec) -> Mlp | Experts:
     if isinstance(mlp, ExpertsSpec):
         return loader.experts(name, mlp)
-    return Mlp(loader.gate_up(name, mlp), loader.linear_of(f"{name}.down_proj", mlp.bias), mlp.activation, mlp.gated)
+    return Mlp(
+        loader.gate_up(name, mlp), loader.linear_of(f"{name}.down_proj", mlp.bias), mlp.activation, mlp.gated,
+        mlp.gate_scale, mlp.output_scale,
+    )  # fmt: skip

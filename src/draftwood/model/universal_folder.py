@@ -162,7 +162,8 @@ def hf_config(stated: Mapping[str, Any]) -> Any:
     require(
         not modules._is_stateful,
         f"its architecture is {shown(kind)}: some of its layers are recurrent, and a state that has taken in a draft "
-        "token cannot give it back. Use a model whose layers all attend",
+        "token cannot give it back. Use a model whose layers all attend, or a family with recurrent layers that our "
+        "decoder knows (docs/models.md)",
     )
     return config
 

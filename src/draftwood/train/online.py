@@ -153,7 +153,7 @@ class Adapter:
         length = min(config.length, engine.target.model.config.max_positions)
         self._traffic = Traffic(length, config.lessons)
         # Pages of its own: it takes none from running requests, and evicts no prefix.
-        runner = ModelRunner(engine.target.model, -(-3 * length // PAGE), PAGE)
+        runner = ModelRunner(engine.target.model, -(-3 * length // PAGE), PAGE, num_states=4)
         net, words = _trainable(self._drafter.module), self._drafter.words.to(torch.float32)
         self._teacher = _Attentive(runner, getattr(net, "reads", ()))
         self._method = method_of(recipe_of(net), net, Target(words.config, words, None), lambda _: self._teacher)

@@ -44,8 +44,7 @@ class Teacher:
         try:
             out = self.runner.forward(self.runner.cache.stage_text(spans, rows), frozenset(self.reads))
         finally:
-            for span in spans:
-                self.runner.cache.tables.close(span.seq_id)
+            self._close(spans)
         at = at.to(self.runner.device)
         shape = batch.tokens.shape
         row = torch.zeros(shape.numel(), dtype=torch.int64, device=self.runner.device)
@@ -57,6 +56,10 @@ class Teacher:
         # What was made in inference mode may not be saved for gradients; what is kept of it is copied before.
         return Lesson(batch.to(self.runner.device), features.view(*shape, -1), out.logits, row.view(shape))
 
+    def _close(self, spans: Sequence[Span]) -> None:
+        for span in spans:
+            self.runner.cache.tables.close(span.seq_id)
+
     def _open(self, batch: TextBatch) -> tuple[list[Span], Tensor]:
         """A span for each text, and where its tokens stand in the batch, on the host."""
         tables, spans, places = self.runner.cache.tables, [], []
@@ -65,11 +68,16 @@ class Teacher:
             for number in range(int(batch.text[b].max()) + 1):
                 place = (batch.text[b] == number).nonzero()[:, 0]
                 tokens, seq_id = batch.tokens[b, place].tolist(), -1 - len(spans)
+                if tables.states is not None and len(spans) == tables.states.count:
+                    self._close(spans)
+                    raise InvalidRequest(
+                        f"The teacher has states for {len(spans)} texts, and a batch holds more: lower the rows, or "
+                        "raise max_running."
+                    )
                 tables.open(seq_id, [])
                 spans.append(Span(seq_id, tokens, 0, len(tokens)))
                 places.append(place + b * width)
                 if not tables.reserve(seq_id, len(tokens)):
-                    for span in spans:
-                        tables.close(span.seq_id)
+                    self._close(spans)
                     raise InvalidRequest("The teacher's cache is too small for a batch: lower the rows.")
         return spans, torch.cat(places)

@@ -119,7 +119,7 @@ class Family:
         if not self.interleaved or module not in TURNED:
             return None
         match = config.layer_specs[0].attention
-        return lambda config, rows: halves_of_pairs(rows, config.head_dim, match.rotated)
+        return match and (lambda config, rows: halves_of_pairs(rows, config.head_dim, match.rotated))
 
 
 TURNED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.q_norm", "self_attn.k_norm")
@@ -234,7 +234,7 @@ def plain(
 
 def _partly_turned(decoder: ModelConfig, rope: RopeConfig, rotated: int) -> ModelConfig:
     def change(i: int, layer: LayerSpec) -> LayerSpec:
-        return replace(layer, attention=replace(layer.attention, rope=rope, rotated=rotated))
+        return layer.attending(rope=rope, rotated=rotated)
 
     return with_layers_changed(decoder, change)
 
@@ -257,7 +257,7 @@ def with_layers_changed(
 ) -> ModelConfig:
     """The same model with every layer changed, and `stream` around them."""
     layers = tuple(change(i, layer) for i, layer in enumerate(config.layer_specs))
-    windows = tuple(layer.attention.window for layer in layers)
+    windows = tuple(layer.window for layer in layers)
     return replace(config, layers=layers, windows=windows, stream=stream or config.stream)
 
 

@@ -30,8 +30,7 @@ def _read_second(config: Mapping[str, Any]) -> ModelConfig:
     decoder = _side_by_side(config, "cohere2", windows, False)
 
     def change(i: int, layer: LayerSpec) -> LayerSpec:
-        attention = layer.attention
-        return layer if attention.window is not None else replace(layer, attention=replace(attention, rope=None))
+        return layer if layer.window is not None else layer.attending(rope=None)
 
     return with_layers_changed(decoder, change)
 
@@ -45,8 +44,7 @@ def _side_by_side(
     normed = HeadNormSpec(decoder.final_norm, HeadNorms.OWN) if head_norms else None
 
     def change(i: int, layer: LayerSpec) -> LayerSpec:
-        attention = replace(layer.attention, head_norm=normed)
-        return replace(layer, wiring=Wiring.PARALLEL_SHARED, attention=attention)
+        return replace(layer.attending(head_norm=normed), wiring=Wiring.PARALLEL_SHARED)
 
     return with_layers_changed(
         decoder, change, replace(decoder.stream, logit_scale=number(config, "logit_scale", 1.0))

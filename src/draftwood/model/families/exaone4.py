@@ -24,9 +24,8 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
     decoder = plain(config, "exaone4", PlainChoices(qk_norm=True), windows)
 
     def change(i: int, layer: LayerSpec) -> LayerSpec:
-        attention = layer.attention
-        rope = None if slides and attention.window is None else attention.rope
-        return replace(layer, wiring=Wiring.POST, attention=replace(attention, rope=rope))
+        still = layer.attending(rope=None) if slides and layer.window is None else layer
+        return replace(still, wiring=Wiring.POST)
 
     return with_layers_changed(decoder, change)
 

@@ -41,9 +41,7 @@ def _of(decoder: ModelConfig, scale: float, softcap: float | None, logit_softcap
     """What makes a plain decoder with windows a Gemma 2."""
 
     def change(i: int, layer: LayerSpec) -> LayerSpec:
-        return replace(
-            layer, wiring=Wiring.SANDWICH, attention=replace(layer.attention, scale=scale, softcap=softcap)
-        )  # fmt: skip
+        return replace(layer.attending(scale=scale, softcap=softcap), wiring=Wiring.SANDWICH)
 
     stream = StreamSpec(embedding_scale=decoder.hidden_size**0.5, logit_softcap=logit_softcap)
     return with_layers_changed(decoder, change, stream)

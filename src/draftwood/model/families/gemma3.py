@@ -64,9 +64,8 @@ def _of(
     """What makes a plain decoder, with norms of queries and keys and with windows, a Gemma 3."""
 
     def change(i: int, layer: LayerSpec) -> LayerSpec:
-        rope = layer.attention.rope if layer.attention.window is None else local
-        attention = replace(layer.attention, scale=scale, softcap=softcap, rope=rope)
-        return replace(layer, wiring=Wiring.SANDWICH, attention=attention)
+        turned = layer if layer.window is None else layer.attending(rope=local)
+        return replace(turned.attending(scale=scale, softcap=softcap), wiring=Wiring.SANDWICH)
 
     stream = StreamSpec(embedding_scale=decoder.hidden_size**0.5, logit_softcap=logit_softcap)
     return with_layers_changed(decoder, change, stream)

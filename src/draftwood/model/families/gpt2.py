@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -49,7 +48,7 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
 
     def change(i: int, layer: LayerSpec) -> LayerSpec:
         scale = (decoder.head_dim**-0.5 if scaled else 1.0) / (i + 1 if by_layer else 1)
-        return replace(layer, attention=replace(layer.attention, scale=scale))
+        return layer.attending(scale=scale)
 
     return learned_positions(with_layers_changed(decoder, change))
 

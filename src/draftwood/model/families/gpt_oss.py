@@ -55,7 +55,7 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
     mlp = ExpertsSpec(count, top_k, expert, router_bias=True)
 
     def change(i: int, layer: LayerSpec) -> LayerSpec:
-        return replace(layer, mlp=mlp, attention=replace(layer.attention, sinks=True))
+        return replace(layer.attending(sinks=True), mlp=mlp)
 
     return with_layers_changed(decoder, change)
 

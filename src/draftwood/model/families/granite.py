@@ -17,13 +17,17 @@ from .in_gguf import GgufForm
 def _read(config: Mapping[str, Any]) -> ModelConfig:
     biases = bool(config.get("attention_bias"))
     choices = PlainChoices(qkv_bias=biases, output_bias=biases, mlp_bias=bool(config.get("mlp_bias")))
-    decoder = plain(config, "granite", choices)
+    return with_multipliers(config, plain(config, "granite", choices))
+
+
+def with_multipliers(config: Mapping[str, Any], decoder: ModelConfig) -> ModelConfig:
+    """The same model with Granite's multipliers."""
     scale, added = number(config, "attention_multiplier", 1.0), number(config, "residual_multiplier", 1.0)
     divided = number(config, "logits_scaling", 1.0)
     require(divided > 0, f"its logits_scaling is {divided}, which must be positive")
 
     def change(i: int, layer: LayerSpec) -> LayerSpec:
-        return replace(layer, residual_scale=added, attention=replace(layer.attention, scale=scale))
+        return replace(layer.attending(scale=scale), residual_scale=added)
 
     stream = StreamSpec(embedding_scale=number(config, "embedding_multiplier", 1.0), logit_scale=1 / divided)
     return with_layers_changed(decoder, change, stream)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from ..config import ModelConfig
@@ -27,8 +26,7 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
     )
 
     def change(i: int, layer: LayerSpec) -> LayerSpec:
-        attention = replace(layer.attention, head_norm=HeadNormSpec(layer.norm, after_rope=True))
-        return replace(layer, attention=attention)
+        return layer.attending(head_norm=HeadNormSpec(layer.norm, after_rope=True))
 
     return with_layers_changed(decoder, change)
 

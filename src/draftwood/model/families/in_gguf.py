@@ -105,7 +105,7 @@ class GgufForm:
 
 def _in_halves(config: ModelConfig, rows: Any) -> Any:
     """Rows of queries or keys that turn neighbours, in the order in which we turn them."""
-    rotated = config.layer_specs[0].attention.rotated
+    rotated = config.layer_specs[0].only_attention.rotated
     return rows[halves_of_pairs(torch.arange(rows.shape[0]), config.head_dim, rotated)]
 
 

@@ -23,8 +23,7 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
     decoder = plain({"rms_norm_eps": 1e-5, **config}, "olmo2", choices)
 
     def change(i: int, layer: LayerSpec) -> LayerSpec:
-        attention = replace(layer.attention, head_norm=HeadNormSpec(layer.norm, HeadNorms.WHOLE))
-        return replace(layer, wiring=Wiring.POST, attention=attention)
+        return replace(layer.attending(head_norm=HeadNormSpec(layer.norm, HeadNorms.WHOLE)), wiring=Wiring.POST)
 
     return with_layers_changed(decoder, change)
 

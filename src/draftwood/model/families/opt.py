@@ -36,7 +36,7 @@ def learned_positions(decoder: ModelConfig) -> ModelConfig:
     """The same model with positions added to embeddings, and nothing turned."""
 
     def change(i: int, layer: LayerSpec) -> LayerSpec:
-        return replace(layer, attention=replace(layer.attention, rope=None))
+        return layer.attending(rope=None)
 
     return with_layers_changed(decoder, change, replace(decoder.stream, learned_positions=True))
 

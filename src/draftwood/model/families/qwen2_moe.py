@@ -61,8 +61,8 @@ TENSORS = {
     **expert_tensors({part: f"mlp.experts.*.{part}_proj" for part in ("gate", "up", "down")}),
     "mlp.router": "mlp.gate",
 }
-_SHARED = {f"mlp.shared.{part}_proj": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")}
+SHARED = {f"mlp.shared.{part}_proj": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")}
+SHARED["mlp.shared_gate"] = "mlp.shared_expert_gate"
 FAMILY = Family(
-    "qwen2_moe", _read, tensors={**TENSORS, **_SHARED, "mlp.shared_gate": "mlp.shared_expert_gate"},
-    gguf=GgufForm("qwen2moe", _entries, fits=has_experts),
+    "qwen2_moe", _read, tensors={**TENSORS, **SHARED}, gguf=GgufForm("qwen2moe", _entries, fits=has_experts)
 )  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from ..config import ModelConfig
@@ -25,7 +24,7 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
     decoder = plain(config, "smollm3", choices, _windows(config, turns))
 
     def change(i: int, layer: LayerSpec) -> LayerSpec:
-        return layer if turns[i] else replace(layer, attention=replace(layer.attention, rope=None))
+        return layer if turns[i] else layer.attending(rope=None)
 
     return with_layers_changed(decoder, change)
 

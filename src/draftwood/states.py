@@ -1,0 +1,109 @@
+"""The states of recurrent layers: what is kept of a sequence, and what a forward has made of rows that may be dropped.
+
+A state is the last few inputs of a short convolution (`tail`) and a matrix of each head (`memory`), which holds the
+text up to where its sequence is committed. Rows behind it, a tree's nodes or a chain's, change nothing: what each
+would add is staged, and the rows of the accepted path are folded in when it is known (`ops/recurrence.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Carried:
+    """One layer's states of S sequences."""
+
+    tail: Tensor  # [S, K - 1, C] oldest first
+    memory: Tensor | None  # [S, H, P, N]; None: the tail is all there is
+
+
+@dataclass(frozen=True)
+class StateStore:
+    """One layer's states of all sequences that have a place, and of one that rows write to that only fill up."""
+
+    tail: Tensor  # [places, K - 1, C]
+    memory: Tensor | None  # [places, H, P, N]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all places."""
+        parts = [self.tail] if self.memory is None else [self.tail, self.memory]
+        return sum(part.numel() * part.element_size() for part in parts)
+
+    def at(self, places: Tensor, fresh: Tensor) -> Carried:
+        """The states at `places` [S]; empty where a text is about to begin, `fresh` [S]."""
+        tail = self.tail.index_select(0, places).masked_fill(fresh[:, None, None], 0)
+        if self.memory is None:
+            return Carried(tail, None)
+        return Carried(tail, self.memory.index_select(0, places).masked_fill(fresh[:, None, None, None], 0))
+
+    def write(self, places: Tensor, states: Carried) -> None:
+        """Replace the states at `places` [S]."""
+        self.tail.index_copy_(0, places, states.tail)
+        if self.memory is not None and states.memory is not None:
+            self.memory.index_copy_(0, places, states.memory)
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy one place to another."""
+        self.tail[target].copy_(self.tail[source])
+        if self.memory is not None:
+            self.memory[target].copy_(self.memory[source])
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of S sequences side by side, up to R of each: where they lie among all rows, and which follow from which."""
+
+    index: Tensor  # [S, R] int64 row of the forward, any where there is none
+    there: Tensor  # [S, R] bool
+    sees: Tensor  # [S, R, R] bool the rows on the path to each, itself included; empty where there is no row
+    depth: Tensor  # [S, R] int64 rows before it on its path
+    _windows: dict[int, Tensor] = field(default_factory=dict)
+
+    def windows(self, kernel: int) -> Tensor:
+        """For each row the last `kernel` inputs along its path, itself last: numbers in a tail of `kernel` - 1 inputs
+        and the rows behind it. [S, R, K].
+        """
+        if kernel not in self._windows:
+            self._windows[kernel] = self._found(kernel)
+        return self._windows[kernel]
+
+    def _found(self, kernel: int) -> Tensor:
+        places = []
+        for before in range(kernel - 1, -1, -1):
+            wanted = self.depth - before  # depth of that row; less than 0 in the tail
+            match = self.sees & (self.depth[:, None, :] == wanted[:, :, None])
+            row = match.to(torch.int8).argmax(-1)
+            places.append(torch.where(wanted < 0, wanted, row) + kernel - 1)
+        return torch.stack(places, -1)
+
+
+@dataclass(frozen=True)
+class Deposit:
+    """What rows add to a memory: each its value times its key, less what decays on the way behind it."""
+
+    total: Tensor  # [S, H, R] float64 logarithm of the decay along the path to each row
+    keys: Tensor  # [S, G, R, N] of groups of heads
+    values: Tensor  # [S, H, R, P]
+
+
+@dataclass(frozen=True)
+class StagedRows:
+    """What one layer has made of a block that is not committed."""
+
+    inputs: Tensor  # [S, R, C] of the convolution
+    deposit: Deposit | None
+
+
+@dataclass(frozen=True)
+class StagedTrees:
+    """The same of all recurrent layers."""
+
+    places: Tensor  # [S] of the sequences' states
+    fresh: Tensor  # [S] bool
+    block: Block
+    layers: tuple[StagedRows, ...]
