@@ -146,11 +146,11 @@ static void norm_head(const Model *m, const Layer *layer, int64_t head, float *x
 }
 
 /* Head norms and rotation of queries and keys, and the write of keys and values to their slots. */
-static void place(const Model *m, const Layer *layer, const Batch *b, const Scratch *s, int64_t index, const Team *team) {
+static void place(const Model *m, const Layer *layer, const Batch *b, const Scratch *s, const Team *team) {
     const int64_t dim = m->head_dim, heads = m->num_heads + 2 * m->num_kv_heads, stride = layer->qkv.outputs;
     const int64_t first_value = m->num_heads + m->num_kv_heads, head_size = b->num_slots * dim;
     const float *table = layer->rotation < 0 ? NULL : b->rotations[layer->rotation];
-    float *store = b->store + index * 2 * m->num_kv_heads * head_size;
+    float *store = b->store + layer->cached * 2 * m->num_kv_heads * head_size;
     if (layer->query_norm.weight && layer->head_norms == WHOLE_ROWS) norm_rows(m, layer, b, s, team);
     SHARE(team, item, b->num_rows * heads) {
         const int64_t row = item / heads, head = item % heads;
@@ -169,13 +169,14 @@ static void place(const Model *m, const Layer *layer, const Batch *b, const Scra
 static void run_attention(const Model *m, const Batch *b, const Scratch *s, int64_t index, const Team *team) {
     const Layer *layer = &m->layers[index];
     const int64_t head_size = b->num_slots * m->head_dim;
-    const float *keys = b->store + index * 2 * m->num_kv_heads * head_size, *values = keys + m->num_kv_heads * head_size;
+    const float *keys = b->store + layer->cached * 2 * m->num_kv_heads * head_size;
+    const float *values = keys + m->num_kv_heads * head_size;
     Target qkv = {.kind = STORE, .out = s->qkv, .stride = layer->qkv.outputs, .limit = layer->qkv.outputs};
     if (b->wide && index == 0)
         plain_product(m, &layer->qkv, b->wide, s, b->num_rows, qkv, team);
     else
         normed_product(m, &layer->qkv, &layer->attention_norm, s, NULL, b->num_rows, qkv, team);
-    place(m, layer, b, s, index, team);
+    place(m, layer, b, s, team);
     attend(m, layer, keys, values, b, s, s->qkv, layer->qkv.outputs, s->mixed, layer->output.inputs, team);
 }
 
