@@ -78,7 +78,8 @@ class CausalDrafter(GrownDrafter):
         _, last, _ = self.last_tokens(view, count)
         every, cache = torch.cat([last, tokens], 1), self.runner.cache
         places = behind_last(places, count)
-        batch = stage_behind(view.lengths, view.block_table, every, places, cache.page_size, self._max_positions)
+        sizes, sources = (cache.page_size, self._max_positions), view.source_lengths
+        batch = stage_behind(view.lengths, view.block_table, every, places, *sizes, source_lengths=sources)
         visible = batch.visible.view_as(every).clone()
         visible[:, 0] = (view.lengths - count + 1).clamp(min=1)  # the token before the last does not see the last
         logits = self.runner.forward(replace(batch, visible=visible.view(-1))).logits

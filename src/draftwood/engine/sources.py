@@ -38,9 +38,7 @@ def with_source(prompt: Prompt | None, encoder_input: EncoderInput | None) -> Pr
     return prompt
 
 
-def paired(
-    prompts: str | Sequence[PlainPrompt] | None, encoder_input: EncoderInput | Sequence[EncoderInput] | None
-) -> tuple[list[Prompt], bool]:
+def paired(prompts: str | Sequence[PlainPrompt] | None, encoder_input: EncoderInput) -> tuple[list[Prompt], bool]:
     """Prompts with what their encoder reads; and whether it is one, not a list. One of either goes with all others."""
     if prompts is None or isinstance(prompts, str):
         if is_one(encoder_input):
