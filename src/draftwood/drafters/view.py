@@ -66,7 +66,7 @@ class View:
             raise IncompatibleParts("With rounded weights the target runs on other kernels; take another drafter.")
         if self.layers is not None:
             model = model.part(self._chosen(target.config, self.layers))
-        if self.window is not None and any(spec.attention.window for spec in model.config.layer_specs):
+        if self.window is not None and any(spec.window for spec in model.config.layer_specs):
             raise IncompatibleParts(
                 "Some layers of the target look back through windows of their own; a windowed draft would gain little."
             )
