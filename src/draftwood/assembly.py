@@ -223,7 +223,7 @@ def build_drafter(
     if spec.startswith("model:"):
         return load_model_drafter(open_checkpoint(spec.removeprefix("model:"), config.impl), tree, target, config)
     name, _, _ = spec.partition(":")
-    trained = _trained_folder(spec)
+    trained = trained_folder(spec)
     if name not in LOOKUPS and (trained.is_dir() or HUB_ID.fullmatch(spec)):
         return load_trained(trained if trained.is_dir() else spec, tree, target, config, allow_pickle=allow_pickle)
     entry = _entry("drafter", LOOKUPS, name, (*SHIPPED, MODEL_DRAFTER, "a folder"))
@@ -248,7 +248,7 @@ def offer(default: Drafter, by_name: Mapping[str, Drafter]) -> OfferedDrafters:
     return OfferedDrafters(predicted[id(default)], {name: predicted[id(d)] for name, d in by_name.items()})
 
 
-def _trained_folder(spec: str) -> Path:
+def trained_folder(spec: str) -> Path:
     """Where a trained drafter of this name would lie: in the package, or wherever the user says."""
     return TRAINED / spec if spec in SHIPPED else Path(spec).expanduser()
 
@@ -372,7 +372,7 @@ def _draft_config(drafter: str | Drafter, target: ModelConfig) -> ModelConfig | 
         return None
     if drafter.startswith("model:"):
         return open_checkpoint(drafter.removeprefix("model:")).config
-    folder = _trained_folder(drafter)
+    folder = trained_folder(drafter)
     if not (folder / "config.json").is_file():
         return None
     if any(folder.glob("*.safetensors")):

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 import draftwood
+from draftwood.cli.export import ExportFlags, run_export
 from draftwood.cli.flags import EngineFlags, SamplingFlags, command
 from draftwood.cli.screen import Transcript, say, stdout
 from draftwood.cli.serve import ServeFlags
@@ -205,6 +206,21 @@ def train(
         stdout().print(recipes_table())
     else:
         run_train(method, flags)
+
+
+@app.command(rich_help_panel="Answers")
+@command
+def export(
+    drafter: Annotated[str, typer.Argument(help="A drafter that ships, a folder or a hub id.", show_default=False)],
+    flags: ExportFlags,
+) -> None:
+    """Write a trained drafter as another engine loads it, with the rows of its head, tables and mask tokens.
+
+    [dim]Example:[/]
+
+    draftwood export eagle3 --for vllm --out eagle3-vllm --target HuggingFaceTB/SmolLM2-135M-Instruct
+    """
+    run_export(drafter, flags)
 
 
 @app.command(rich_help_panel="What there is")
