@@ -275,6 +275,7 @@ class Harness:
             arrived=0.0,
             prediction=tuple(ord(c) - ord("a") for c in params.prediction),
             constraint=NoStutter(int(params.grammar)) if params.grammar else None,
+            adapter=-1 if params.adapter is None else int(params.adapter),  # its place among the target's
         )
 
     def run(self, asks: Sequence[Ask]) -> list[Answer]:

@@ -36,6 +36,7 @@ class ForwardBatch:
     logits_in_order: bool = False  # `logit_rows` rise: if there are as many as rows, they are all of them
     parts: tuple[ForwardBatch, ...] = ()  # what it was joined of: rows so different that attention takes them apart
     pieces: tuple[tuple[int, int], ...] = ()  # [start, end) of each sequence's rows in its text, where the host knows
+    adapters: Tensor | None = None  # [N] int64 which of the model's adapters each row has, -1: none; None: none has
 
     def at_logits(self, rows: Tensor) -> Tensor:
         """Of something that all rows have, what those have whose logits are wanted. [N, *] -> [K, *]."""
@@ -56,10 +57,17 @@ def with_text(batch: ForwardBatch, text: ForwardBatch) -> ForwardBatch:
     no_ancestors = batch.ancestors.new_zeros(len(text.tokens), batch.ancestors.shape[1])
     ancestors = torch.cat([batch.ancestors, no_ancestors])
     rows = None if batch.max_rows is None or text.max_rows is None else max(batch.max_rows, text.max_rows)
+    adapters = None
+    if batch.adapters is not None or text.adapters is not None:
+        adapters = torch.cat([_adapters_of(batch), _adapters_of(text)])
     return replace(
         batch, **both, row_offsets=offsets, ancestors=ancestors, max_rows=rows, linear=batch.linear and text.linear,
-        logits_in_order=False, parts=(batch, text), pieces=(),
+        logits_in_order=False, parts=(batch, text), pieces=(), adapters=adapters,
     )  # fmt: skip
+
+
+def _adapters_of(batch: ForwardBatch) -> Tensor:
+    return torch.full_like(batch.tokens, -1) if batch.adapters is None else batch.adapters
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,7 @@ class StepMode:
     predicted: bool = False  # some come with the text their caller expects
     masked: bool = False  # the host gives masks of what may follow the nodes of some
     traced: bool = False  # some ask for traces
+    adapted: bool = False  # some have an adapter of the target
 
     def covers(self, other: StepMode) -> bool:
         """Whether a step of this mode also does what `other` does."""
@@ -174,6 +175,7 @@ class BatchView:
     max_depth: Tensor | None = None  # [B] int64 draft tokens that could still be emitted; None: any number
     law: Tensor | None = None  # [B] int64 which of the mode's laws each has; None: there is one
     drafter: Tensor | None = None  # [B] int64 likewise
+    adapters: Tensor | None = None  # [B] int64 which of the target's adapters each has, -1: none; None: none has
     edits: LogitEdits | None = None
     gained: int | None = None  # no sequence has gained more tokens in the last step; None: as many as a tree is deep
     min_accept_prob: float = 0.0  # chosen nodes that are less likely to be accepted should be absent
@@ -192,7 +194,7 @@ class BatchView:
     def take(self, rows: Tensor) -> BatchView:
         """The view of some of its sequences [b]; without logit edits, which only the whole step needs."""
         per_sequence = ("lengths", "seeds", "roots", "temperature", "rows", "block_table")
-        optional = ("max_nodes", "max_depth", "law", "drafter")
+        optional = ("max_nodes", "max_depth", "law", "drafter", "adapters")
         taken = {name: getattr(self, name)[rows] for name in per_sequence}
         taken |= {name: part[rows] for name in optional if (part := getattr(self, name)) is not None}
         limits = self.truncation
@@ -213,6 +215,7 @@ class Span:
     tokens: Sequence[int]
     start: int
     end: int
+    adapter: int = -1  # which of the target's adapters its request has; -1: none
 
 
 class Randomness(Protocol):

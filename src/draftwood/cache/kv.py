@@ -92,6 +92,7 @@ class KVCache:
             max_rows=max((span.end - span.start for span in spans), default=0),
             linear=True,
             pieces=tuple((span.start, span.end) for span in spans),
+            adapters=_adapters(spans, owner),
         )
 
     def keep(self, block_table: Tensor, base: Tensor, index: Tensor, length: Tensor, *, chain: bool = False) -> None:
@@ -190,7 +191,10 @@ def stage_trees(view: BatchView, tree: TokenTree, page_size: int, max_positions:
     if not chain:  # a chain is a piece of text
         places = replace(places, ancestors=tree.shape.ancestors, max_depth=tree.max_depth, max_nodes=rows - 1)
     tokens = tree.tokens.clamp(min=0).view(size, rows)
-    return stage_behind(view.lengths, view.block_table, tokens, places, page_size, max_positions)
+    batch = stage_behind(view.lengths, view.block_table, tokens, places, page_size, max_positions)
+    if view.adapters is None:
+        return batch
+    return replace(batch, adapters=view.adapters[:, None].expand(size, rows).reshape(-1))
 
 
 def _stage_ragged(view: BatchView, tree: TokenTree, page_size: int, max_positions: int, chain: bool) -> ForwardBatch:
@@ -214,6 +218,7 @@ def _stage_ragged(view: BatchView, tree: TokenTree, page_size: int, max_position
         max_depth=None if chain else tree.max_depth,
         max_nodes=None if chain else tree.widest - 1,
         logits_in_order=True,
+        adapters=None if view.adapters is None else view.adapters[owner],
     )
 
 
@@ -239,6 +244,13 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
             f"A cache of {num_bytes / 2**30:.1f} GiB does not fit into this machine's memory; lower cache_tokens."
         ) from error
     return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def _adapters(spans: Sequence[Span], owner: Tensor) -> Tensor | None:
+    """Each row's, where any has one. [N]."""
+    if all(span.adapter < 0 for span in spans):
+        return None
+    return torch.tensor([span.adapter for span in spans], device=owner.device)[owner]
 
 
 def _pending_rows(spans: Sequence[Span], device: torch.device) -> Tensor:

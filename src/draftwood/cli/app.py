@@ -303,7 +303,11 @@ def models(
 
     if model is not None:
         from draftwood.cli.about import about_table
+        from draftwood.model.lora_folder import described, is_adapter
 
+        if is_adapter(model):
+            sys.stdout.write(f"{described(model)}\n")
+            return
         stdout().print(about_table(model, impl))
         return
     if fetch is None:

@@ -46,6 +46,9 @@ class EngineFlags:
         str,
         _option("Which guesses are kept: auto (lossless, by how guesses are made), match, block, …", "Parts"),
     ] = "auto"
+    lora: Annotated[
+        str | None, _option("Folder or hub id of a LoRA adapter (PEFT) to merge into the model.", "Parts")
+    ] = None
     tree: Annotated[
         str | None,
         _option("Shape of a model's or a trained network's guesses, such as beam:nodes=16.", "Parts"),

@@ -43,6 +43,10 @@ class ServeFlags:
     offer: Annotated[
         list[str] | None, _option("A drafter that requests may name; may be given several times.", "Parts")
     ] = None
+    adapters: Annotated[
+        list[str] | None,
+        _option("NAME=FOLDER of a LoRA adapter that requests may name as their model; several times.", "Parts"),
+    ] = None
     adapt: Annotated[
         Path | None, _option("Let a trained drafter learn from the answers, and keep it in this folder.", "Parts")
     ] = None
@@ -106,6 +110,18 @@ class ServeFlags:
             keep_alive=self.keep_alive,
         )
 
+    def adapter_paths(self, model: str) -> dict[str, str]:
+        """The folders of adapters by name; names must be different, and not the model's."""
+        found: dict[str, str] = {}
+        for given in self.adapters or ():
+            name, equals, path = given.partition("=")
+            if not (name and equals and path):
+                raise InvalidRequest(f"--adapters takes NAME=FOLDER, not '{given}'.")
+            if name in found or name == model:
+                raise InvalidRequest(f"The adapter name '{name}' is taken; give each adapter one of its own.")
+            found[name] = path
+        return found
+
     def _keys_from_file(self) -> tuple[ApiKey, ...]:
         return () if self.api_key_file is None else read_key_file(self.api_key_file)
 
@@ -136,7 +152,12 @@ def _serve(engine: EngineFlags, flags: ServeFlags, config: ServerConfig, sockets
         if flags.adapt is not None:
             check_adaptable(engine)
         set_up_logging()
-        llm = open_llm(engine, offers=tuple(flags.offer or ()), max_running=flags.max_running)
+        llm = open_llm(
+            engine,
+            offers=tuple(flags.offer or ()),
+            max_running=flags.max_running,
+            adapters=flags.adapter_paths(config.model_name),
+        )
     adapter = start_adapting(llm) if flags.adapt is not None else None
     app = make_app(llm, config, engine.drafter, flags.offer or ())
     address = f"http://{_shown(flags.host)}:{sockets[0].getsockname()[1]}"

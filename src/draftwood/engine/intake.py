@@ -93,12 +93,20 @@ def _decided_by_seed(law: Verifier, params: SamplingParams) -> bool:
 class Intake:
     """Checks requests, and makes their answers."""
 
-    def __init__(self, checkpoint: Checkpoint, guessers: Guessers, max_length: int, capacity: int) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        guessers: Guessers,
+        max_length: int,
+        capacity: int,
+        adapters: Sequence[str] = (),
+    ) -> None:
         self.tokenizer = checkpoint.tokenizer()
         self.max_length = max_length
         self._config = checkpoint.config
         self._guessers = guessers
         self._capacity = capacity
+        self._adapters = {name: number for number, name in enumerate(adapters)}
         self._grammars = Grammars(self.tokenizer, checkpoint.config.vocab_size)
         self._request_ids = itertools.count()
         self._sequence_ids = itertools.count()
@@ -161,8 +169,15 @@ class Intake:
             reproducible=self._guessers.reproducible(params),
             prediction=tuple(self.encode_text(params.prediction, special=False)) if params.prediction else (),
             constraint=self._constraint(params),
+            adapter=self._adapter(params.adapter),
             tenant=tenant,
         )
+
+    def _adapter(self, name: str | None) -> int:
+        if name is not None and name not in self._adapters:
+            there = f"there are {', '.join(self._adapters)}" if self._adapters else "there are none: LLM(…, adapters=…)"
+            raise InvalidRequest(f"The adapter '{name}' is not loaded; {there}.")
+        return -1 if name is None else self._adapters[name]
 
     def _sibling(self, first: Answer, index: int, seed: int) -> Answer:
         """Another answer to the same prompt."""

@@ -13,8 +13,8 @@ import asyncio
 import gc
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import overload
 
@@ -38,6 +38,8 @@ from draftwood.config import EngineConfig
 from draftwood.costs import StepCosts
 from draftwood.drafters.by_request import OfferedDrafters
 from draftwood.drafting import Drafter
+from draftwood.engine.adapters import merged, take_adapters
+from draftwood.engine.answering import Answering
 from draftwood.engine.engine import Engine, check_exact
 from draftwood.engine.intake import Guessers, Intake, Prompt
 from draftwood.engine.scheduler import Scheduler, SchedulerConfig
@@ -57,59 +59,9 @@ from draftwood.request import (
     Result,
     SamplingParams,
     SpeculationStats,
-    TokenLogprob,
 )
 from draftwood.rng import KeyedRng
 from draftwood.warmup import warming_up
-
-
-@dataclass
-class _Answering:
-    """A request on its way: its events, and what they add up to."""
-
-    prompt: str | None
-    answers: list[Answer]
-    texts: list[list[str]] = field(init=False)
-    accepted: list[list[bool]] = field(init=False)
-    logprobs: list[list[TokenLogprob]] = field(init=False)
-    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
-    ends: dict[int, Event] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.texts, self.accepted, self.logprobs = ([[] for _ in self.answers] for _ in range(3))
-
-    def add(self, event: Event) -> None:
-        self.texts[event.index].append(event.text)
-        self.accepted[event.index].extend(event.accepted)
-        self.logprobs[event.index].extend(event.logprobs)
-        self.prompt_logprobs = event.prompt_logprobs or self.prompt_logprobs
-        if event.finished:
-            self.ends[event.index] = event
-
-    @property
-    def done(self) -> bool:
-        return len(self.ends) == len(self.answers)
-
-    def result(self) -> Result:
-        completions = [self._completion(i, answer) for i, answer in enumerate(self.answers)]
-        first = self.answers[0]
-        prompt = tuple(first.tokens[: first.prompt_length])
-        return Result(self.prompt, prompt, tuple(completions), self.prompt_logprobs)
-
-    def _completion(self, i: int, answer: Answer) -> Completion:
-        end = self.ends[i]
-        assert end.finish_reason is not None
-        return Completion(
-            index=i,
-            text="".join(self.texts[i]),
-            token_ids=tuple(answer.tokens[answer.prompt_length :]),
-            accepted=tuple(self.accepted[i]),
-            finish_reason=end.finish_reason,
-            stats=end.stats,
-            seed=answer.seed,
-            logprobs=tuple(self.logprobs[i]),
-            error=end.error,
-        )
 
 
 @dataclass(frozen=True)
@@ -139,6 +91,9 @@ class LLM:
 
     `offers` are further drafters that requests may name, besides `none`; with them, if only an empty list, requests may
     also bring predictions.
+
+    `lora` is the folder of an adapter that is merged into the model. `adapters` are further ones by the name that
+    requests choose them by (`SamplingParams.adapter`), each in the same batches as the model itself.
     """
 
     def __init__(
@@ -154,6 +109,8 @@ class LLM:
         controller: Controller | None = None,
         progress: Progress = lambda *_: None,
         allow_pickle: bool = False,
+        lora: str | Path | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
     ) -> None:
         config = (config or EngineConfig()).with_threads(threads)
         self._controller = controller
@@ -161,7 +118,9 @@ class LLM:
         self._progress = progress
         if isinstance(law, str) and law != AUTO:
             build_verifier(law)  # refuse an unknown name before anything is read
-        self.checkpoint = open_checkpoint(model, config.impl) if isinstance(model, str | Path) else model
+        checkpoint = open_checkpoint(model, config.impl) if isinstance(model, str | Path) else model
+        self.checkpoint = merged(checkpoint, lora)
+        self.adapters = dict(adapters or {})
         self.config = settle(config, self.checkpoint, drafter)
         self.tokenizer = self.checkpoint.tokenizer()
         parts = Parts(drafter, tree, law, offers)
@@ -169,7 +128,8 @@ class LLM:
         offered = self.engine.drafter if isinstance(self.engine.drafter, OfferedDrafters) else None
         strict = self.engine.target.model.strict
         guessers = Guessers(self.engine.drafter.law, offered, self.laws, suits_itself=law == AUTO, strict=strict)
-        self.intake = Intake(self.checkpoint, guessers, self.max_length, self.engine.scheduler.tables.capacity)
+        capacity = self.engine.scheduler.tables.capacity
+        self.intake = Intake(self.checkpoint, guessers, self.max_length, capacity, tuple(self.adapters))
         self._worker = Worker(self.engine)
         gc.freeze()  # looking for garbage in all that was loaded takes a tenth of a second each time, and steps wait
 
@@ -192,6 +152,7 @@ class LLM:
         check_exact(self.laws.default, drafter.law)  # before the weights are read
         offered = {name: self._drafter(name, parts) for name in parts.offered}
         target = load_runner(self.checkpoint, config, self._progress)
+        take_adapters(target.model, self.checkpoint, self.adapters)
         if parts.offers is not None:
             own = {parts.drafter: drafter} if isinstance(parts.drafter, str) else {}
             drafter = offer(drafter, own | offered)
@@ -357,8 +318,8 @@ class LLM:
             self._cancel(answering)
         return answering.result()
 
-    def _wait(self, requests: list[_Answering | Result]) -> list[Result]:
-        running = [request for request in requests if isinstance(request, _Answering)]
+    def _wait(self, requests: list[Answering | Result]) -> list[Result]:
+        running = [request for request in requests if isinstance(request, Answering)]
         finished = threading.Event()
         self._listen(running, finished.set)
         try:
@@ -367,9 +328,9 @@ class LLM:
         finally:
             for request in running:
                 self._cancel(request)
-        return [r.result() if isinstance(r, _Answering) else r for r in requests]
+        return [r.result() if isinstance(r, Answering) else r for r in requests]
 
-    def _listen(self, requests: list[_Answering], finished: Callable[[], None]) -> None:
+    def _listen(self, requests: list[Answering], finished: Callable[[], None]) -> None:
         """Collect all events on the compute thread and call `finished` after the last.
 
         Waking the caller for every event would cost more than the event: on two cores it takes one away from the step.
@@ -384,11 +345,11 @@ class LLM:
         for request in requests:
             self._worker.submit(request.answers, hear)
 
-    def _cancel(self, answering: _Answering) -> None:
+    def _cancel(self, answering: Answering) -> None:
         if not answering.done:
             self._worker.cancel(answering.answers[0].request_id)
 
-    def _prepare_or_explain(self, prompt: Prompt, params: SamplingParams) -> _Answering | Result:
+    def _prepare_or_explain(self, prompt: Prompt, params: SamplingParams) -> Answering | Result:
         try:
             return self._prepare(prompt, params)
         except DraftwoodError as refusal:
@@ -404,8 +365,8 @@ class LLM:
             )
             return Result(prompt if isinstance(prompt, str) else None, (), (failed,))
 
-    def _prepare(self, prompt: Prompt, params: SamplingParams) -> _Answering:
-        return _Answering(*self.intake.answers(prompt, params))
+    def _prepare(self, prompt: Prompt, params: SamplingParams) -> Answering:
+        return Answering(*self.intake.answers(prompt, params))
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Event) -> None:

@@ -224,7 +224,7 @@ class Scheduler:
             if self._sibling_will_share(seq):
                 held.append(self.waiting.popleft())
                 continue
-            cached = self.tables.open(seq.id, seq.reusable_tokens, seq.params.cache_salt)
+            cached = self.tables.open(seq.id, seq.reusable_tokens, seq.salt)
             missing = -(-(len(seq.tokens) - cached) // self.tables.page_size)
             if self.running and missing > self.tables.pool.num_available:
                 self.tables.close(seq.id)

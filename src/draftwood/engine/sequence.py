@@ -35,6 +35,7 @@ class Sequence:
     reproducible: bool = True
     prediction: tuple[int, ...] = ()
     constraint: Constraint | None = None
+    adapter: int = -1  # which of the target's adapters; -1: none
     tenant: str = ""  # on whose behalf it runs: free places go to the tenant that has the fewest
     prompt_length: int = field(init=False)
     cached_prompt_tokens: int = 0
@@ -89,7 +90,14 @@ class Sequence:
         """
         stops = frozenset(token for token in self.stop_ids if token < vocab_size)
         deferred = stops if self.params.min_tokens else frozenset()
-        return RowSettings(self.params, self.seed, self.prompt_length, self.max_length, self.deepest, deferred)
+        return RowSettings(
+            self.params, self.seed, self.prompt_length, self.max_length, self.deepest, deferred, self.adapter
+        )
+
+    @property
+    def salt(self) -> str:
+        """Cached prefixes are shared only with texts of the same one: an adapter gives tokens keys of its own."""
+        return f"{self.adapter}|{self.params.cache_salt}"
 
     def wanted_nodes(self, nodes: int) -> int:
         """Draft nodes it wants where others get `nodes`: also for what is predicted, within what its request allows."""
@@ -143,6 +151,7 @@ class Sequence:
             drift=None if math.isnan(self.drift) else self.drift,
             seed=self.seed,
             reproducible=self.reproducible,
+            adapter=self.params.adapter,
         )
 
     def event(

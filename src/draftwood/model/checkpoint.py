@@ -28,6 +28,7 @@ from .files import read_object
 from .folder import first_line, open_safetensors, tensor_files
 from .gguf import GgufFile, read_groups
 from .gguf_split import part_paths, read_whole_gguf
+from .lora_folder import described, is_adapter
 from .names import expected_shape
 from .quantised import Scaled, read_scaled, scheme_of, stored_under
 from .rope import refusing_malformed
@@ -100,6 +101,8 @@ def open_checkpoint(name: str | Path, impl: str = "auto") -> Checkpoint:
 
 
 def _open_folder(folder: Path, name: str | None, impl: str) -> Checkpoint:
+    if is_adapter(folder):
+        raise CheckpointError(described(folder))
     stated = _read_config(folder)
     if impl == "transformers" or (impl == "auto" and _is_foreign(stated.get("model_type"))):
         return UniversalCheckpoint(folder, stated, name)

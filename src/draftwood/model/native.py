@@ -22,6 +22,9 @@ from draftwood.model.blocks import NUMBERS, Blocks, BlockSource, stay_blocks
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.config import ModelConfig
 from draftwood.model.layers import Rotary
+from draftwood.model.lora import Adapter
+from draftwood.model.native_lora import NO_ADAPTERS, NativeAdapters
+from draftwood.model.native_scratch import Scratch, padded
 from draftwood.model.rope import RopeConfig
 from draftwood.model.spec import (
     ATTENTION_NORM,
@@ -155,7 +158,7 @@ class _Packer:
         """`storage` None keeps them in the smallest that loses nothing."""
         if storage is None:
             storage = exact_storage(weights if not isinstance(weights, Blocks) else weights[:1].matrix(self._library))
-        packed = self._allocate(storage, _padded(weights.shape[0]), _padded(weights.shape[1]))
+        packed = self._allocate(storage, padded(weights.shape[0]), padded(weights.shape[1]))
         for start in range(0, weights.shape[0], _CHUNK):
             rows = weights[start : start + _CHUNK]
             rows = rows.matrix(self._library) if isinstance(rows, Blocks) else rows
@@ -179,7 +182,7 @@ class _Packer:
         table = [F.pad(column, (0, -len(column) % structs.PANEL)) for column in table]
         outputs = len(table[0])
         return structs.Matrix(
-            Storage.BLOCKS, outputs, _padded(parts[0].inputs), None, None, None, None,
+            Storage.BLOCKS, outputs, padded(parts[0].inputs), None, None, None, None,
             self._keep(table[0]), self._keep(table[1].to(torch.uint8)),
         )  # fmt: skip
 
@@ -229,10 +232,6 @@ class _Packer:
 _BITS = {Storage.FLOAT32: 32, Storage.BFLOAT16: 16, Storage.INT8: 8, Storage.INT4: 4}
 
 
-def _padded(size: int) -> int:
-    return -(-size // GROUP) * GROUP
-
-
 def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
@@ -254,10 +253,11 @@ class NativeTransformer:
         self._arenas = _Arena(), _Arena()  # of words, and of all else
         self._words = self._pack_words(checkpoint, progress)
         self._model = self._pack_layers(checkpoint, progress)
-        self._scratch = _Scratch(library, self._model)
+        self._scratch = Scratch(library, self._model)
         turnings = _turnings(config)
         self._rotaries = [_rotary(turning) for turning in turnings]
         self._rotations = [torch.empty(0, rotated) for _, rotated in turnings]
+        self._adapters: NativeAdapters | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -270,6 +270,10 @@ class NativeTransformer:
         part.config, part._model = self.config.first(count), structs.Model.from_buffer_copy(self._model)
         part._model.num_layers = count
         return part
+
+    def adapt(self, adapters: Sequence[Adapter]) -> None:
+        """Rows may have one of these from now on, by its place among them."""
+        self._adapters = NativeAdapters(adapters, self.config, self._model)
 
     def refresh(self, checkpoint: Checkpoint) -> None:
         """Compute with the layers and the last norm of `checkpoint` from now on, packed over its own; words stay."""
@@ -316,11 +320,13 @@ class NativeTransformer:
         features = torch.empty(len(needs), len(batch.tokens), self.config.hidden_size)
         arrays = [getattr(batch, name).contiguous() for name in _ARRAYS]
         tables = self._tables(num_keys)
+        adapted = NO_ADAPTERS if self._adapters is None else self._adapters.of(batch.adapters)
         struct = structs.Batch(
             len(batch.tokens), len(batch.tree_base), batch.ancestors.shape[1], batch.block_table.shape[1],
             len(batch.logit_rows), *(array.data_ptr() for array in arrays), ctypes.addressof(tables),
             cache.store.data_ptr(), cache.store.shape[3], cache.page_size, logits.data_ptr(), wanted.data_ptr(),
             len(needs), features.data_ptr(), _address(given and given.residual), _address(given and given.wide),
+            *adapted,
         )  # fmt: skip
         scratch = self._scratch.fit(len(batch.tokens), num_keys, num_nodes)
         self._library.dw_forward(ctypes.byref(self._model), ctypes.byref(struct), ctypes.byref(scratch))
@@ -381,38 +387,3 @@ def _layer(packer: _Packer, config: ModelConfig, storage: Storage | None, i: int
 
 
 _LAYER_NORMS = (ATTENTION_NORM, ATTENTION_OUTPUT_NORM, MLP_NORM, MLP_OUTPUT_NORM)  # in the struct's order
-
-
-class _Scratch:
-    """Working memory, as large as the largest forward so far."""
-
-    def __init__(self, library: Kernels, model: structs.Model) -> None:
-        self._library = library
-        self._model = model
-        self._rows = self._threads = self._scores = 0
-        self._buffers: list[Tensor] = []
-        self._struct = structs.Scratch()
-
-    def fit(self, rows: int, num_keys: int, num_nodes: int) -> structs.Scratch:
-        """Enough for a forward of this size."""
-        threads = torch.get_num_threads()
-        scores = self._library.dw_attention_scores(ctypes.byref(self._model), num_keys, num_nodes)
-        if rows > self._rows or scores > self._scores or threads != self._threads:
-            self._rows, self._scores = max(rows, self._rows), max(scores, self._scores)
-            self._threads = threads
-            self._buffers = self._allocate()
-            self._struct = structs.Scratch(threads, *(b.data_ptr() for b in self._buffers), self._scores)
-        return self._struct
-
-    def _allocate(self) -> list[Tensor]:
-        layer = self._model.layers[0]
-        hidden = _padded(self._model.hidden)
-        widest = max(hidden, layer.qkv.inputs, layer.output.inputs, layer.down.inputs)
-        floats = [hidden, hidden, layer.qkv.outputs, layer.output.inputs, layer.down.inputs]
-        return [
-            *(torch.zeros(self._rows, width) for width in floats),
-            torch.zeros(self._rows, widest, dtype=torch.int8),
-            *(torch.zeros(self._rows, widest // GROUP) for _ in range(3)),  # the last holds 32-bit whole numbers
-            torch.empty(self._threads, self._scores),
-            torch.zeros(1 + self._threads, 8, dtype=torch.int64),  # the team's barrier and counters
-        ]

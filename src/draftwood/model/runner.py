@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -15,6 +16,7 @@ from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.config import ModelConfig
 from draftwood.model.gpu_limits import refuses as gpu_refuses
 from draftwood.model.isa import avoid_broken_amx
+from draftwood.model.lora import Adapter
 from draftwood.model.native import NativeTransformer, Progress
 from draftwood.model.transformer import Transformer
 from draftwood.model.universal_folder import UniversalCheckpoint, UniversalConfig, require_supported
@@ -59,6 +61,15 @@ class Sliceable(Model, Protocol):
 
     def first(self, count: int) -> Sliceable:
         """Its first layers as a model, in the same memory; what its head says of them means nothing."""
+        ...
+
+
+@runtime_checkable
+class Adaptable(Model, Protocol):
+    """A model that can run each row with a LoRA adapter of its own."""
+
+    def adapt(self, adapters: Sequence[Adapter]) -> None:
+        """Rows may have one of these from now on, by its place among them (`ForwardBatch.adapters`)."""
         ...
 
 

@@ -6,7 +6,8 @@ Shapes: N rows of a forward · H heads · K key heads · D head size.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,8 +15,20 @@ from torch import Tensor
 from draftwood.batch import AttentionShape, ForwardBatch, ForwardOutput, Pages
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.experts import Experts
-from draftwood.model.layers import ACTIVATIONS, Norm, Rotary, gated, rotate, softcapped, tensors_of, write_over
+from draftwood.model.layers import (
+    ACTIVATIONS,
+    Norm,
+    Rotary,
+    gated,
+    pair_adjacent,
+    rotate,
+    softcapped,
+    tensors_of,
+    write_over,
+)
 from draftwood.model.loading import WeightLoader
+from draftwood.model.lora import Adapter, LowRank
+from draftwood.model.lora_layers import AdaptedLinear, sites
 from draftwood.model.rope import RopeConfig
 from draftwood.model.spec import (
     ATTENTION_NORM,
@@ -88,6 +101,7 @@ class Transformer:
         self.layers = [_layer(loader, i, spec) for i, spec in enumerate(self.specs)]
         self.final_norm = loader.norm("model.norm", config.final_norm)
         self.rotaries = {turn: self._rotary(*turn) for turn in map(_turning, self.specs) if turn is not None}
+        self._adapters: list[tuple[list[LowRank | None], ...]] = []  # of each layer's four products
 
     @property
     def num_bytes(self) -> int:
@@ -100,6 +114,43 @@ class Transformer:
         part = copy.copy(self)
         part.config, part.layers, part.specs = self.config.first(count), self.layers[:count], self.specs[:count]
         return part
+
+    def adapt(self, adapters: Sequence[Adapter]) -> None:
+        """Rows may have one of these from now on, by its place among them."""
+        self._adapters = [self._factors(adapters, i) for i in range(self.config.num_layers)]
+
+    def _factors(self, adapters: Sequence[Adapter], i: int) -> tuple[list[LowRank | None], ...]:
+        attention, dim = self.specs[i].attention, self.config.head_dim
+
+        def turning(rows: list[Tensor]) -> Tensor:  # as `WeightLoader.qkv` arranges them
+            return torch.cat([*(pair_adjacent(part, dim, attention.rotated) for part in rows[:2]), rows[2]])
+
+        def moved(part: LowRank | None) -> LowRank | None:
+            place = {"device": self.device, "dtype": self.dtype}
+            return None if part is None else LowRank(part.down.to(**place), part.up.to(**place))
+
+        joins = (turning, torch.cat, torch.cat, torch.cat)
+        return tuple(
+            [moved(site.low_rank(adapter, i, join)) for adapter in adapters]
+            for site, join in zip(sites(self.config, i), joins, strict=True)
+        )
+
+    def _adapted(self, layer: Layer, i: int, which: Tensor | None) -> Layer:
+        """The layer with what adapters add for rows that have one."""
+        if which is None or not self._adapters or isinstance(layer.mlp, Experts):
+            return layer
+        qkv, output, gate_up, down = self._adapters[i]
+        mlp = layer.mlp
+        return replace(
+            layer,
+            qkv=AdaptedLinear(layer.qkv, qkv, which),
+            output=AdaptedLinear(layer.output, output, which),
+            mlp=replace(
+                mlp,
+                gate_up=AdaptedLinear(mlp.gate_up, gate_up, which),
+                down=AdaptedLinear(mlp.down, down, which),
+            ),
+        )
 
     def refresh(self, checkpoint: Checkpoint) -> None:
         """Compute with the layers and the last norm of `checkpoint` from now on; words stay."""
@@ -114,7 +165,8 @@ class Transformer:
         rotations = {turn: self._rotations(rotary, batch) for turn, rotary in self.rotaries.items()}
         hidden = self._begin(batch)
         features: dict[int, Tensor] = {}
-        for i, (layer, spec) in enumerate(zip(self.layers, self.specs, strict=True)):
+        for i, (own, spec) in enumerate(zip(self.layers, self.specs, strict=True)):
+            layer = self._adapted(own, i, batch.adapters)
             turn = _turning(spec)
             read = hidden if layer.attention_norm is None else layer.attention_norm(hidden)
             query, key_value = self._project(layer, spec, read, None if turn is None else rotations[turn])

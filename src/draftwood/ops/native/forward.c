@@ -1,6 +1,7 @@
 /* One forward of a decoder over the rows of a batch: a single parallel region, a barrier between operations. */
 #include <omp.h>
 
+#include "adapters.h"
 #include "attention.h"
 #include "products.h"
 #include "simd.h"
@@ -51,23 +52,35 @@ static Rows rows_for(const Model *m, const Matrix *w, const Scratch *s, const fl
                   .stride = w->inputs, .rows = count};
 }
 
+/* A product of a layer, of which adapters may be a part. */
+typedef struct {
+    const Batch *batch;
+    int64_t layer;
+    enum Site site;
+} Place;
+
+static void multiply_at(const Place *at, const Matrix *w, const Rows *rows, Target target, const Team *team) {
+    if (at && at->batch->adapters) adapt(at->batch, at->layer, at->site, w, rows, &target, team);
+    multiply(w, rows, &target, team);
+}
+
 /* Product of rows that lie in `values`. */
-static void plain_product(const Model *m, const Matrix *w, const float *values, const Scratch *s, int64_t count,
-                          Target target, const Team *team) {
+static void plain_product(const Model *m, const Place *at, const Matrix *w, const float *values, const Scratch *s,
+                          int64_t count, Target target, const Team *team) {
     if (takes_sums(m, w)) {
         SHARE(team, row, count) summarise(m, w, s, values, row);
         meet(team);
     }
     Rows rows = rows_for(m, w, s, values, count);
-    multiply(w, &rows, &target, team);
+    multiply_at(at, w, &rows, target, team);
 }
 
 /* Norm, summary and product of all rows; the residual stream may be read through `index`. */
-static void normed_product(const Model *m, const Matrix *w, const Norm *norm, const Scratch *s, const int64_t *index,
-                           int64_t count, Target target, const Team *team) {
+static void normed_product(const Model *m, const Place *at, const Matrix *w, const Norm *norm, const Scratch *s,
+                           const int64_t *index, int64_t count, Target target, const Team *team) {
     const int64_t stride = padded(m->hidden);
     if (!norm->weight && !index) {
-        plain_product(m, w, s->hidden, s, count, target, team);
+        plain_product(m, at, w, s->hidden, s, count, target, team);
         return;
     }
     SHARE(team, row, count) {
@@ -77,17 +90,18 @@ static void normed_product(const Model *m, const Matrix *w, const Norm *norm, co
     }
     meet(team);
     Rows rows = rows_for(m, w, s, s->input, count);
-    multiply(w, &rows, &target, team);
+    multiply_at(at, w, &rows, target, team);
 }
 
 /* The same, added to the residual stream; through a norm, if there is one. */
-static void added_product(const Model *m, const Layer *layer, const Matrix *w, const Norm *norm, const float *values,
+static void added_product(const Model *m, const Place *at, const Matrix *w, const Norm *norm, const float *values,
                           const Scratch *s, int64_t count, const Team *team) {
+    const Layer *layer = &m->layers[at->layer];
     const int64_t stride = padded(m->hidden);
     const float scale = (float)layer->residual_scale;
     Target target = {.kind = ADD, .out = s->hidden, .stride = stride, .limit = stride, .scale = scale};
     if (norm->weight) target.kind = STORE, target.out = s->input;
-    plain_product(m, w, values, s, count, target, team);
+    plain_product(m, at, w, values, s, count, target, team);
     if (!norm->weight) return;
     SHARE(team, row, count) {
         float *made = s->input + row * stride, *out = s->hidden + row * stride;
@@ -151,32 +165,36 @@ static void run_attention(const Model *m, const Batch *b, const Scratch *s, int6
     const int64_t head_size = b->num_slots * m->head_dim;
     const float *keys = b->store + index * 2 * m->num_kv_heads * head_size, *values = keys + m->num_kv_heads * head_size;
     Target qkv = {.kind = STORE, .out = s->qkv, .stride = layer->qkv.outputs, .limit = layer->qkv.outputs};
+    const Place at = {b, index, QKV};
     if (b->wide && index == 0)
-        plain_product(m, &layer->qkv, b->wide, s, b->num_rows, qkv, team);
+        plain_product(m, &at, &layer->qkv, b->wide, s, b->num_rows, qkv, team);
     else
-        normed_product(m, &layer->qkv, &layer->attention_norm, s, NULL, b->num_rows, qkv, team);
+        normed_product(m, &at, &layer->qkv, &layer->attention_norm, s, NULL, b->num_rows, qkv, team);
     place(m, layer, b, s, index, team);
     attend(m, layer, keys, values, b, s, s->qkv, layer->qkv.outputs, s->mixed, layer->output.inputs, team);
 }
 
 /* The MLP up to its middle. Beside attention it may read the very norm that attention has read, which still lies there. */
-static void run_up(const Model *m, const Layer *layer, const Batch *b, const Scratch *s, const Team *team) {
+static void run_up(const Model *m, const Batch *b, const Scratch *s, int64_t index, const Team *team) {
+    const Layer *layer = &m->layers[index];
+    const Place at = {b, index, GATE_UP};
     const int64_t width = layer->down.inputs;
     Target target = {.kind = layer->gated ? GATED : ACTIVATED, .out = s->gated, .stride = width, .limit = width,
                      .activation = layer->activation};
     if (layer->parallel && !layer->mlp_norm.weight)
-        plain_product(m, &layer->gate_up, s->input, s, b->num_rows, target, team);
+        plain_product(m, &at, &layer->gate_up, s->input, s, b->num_rows, target, team);
     else
-        normed_product(m, &layer->gate_up, &layer->mlp_norm, s, NULL, b->num_rows, target, team);
+        normed_product(m, &at, &layer->gate_up, &layer->mlp_norm, s, NULL, b->num_rows, target, team);
 }
 
 static void run_layer(const Model *m, const Batch *b, const Scratch *s, int64_t index, const Team *team) {
     const Layer *layer = &m->layers[index];
+    const Place output = {b, index, OUTPUT}, down = {b, index, DOWN};
     run_attention(m, b, s, index, team);
-    if (layer->parallel) run_up(m, layer, b, s, team);
-    added_product(m, layer, &layer->output, &layer->attention_output_norm, s->mixed, s, b->num_rows, team);
-    if (!layer->parallel) run_up(m, layer, b, s, team);
-    added_product(m, layer, &layer->down, &layer->mlp_output_norm, s->gated, s, b->num_rows, team);
+    if (layer->parallel) run_up(m, b, s, index, team);
+    added_product(m, &output, &layer->output, &layer->attention_output_norm, s->mixed, s, b->num_rows, team);
+    if (!layer->parallel) run_up(m, b, s, index, team);
+    added_product(m, &down, &layer->down, &layer->mlp_output_norm, s->gated, s, b->num_rows, team);
 }
 
 /* What the residual stream of a row begins with. */
@@ -227,7 +245,7 @@ EXPORT void dw_forward(const Model *m, const Batch *b, const Scratch *s) {
             copy_features(m, b, s, i, team); /* needs no barrier: nothing is written there before the next product's */
         }
         Target logits = {.kind = STORE, .out = b->logits, .stride = m->vocabulary, .limit = m->vocabulary};
-        if (b->num_logits) normed_product(m, &m->head, &m->final_norm, s, b->logit_rows, b->num_logits, logits, team);
+        if (b->num_logits) normed_product(m, NULL, &m->head, &m->final_norm, s, b->logit_rows, b->num_logits, logits, team);
         if (m->logit_scale != 1 || m->logit_softcap)
             SHARE(team, row, b->num_logits) finish_logits(m, b->logits + row * m->vocabulary);
     }

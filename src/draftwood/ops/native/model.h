@@ -61,6 +61,15 @@ typedef struct {
     double embedding_scale, logit_scale, logit_softcap;
 } Model;
 
+enum Site { QKV, OUTPUT, GATE_UP, DOWN, SITES }; /* of a layer's products */
+
+/* What an adapter adds to a matrix: up times down; nothing if its rank is 0. */
+typedef struct {
+    int64_t rank;
+    const float *down; /* [rank][inputs], padded as the matrix's */
+    const float *up;   /* [rank][outputs], in the order of the matrix's outputs, padded */
+} LowRank;
+
 typedef struct {
     int64_t num_rows, num_sequences, num_words, pages_per_sequence, num_logits;
     const int64_t *tokens, *positions, *slots, *visible, *ancestors;
@@ -74,6 +83,11 @@ typedef struct {
     float *features;            /* [num_wanted, num_rows, hidden] */
     const float *residual;      /* [num_rows, hidden] what the stream begins with instead of tokens; or NULL */
     const float *wide;          /* [num_rows, inputs of the first layer's qkv] what it reads instead; or NULL */
+    const int64_t *adapters;    /* which each row has, -1: none; or NULL */
+    const LowRank *low_ranks;   /* [adapters, adapted_layers, SITES] */
+    int64_t adapted_layers, most_ranks;
+    float *shrunk;              /* [num_rows, most_ranks] working memory */
+    float *added;               /* [num_rows, widest outputs] the same */
 } Batch;
 
 typedef struct {

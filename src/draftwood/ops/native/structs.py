@@ -49,6 +49,12 @@ class Model(Structure):
     ]  # fmt: skip
 
 
+class LowRank(Structure):
+    """What an adapter adds to a matrix."""
+
+    _fields_ = [("rank", c_int64), ("down", c_void_p), ("up", c_void_p)]  # fmt: skip
+
+
 class Batch(Structure):
     """The rows of a forward."""
 
@@ -61,6 +67,8 @@ class Batch(Structure):
         ("rotations", c_void_p), ("store", c_void_p), ("num_slots", c_int64), ("page_size", c_int64),
         ("logits", c_void_p), ("wanted", c_void_p), ("num_wanted", c_int64), ("features", c_void_p),
         ("residual", c_void_p), ("wide", c_void_p),
+        ("adapters", c_void_p), ("low_ranks", c_void_p), ("adapted_layers", c_int64), ("most_ranks", c_int64),
+        ("shrunk", c_void_p), ("added", c_void_p),
     ]  # fmt: skip
 
 

@@ -1,0 +1,51 @@
+"""Working memory of our CPU kernels, and how rows are padded there."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from draftwood.model.weights import GROUP
+from draftwood.ops.native import Kernels, structs
+
+
+def padded(size: int) -> int:
+    """Rows are multiples of groups."""
+    return -(-size // GROUP) * GROUP
+
+
+class Scratch:
+    """Working memory, as large as the largest forward so far."""
+
+    def __init__(self, library: Kernels, model: structs.Model) -> None:
+        self._library = library
+        self._model = model
+        self._rows = self._threads = self._scores = 0
+        self._buffers: list[Tensor] = []
+        self._struct = structs.Scratch()
+
+    def fit(self, rows: int, num_keys: int, num_nodes: int) -> structs.Scratch:
+        """Enough for a forward of this size."""
+        threads = torch.get_num_threads()
+        scores = self._library.dw_attention_scores(ctypes.byref(self._model), num_keys, num_nodes)
+        if rows > self._rows or scores > self._scores or threads != self._threads:
+            self._rows, self._scores = max(rows, self._rows), max(scores, self._scores)
+            self._threads = threads
+            self._buffers = self._allocate()
+            self._struct = structs.Scratch(threads, *(b.data_ptr() for b in self._buffers), self._scores)
+        return self._struct
+
+    def _allocate(self) -> list[Tensor]:
+        layer = self._model.layers[0]
+        hidden = padded(self._model.hidden)
+        widest = max(hidden, layer.qkv.inputs, layer.output.inputs, layer.down.inputs)
+        floats = [hidden, hidden, layer.qkv.outputs, layer.output.inputs, layer.down.inputs]
+        return [
+            *(torch.zeros(self._rows, width) for width in floats),
+            torch.zeros(self._rows, widest, dtype=torch.int8),
+            *(torch.zeros(self._rows, widest // GROUP) for _ in range(3)),  # the last holds 32-bit whole numbers
+            torch.empty(self._threads, self._scores),
+            torch.zeros(1 + self._threads, 8, dtype=torch.int64),  # the team's barrier and counters
+        ]
