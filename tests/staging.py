@@ -26,6 +26,7 @@ def tree_batch(runner: ModelRunner, spans: Sequence[Span], tree: TokenTree) -> F
     view = SimpleNamespace(
         lengths=torch.tensor([span.end for span in spans], device=runner.device),
         block_table=runner.cache.block_table(spans).clamp(min=0),
+        adapters=None,
     )
     chain = tree.tries.shape[1] == 1
     return stage_trees(view, tree, runner.cache.page_size, runner.model.config.max_positions, chain=chain)  # type: ignore[arg-type]
