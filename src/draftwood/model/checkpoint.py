@@ -174,6 +174,7 @@ class SafetensorsCheckpoint:
         self._family = FAMILIES[config.family]
         self._files = tensor_files(folder)
         self._opened: dict[Path, Any] = {}
+        self._tokenizer: Tokenizer | None = None
         if not self.config.tied_head and not self.has("lm_head.weight"):
             raise _missing("lm_head.weight", self.name)
 
@@ -246,10 +247,11 @@ class SafetensorsCheckpoint:
         self._opened.clear()
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer in the same folder."""
+        """The tokenizer in the same folder, read once."""
         from .tokenizer import Tokenizer
 
-        return Tokenizer.from_folder(self._folder)
+        self._tokenizer = self._tokenizer or Tokenizer.from_folder(self._folder)
+        return self._tokenizer
 
     def _read(self, name: str, entry: int | None = None) -> Tensor:
         path = self._files[name]
@@ -278,6 +280,7 @@ class GgufCheckpoint:
         self.name = name or str(path)
         self._path, self._file = path, read_whole_gguf(path)
         self._warned = False
+        self._tokenizer: Tokenizer | None = None
         tensors = self._file.tensors
         factors = self._file.dequantize("rope_freqs.weight").tolist() if "rope_freqs.weight" in tensors else None
         fields = {"vocab_size": _embedding_rows(self._file), **self._file.fields}
@@ -331,10 +334,13 @@ class GgufCheckpoint:
         self._file.forget()
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer stated in the file's metadata."""
+        """The tokenizer stated in the file's metadata, built once."""
         from .tokenizer import Tokenizer
 
-        return Tokenizer.from_gguf(self._file.fields)
+        if self._tokenizer is None:
+            self._tokenizer = Tokenizer.from_gguf(self._file.fields)
+            self._file.forget_lists()
+        return self._tokenizer
 
 
 _STORED_TYPES = {"F16": torch.float16, "BF16": torch.bfloat16}

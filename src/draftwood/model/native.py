@@ -64,7 +64,7 @@ def refuses(config: ModelConfig) -> str | None:
 
 
 _ARENA = 32 << 20
-_FORGET_AFTER = 32 << 20  # bytes read, or weights where only those are known
+_FORGET_AFTER = 8 << 20  # bytes read, or weights where only those are known
 _CHUNK = 1024  # rows packed at a time: bounds the memory that quantising needs
 
 
