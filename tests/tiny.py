@@ -45,6 +45,7 @@ from draftwood.nets.pard import Ahead, ParallelEagle
 from draftwood.nets.parts import DraftHead
 from draftwood.nets.shared import SharedWords
 from draftwood.nets.student import Student
+from draftwood.ops.packed import Packing
 from draftwood.protocols import Randomness, Verifier
 from draftwood.request import Event, FinishReason, SamplingParams
 from draftwood.rng import KeyedRng
@@ -155,9 +156,11 @@ def tiny_runner(
     device: torch.device = CPU,
     weights: str = "stored",
     strict: bool = False,
+    packing: Packing | None = None,
 ) -> ModelRunner:
     checkpoint = TinyCheckpoint(config or tiny_config(), seed, noise)
-    return ModelRunner.load(checkpoint, dtype, device, num_pages, page_size, FORMATS[weights], strict=strict)
+    form = FORMATS[weights]
+    return ModelRunner.load(checkpoint, dtype, device, num_pages, page_size, form, strict=strict, packing=packing)
 
 
 def tiny_folder(

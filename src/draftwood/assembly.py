@@ -343,6 +343,7 @@ def load_runner(checkpoint: Checkpoint, config: EngineConfig, progress: Progress
         config.weight_format(),
         progress,
         config.strict,
+        config.cache_packing(),
     )
     checkpoint.forget()
     give_back_memory()

@@ -112,3 +112,16 @@ class Pages:
     def dtype(self) -> torch.dtype:
         """Of keys and values."""
         return self.store.dtype
+
+    @property
+    def packed_as(self) -> int:
+        """0 where vectors are numbers, as here; else what kernels know their codes by (ops/packed.py)."""
+        return 0
+
+    def write(self, layer: int, slots: Tensor, key_value: Tensor) -> None:
+        """Keys and values [N, 2 H, D] to their slots [N]."""
+        self.layers[layer].index_copy_(1, slots, key_value.transpose(0, 1))
+
+    def read(self, layer: int, slots: slice | Tensor) -> Tensor:
+        """[2 H, keys, D]."""
+        return self.layers[layer][:, slots]

@@ -283,6 +283,7 @@ class SpeculationStats:
     seed: int = 0  # of its draws
     reproducible: bool = True  # whether the same seed gives the same tokens, whatever the load and the other requests
     adapter: str | None = None  # of the request; None: the model itself
+    cache_dtype: str = "auto"  # of keys and values; int8 and fp8 make another model, which speculation is exact for
 
     @property
     def tokens_per_step(self) -> float:

@@ -36,6 +36,7 @@ from draftwood.model.lora import Adapter as LoraAdapter
 from draftwood.model.lora import read_adapter
 from draftwood.model.runner import ModelRunner
 from draftwood.model.weights import FORMATS
+from draftwood.ops.packed import Packing
 from draftwood.request import FinishReason, SamplingParams
 from draftwood.train.online import LEARNT, AdaptConfig, Adapter, Contest
 from draftwood.train.optim import OptimConfig
@@ -297,6 +298,26 @@ def test_every_weight_format_is_a_target_of_its_own(weights: str, name: str, tem
     drafter = DRAFTERS[name](torch.float32)
     answers = Harness(target, drafter, LAWS["match"](), Regime(max_rows=24, num_pages=16)).run(asks)
     assert generated(answers) == wanted
+
+
+@cache
+def packed_plain(packing: Packing, temperature: float, dtype: torch.dtype) -> list[list[int]]:
+    """One request at a time over an 8-bit cache, nothing guessed."""
+    target, none = tiny_runner(tiny_config("qwen2"), dtype=dtype, packing=packing), no_drafter(dtype)
+    return [generated(Harness(target, none, LAWS["match"]()).run([ask]))[0] for ask in requests(temperature)]
+
+
+@pytest.mark.parametrize(("temperature", "dtype"), [(0.0, torch.float32), (1.0, torch.float64)], ids=["c", "torch"])
+@pytest.mark.parametrize("name", ["scripted-bushy", "ngram-tree", "model-beam", "eagle3-tree"])
+@pytest.mark.parametrize("packing", Packing)
+def test_an_8_bit_cache_is_a_target_of_its_own(
+    packing: Packing, name: str, temperature: float, dtype: torch.dtype
+) -> None:
+    """In chunks, under pressure, with pages shared and accepted paths moved; on our kernels and on torch's."""
+    regime, wanted = Regime(max_rows=24, num_pages=16), packed_plain(packing, temperature, dtype)
+    target = tiny_runner(tiny_config("qwen2"), dtype=dtype, packing=packing, num_pages=regime.num_pages)
+    harness = Harness(target, DRAFTERS[name](dtype), LAWS["match"](), regime)
+    assert generated(harness.run(requests(temperature))) == wanted
 
 
 ADAPTED = ("scripted-bushy", "ngram-tree", "recycling", "model-beam", "eagle3-tree", "medusa-shape", "kangaroo-tree")

@@ -25,6 +25,7 @@ from draftwood.errors import InvalidRequest
 from draftwood.links import may_look
 from draftwood.machine import zeroed_memory
 from draftwood.model.config import ModelConfig
+from draftwood.ops.packed import SCALE_BYTES, PackedPages, Packing
 from draftwood.ops.staging import staged
 from draftwood.protocols import BatchView, Span
 from draftwood.tree import TokenTree
@@ -34,12 +35,23 @@ class KVCache:
     """The pages' tensors and the tables that say who owns them."""
 
     def __init__(
-        self, config: ModelConfig, num_pages: int, page_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        config: ModelConfig,
+        num_pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        packing: Packing | None = None,
     ) -> None:
         # One page more than sequences can own: rows that only fill a batch up write there.
         layers, heads, dim = config.cache_shape
-        shape = (layers, 2, heads, (num_pages + 1) * page_size, dim)
-        self.memory = Pages(_zeros(shape, dtype, device), page_size)
+        shape = (layers, 2, heads, (num_pages + 1) * page_size)
+        if packing is None:
+            self.memory = Pages(_zeros((*shape, dim), dtype, device), page_size)
+        else:
+            store = _zeros((*shape, dim + SCALE_BYTES), torch.uint8, device)
+            self.memory = PackedPages(store, page_size, packing, dtype)
+        self.packing = packing
         self.tables = PageTables(num_pages, page_size)
         self.device = device
 

@@ -100,12 +100,14 @@ class Intake:
         max_length: int,
         capacity: int,
         adapters: Sequence[str] = (),
+        cache_dtype: str = "auto",
     ) -> None:
         self.tokenizer = checkpoint.tokenizer()
         self.max_length = max_length
         self._config = checkpoint.config
         self._guessers = guessers
         self._capacity = capacity
+        self._cache_dtype = cache_dtype
         self._adapters = {name: number for number, name in enumerate(adapters)}
         self._grammars = Grammars(self.tokenizer, checkpoint.config.vocab_size)
         self._request_ids = itertools.count()
@@ -170,6 +172,7 @@ class Intake:
             prediction=tuple(self.encode_text(params.prediction, special=False)) if params.prediction else (),
             constraint=self._constraint(params),
             adapter=self._adapter(params.adapter),
+            cache_dtype=self._cache_dtype,
             tenant=tenant,
         )
 

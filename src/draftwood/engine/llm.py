@@ -129,7 +129,8 @@ class LLM:
         strict = self.engine.target.model.strict
         guessers = Guessers(self.engine.drafter.law, offered, self.laws, suits_itself=law == AUTO, strict=strict)
         capacity = self.engine.scheduler.tables.capacity
-        self.intake = Intake(self.checkpoint, guessers, self.max_length, capacity, tuple(self.adapters))
+        names, cache = tuple(self.adapters), self.config.cache_dtype
+        self.intake = Intake(self.checkpoint, guessers, self.max_length, capacity, names, cache)
         self._worker = Worker(self.engine)
         gc.freeze()  # looking for garbage in all that was loaded takes a tenth of a second each time, and steps wait
 

@@ -36,6 +36,7 @@ class Sequence:
     prediction: tuple[int, ...] = ()
     constraint: Constraint | None = None
     adapter: int = -1  # which of the target's adapters; -1: none
+    cache_dtype: str = "auto"  # of the engine's keys and values
     tenant: str = ""  # on whose behalf it runs: free places go to the tenant that has the fewest
     prompt_length: int = field(init=False)
     cached_prompt_tokens: int = 0
@@ -152,6 +153,7 @@ class Sequence:
             seed=self.seed,
             reproducible=self.reproducible,
             adapter=self.params.adapter,
+            cache_dtype=self.cache_dtype,
         )
 
     def event(

@@ -321,12 +321,13 @@ class NativeTransformer:
         arrays = [getattr(batch, name).contiguous() for name in _ARRAYS]
         tables = self._tables(num_keys)
         adapted = NO_ADAPTERS if self._adapters is None else self._adapters.of(batch.adapters)
+        unpacked = self._scratch.unpacked(num_keys) if cache.packed_as else None
         struct = structs.Batch(
             len(batch.tokens), len(batch.tree_base), batch.ancestors.shape[1], batch.block_table.shape[1],
             len(batch.logit_rows), *(array.data_ptr() for array in arrays), ctypes.addressof(tables),
             cache.store.data_ptr(), cache.store.shape[3], cache.page_size, logits.data_ptr(), wanted.data_ptr(),
             len(needs), features.data_ptr(), _address(given and given.residual), _address(given and given.wide),
-            *adapted,
+            *adapted, cache.packed_as, _address(unpacked), 0 if unpacked is None else unpacked.shape[1],
         )  # fmt: skip
         scratch = self._scratch.fit(len(batch.tokens), num_keys, num_nodes)
         self._library.dw_forward(ctypes.byref(self._model), ctypes.byref(struct), ctypes.byref(scratch))

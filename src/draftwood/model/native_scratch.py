@@ -24,6 +24,7 @@ class Scratch:
         self._model = model
         self._rows = self._threads = self._scores = 0
         self._buffers: list[Tensor] = []
+        self._unpacked = torch.empty(0, 0)
         self._struct = structs.Scratch()
 
     def fit(self, rows: int, num_keys: int, num_nodes: int) -> structs.Scratch:
@@ -36,6 +37,13 @@ class Scratch:
             self._buffers = self._allocate()
             self._struct = structs.Scratch(threads, *(b.data_ptr() for b in self._buffers), self._scores)
         return self._struct
+
+    def unpacked(self, num_keys: int) -> Tensor:
+        """Room for keys and values of a head, as many for each thread. [threads, numbers]."""
+        size, threads = 2 * num_keys * self._model.head_dim, torch.get_num_threads()
+        if self._unpacked.shape[0] < threads or self._unpacked.shape[1] < size:
+            self._unpacked = torch.empty(threads, 2 * size)
+        return self._unpacked
 
     def _allocate(self) -> list[Tensor]:
         layer = self._model.layers[0]

@@ -22,6 +22,7 @@ from draftwood.model.transformer import Transformer
 from draftwood.model.universal_folder import UniversalCheckpoint, UniversalConfig, require_supported
 from draftwood.model.weights import FORMATS, WeightFormat
 from draftwood.ops.native import kernels, why_missing
+from draftwood.ops.packed import Packing
 
 log = logging.getLogger(__name__)
 RUN_BY_TRANSFORMERS = "transformers' own modules with our pages and masks, checked against themselves when loaded"
@@ -154,12 +155,22 @@ def require_strict(model: Model) -> None:
     raise InvalidRequest(f"Strict mode needs our own kernels, and {reason}.")
 
 
+def _require_packing(model: Model) -> None:
+    """Refuse an 8-bit cache where what reads it knows floats only."""
+    if model.device.type != "cpu":
+        raise InvalidRequest("A cache in int8 or fp8 is read on a CPU only yet; leave --cache-dtype alone on a GPU.")
+    if isinstance(model.config, UniversalConfig):
+        raise InvalidRequest("A model on transformers' own modules reads its cache in full; leave --cache-dtype alone.")
+
+
 class ModelRunner:
     """Runs forwards against its cache."""
 
-    def __init__(self, model: Model, num_pages: int, page_size: int) -> None:
+    def __init__(self, model: Model, num_pages: int, page_size: int, packing: Packing | None = None) -> None:
+        if packing is not None:
+            _require_packing(model)
         self.model = model
-        self.cache = KVCache(model.config, num_pages, page_size, model.dtype, model.device)
+        self.cache = KVCache(model.config, num_pages, page_size, model.dtype, model.device, packing)
 
     @classmethod
     def load(
@@ -172,10 +183,11 @@ class ModelRunner:
         weights: WeightFormat = FORMATS["stored"],
         progress: Progress = lambda *_: None,
         strict: bool = False,
+        packing: Packing | None = None,
     ) -> ModelRunner:
         """Read the weights and set the cache up."""
         model = load_model(checkpoint, dtype, device, weights, progress, strict)
-        return cls(model, num_pages, page_size)
+        return cls(model, num_pages, page_size, packing)
 
     @property
     def device(self) -> torch.device:

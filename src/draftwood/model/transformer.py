@@ -170,7 +170,7 @@ class Transformer:
             turn = _turning(spec)
             read = hidden if layer.attention_norm is None else layer.attention_norm(hidden)
             query, key_value = self._project(layer, spec, read, None if turn is None else rotations[turn])
-            cache.layers[i].index_copy_(1, batch.slots, key_value.transpose(0, 1))
+            cache.write(i, batch.slots, key_value)
             mixed = _attend(attention[shapes[i]], i, query, layer.sinks)
             hidden = self._finish(layer, spec, hidden, read, mixed)
             if i in needs:

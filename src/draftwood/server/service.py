@@ -76,6 +76,7 @@ class Service:
             law=self.llm.laws.default.name,
             laws=self._laws,
             max_nodes=self.llm.engine.drafter.max_nodes,
+            cache_dtype=self.llm.config.cache_dtype,
         )
 
     @property

@@ -3,6 +3,7 @@
 
 #include "adapters.h"
 #include "attention.h"
+#include "packed.h"
 #include "products.h"
 #include "simd.h"
 
@@ -142,9 +143,9 @@ static void norm_head(const Model *m, const Layer *layer, int64_t head, float *x
 /* Head norms and rotation of queries and keys, and the write of keys and values to their slots. */
 static void place(const Model *m, const Layer *layer, const Batch *b, const Scratch *s, int64_t index, const Team *team) {
     const int64_t dim = m->head_dim, heads = m->num_heads + 2 * m->num_kv_heads, stride = layer->qkv.outputs;
-    const int64_t first_value = m->num_heads + m->num_kv_heads, head_size = b->num_slots * dim;
+    const int64_t first_value = m->num_heads + m->num_kv_heads, bytes = vector_bytes(m, b);
     const float *table = layer->rotation < 0 ? NULL : b->rotations[layer->rotation];
-    float *store = b->store + index * 2 * m->num_kv_heads * head_size;
+    char *vectors = vectors_of(m, b, index, 0, 0); /* values' heads behind keys' */
     if (layer->query_norm.weight && layer->head_norms == WHOLE_ROWS) norm_rows(m, layer, b, s, team);
     SHARE(team, item, b->num_rows * heads) {
         const int64_t row = item / heads, head = item % heads;
@@ -155,15 +156,13 @@ static void place(const Model *m, const Layer *layer, const Batch *b, const Scra
             if (layer->norms_turned) norm_head(m, layer, head, x);
         }
         if (head >= m->num_heads)
-            memcpy(store + (head - m->num_heads) * head_size + b->slots[row] * dim, x, dim * sizeof(float));
+            write_vector(b, x, dim, vectors + ((head - m->num_heads) * b->num_slots + b->slots[row]) * bytes);
     }
     meet(team);
 }
 
 static void run_attention(const Model *m, const Batch *b, const Scratch *s, int64_t index, const Team *team) {
     const Layer *layer = &m->layers[index];
-    const int64_t head_size = b->num_slots * m->head_dim;
-    const float *keys = b->store + index * 2 * m->num_kv_heads * head_size, *values = keys + m->num_kv_heads * head_size;
     Target qkv = {.kind = STORE, .out = s->qkv, .stride = layer->qkv.outputs, .limit = layer->qkv.outputs};
     const Place at = {b, index, QKV};
     if (b->wide && index == 0)
@@ -171,7 +170,7 @@ static void run_attention(const Model *m, const Batch *b, const Scratch *s, int6
     else
         normed_product(m, &at, &layer->qkv, &layer->attention_norm, s, NULL, b->num_rows, qkv, team);
     place(m, layer, b, s, index, team);
-    attend(m, layer, keys, values, b, s, s->qkv, layer->qkv.outputs, s->mixed, layer->output.inputs, team);
+    attend(m, index, b, s, s->qkv, layer->qkv.outputs, s->mixed, layer->output.inputs, team);
 }
 
 /* The MLP up to its middle. Beside attention it may read the very norm that attention has read, which still lies there. */

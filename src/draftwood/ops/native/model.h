@@ -61,6 +61,7 @@ typedef struct {
     double embedding_scale, logit_scale, logit_softcap;
 } Model;
 
+enum Packing { PLAIN, PACKED_INT8, PACKED_FP8 }; /* of keys and values: codes of a vector, then its scale in float32 */
 enum Site { QKV, OUTPUT, GATE_UP, DOWN, SITES }; /* of a layer's products */
 
 /* What an adapter adds to a matrix: up times down; nothing if its rank is 0. */
@@ -75,7 +76,7 @@ typedef struct {
     const int64_t *tokens, *positions, *slots, *visible, *ancestors;
     const int64_t *row_offsets, *tree_base, *num_keys, *block_table, *logit_rows;
     const float *const *rotations; /* tables [positions][2][rotated / 2]: cosines, then sines */
-    float *store;               /* [layers, 2, kv heads, slots, head_dim] */
+    float *store;               /* [layers, 2, kv heads, slots, head_dim]; packed: bytes, head_dim + 4 of each vector */
     int64_t num_slots, page_size;
     float *logits;              /* [num_logits, vocabulary] */
     const int64_t *wanted;      /* layers whose output is wanted, ascending */
@@ -88,6 +89,9 @@ typedef struct {
     int64_t adapted_layers, most_ranks;
     float *shrunk;              /* [num_rows, most_ranks] working memory */
     float *added;               /* [num_rows, widest outputs] the same */
+    int64_t packing;
+    float *unpacked;            /* packed: working memory, a part of `unpacked_size` numbers for each thread */
+    int64_t unpacked_size;
 } Batch;
 
 typedef struct {

@@ -69,6 +69,7 @@ class Batch(Structure):
         ("residual", c_void_p), ("wide", c_void_p),
         ("adapters", c_void_p), ("low_ranks", c_void_p), ("adapted_layers", c_int64), ("most_ranks", c_int64),
         ("shrunk", c_void_p), ("added", c_void_p),
+        ("packing", c_int64), ("unpacked", c_void_p), ("unpacked_size", c_int64),
     ]  # fmt: skip
 
 
