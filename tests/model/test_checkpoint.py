@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from draftwood.errors import CheckpointError
 from draftwood.model import store
-from draftwood.model.checkpoint import expected_shape, files_of, gguf_name, open_checkpoint
+from draftwood.model.checkpoint import expected_shape, files_of, open_checkpoint
+from draftwood.model.gguf_names import gguf_name
 
 from .conftest import hf_tensors
 

@@ -11,7 +11,7 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from safetensors import SafetensorError
@@ -23,10 +23,10 @@ from . import store
 from .blocks import NUMBERS, Blocks, warn_of_expanded
 from .config import ModelConfig
 from .families import FAMILIES, Place
-from .families.base import LAYER_NAME
 from .files import read_object
-from .folder import first_line, open_safetensors, tensor_files
-from .gguf import GgufFile, read_groups
+from .folder import StoredRows, first_line, open_safetensors, stored_rows, tensor_files
+from .gguf import read_groups
+from .gguf_names import embedding_rows, gguf_name, row_order
 from .gguf_split import part_paths, read_whole_gguf
 from .lora_folder import described, is_adapter
 from .names import expected_shape
@@ -72,6 +72,15 @@ class Checkpoint(Protocol):
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that came with the weights."""
+        ...
+
+
+@runtime_checkable
+class RowSource(Protocol):
+    """A checkpoint that can read a matrix some rows at a time."""
+
+    def rows(self, name: str) -> StoredRows | None:
+        """The matrix of this Hugging Face name, None where it cannot."""
         ...
 
 
@@ -231,10 +240,36 @@ class SafetensorsCheckpoint:
         scaled = self._scaled(name)
         if scaled is not None:
             return scaled.blocks()
+        rows = self.rows(name)
+        if rows is not None and rows.dtype != torch.float16:
+            return None
         value = self.tensor(name)
         if value.dtype != torch.float16 or value.dim() != 2:
             return None
         return Blocks("F16", value.contiguous().view(torch.uint8).numpy(), value.shape[1])
+
+    def rows(self, name: str) -> StoredRows | None:
+        """A matrix that lies in a file as it is, to be read some rows at a time; None for others."""
+        place = self._place(name)
+        if place is None or not place.is_whole or self._quantised_name(name) in self._files:
+            return None
+        stored = place.names[0]
+        try:
+            found = stored_rows(self._opened_file(stored).get_slice(stored), lambda own: self._rows(stored, own))
+        except SafetensorError as error:  # the index promised what the file does not hold
+            raise _missing(stored, str(self._files[stored])) from error
+        if found is not None:
+            _check_shape(name, found.shape, self.config)
+        return found
+
+    def _rows(self, name: str, rows: slice) -> Tensor:
+        return self._opened_file(name).get_slice(name)[rows]
+
+    def _opened_file(self, name: str) -> Any:
+        path = self._files[name]
+        if path not in self._opened:
+            self._opened[path] = open_safetensors(path)
+        return self._opened[path]
 
     def _scaled(self, name: str) -> Scaled | None:
         shape, stored = expected_shape(name, self.config), self._quantised_name(name)
@@ -254,14 +289,11 @@ class SafetensorsCheckpoint:
         return self._tokenizer
 
     def _read(self, name: str, entry: int | None = None) -> Tensor:
-        path = self._files[name]
-        if path not in self._opened:
-            self._opened[path] = open_safetensors(path)
+        file = self._opened_file(name)
         try:
-            file = self._opened[path]
             return file.get_tensor(name) if entry is None else file.get_slice(name)[entry]
         except SafetensorError as error:  # the index promised what the file does not hold
-            raise _missing(name, str(path)) from error
+            raise _missing(name, str(self._files[name])) from error
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -283,7 +315,7 @@ class GgufCheckpoint:
         self._tokenizer: Tokenizer | None = None
         tensors = self._file.tensors
         factors = self._file.dequantize("rope_freqs.weight").tolist() if "rope_freqs.weight" in tensors else None
-        fields = {"vocab_size": _embedding_rows(self._file), **self._file.fields}
+        fields = {"vocab_size": embedding_rows(self._file), **self._file.fields}
         self.config = ModelConfig.from_gguf(fields, tensors.keys(), factors)
 
     @property
@@ -303,7 +335,7 @@ class GgufCheckpoint:
         value = torch.from_numpy(self._file.dequantize(stored.name))
         value = value.to(_STORED_TYPES.get(stored.type, torch.float32))
         value = _checked(name, value, self.config)
-        order = _row_order(name, self.config)
+        order = row_order(name, self.config)
         return value if order is None else value[order]
 
     def matrix(self, name: str) -> Matrix:
@@ -313,7 +345,7 @@ class GgufCheckpoint:
         if groups is None:
             return self.tensor(name)
         _checked(name, groups.codes, self.config)
-        order = _row_order(name, self.config)
+        order = row_order(name, self.config)
         return groups if order is None else groups[order]
 
     def blocks(self, name: str) -> Blocks | None:
@@ -326,7 +358,7 @@ class GgufCheckpoint:
             return None
         _check_shape(name, stored.shape, self.config)
         found = Blocks(stored.type, stored.data, stored.shape[1])
-        order = _row_order(name, self.config)
+        order = row_order(name, self.config)
         return found if order is None else found[order.numpy()]
 
     def forget(self) -> None:
@@ -344,52 +376,6 @@ class GgufCheckpoint:
 
 
 _STORED_TYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
-_GGUF_TOP = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-_GGUF_LAYER = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "attention_output_norm": "post_attention_norm",
-    "mlp_output_norm": "post_ffw_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
-
-def gguf_name(name: str) -> str | None:
-    """The GGUF name of a Hugging Face tensor name, None where GGUF has no such thing."""
-    match = LAYER_NAME.fullmatch(name)
-    if match is None:
-        return _GGUF_TOP.get(name)
-    layer, module, kind = match.groups()
-    return f"blk.{layer}.{_GGUF_LAYER[module]}.{kind}" if module in _GGUF_LAYER else None
-
-
-def _embedding_rows(file: GgufFile) -> int | None:
-    embedding = file.tensors.get("token_embd.weight")
-    return embedding.shape[0] if embedding else None
-
-
-def _row_order(name: str, config: ModelConfig) -> Tensor | None:
-    """Which row of a GGUF tensor each row of ours is, None if that is the same.
-
-    llama.cpp rotates neighbouring rows (0, 1), (2, 3) ... of a Llama head, Hugging Face rows i and i + d/2;
-    its converter therefore interleaves the two halves of each q and k head. Qwen's files keep the order.
-    """
-    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])
-    if config.family != "llama" or heads is None:
-        return None
-    return torch.arange(heads * config.head_dim).view(heads, -1, 2).transpose(1, 2).flatten()
 
 
 def _missing(name: str, where: str) -> CheckpointError:

@@ -2,14 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from ..errors import CheckpointError
 from . import store
 from .files import read_json
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """A matrix in a file: only the rows that are asked for are read, so that a large one never lies in memory twice."""
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    read: Callable[[slice], Tensor]
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        return self.read(rows)
+
+
+def stored_rows(found: Any, read: Callable[[slice], Tensor]) -> StoredRows | None:
+    """For a slice of safetensors' own; None where it is no matrix of floats."""
+    shape, dtype = tuple(found.get_shape()), _DTYPES.get(found.get_dtype())
+    return None if dtype is None or len(shape) != 2 else StoredRows(shape, dtype, read)
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:

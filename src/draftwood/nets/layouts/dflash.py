@@ -96,12 +96,13 @@ def _block(files: DrafterFiles, target: ModelConfig, words: TargetEmbeddings, fa
     vocabulary = read_vocabulary(tensors, files.config, target)
     head = read_head(tensors, words, vocabulary)
     published = "ar_approximation.ug.weight" in tensors
+    size = whole_number(files, facts.sizes, "block_size")
     mask = _mask_token(files, facts.sizes, tensors, target)
     own_mask = _mask_row(tensors, words, mask)
     spec = BlockSpec(
         facts.reads,
         target.hidden_size,
-        whole_number(files, facts.sizes, "block_size"),
+        size,
         mask if own_mask is None else None,
         facts.from_anchor,
         norm_in_head=published,
