@@ -8,10 +8,11 @@ not in a forward. Pickles are never read: loading one runs its code.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -23,10 +24,10 @@ from . import store
 from .blocks import NUMBERS, Blocks, warn_of_expanded
 from .config import ModelConfig
 from .families import FAMILIES, Place
+from .families.base import Change
 from .files import read_object
 from .folder import StoredRows, first_line, open_safetensors, stored_rows, tensor_files
-from .gguf import read_groups
-from .gguf_names import embedding_rows, gguf_name, row_order
+from .gguf import GgufFile, GgufTensor, read_groups
 from .gguf_split import part_paths, read_whole_gguf
 from .lora_folder import described, is_adapter
 from .names import expected_shape
@@ -72,15 +73,6 @@ class Checkpoint(Protocol):
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that came with the weights."""
-        ...
-
-
-@runtime_checkable
-class RowSource(Protocol):
-    """A checkpoint that can read a matrix some rows at a time."""
-
-    def rows(self, name: str) -> StoredRows | None:
-        """The matrix of this Hugging Face name, None where it cannot."""
         ...
 
 
@@ -220,9 +212,13 @@ class SafetensorsCheckpoint:
         place = self._place(name)
         if place is None:
             raise _missing(name, self.name)
+        stored = self._stored(place)
         with refusing_malformed(f"its tensor {place.names[0]}"):
-            stored = [self._read(theirs, place.entry) for theirs in place.names]
             return stored[0] if place.change is None else place.change(self.config, *stored)
+
+    def _stored(self, place: Place) -> list[Tensor]:
+        with refusing_malformed(f"its tensor {place.names[0]}"):
+            return [self._read(theirs, place.entry) for theirs in place.names]
 
     def _quantised_name(self, name: str) -> str | None:
         """What the file calls a quantised matrix of ours; None if there is none, or if it is a part of one there."""
@@ -237,9 +233,13 @@ class SafetensorsCheckpoint:
 
     def blocks(self, name: str) -> Blocks | None:
         """A quantised or float16 matrix for our kernels, None where it is neither or does not fit into blocks."""
-        scaled = self._scaled(name)
+        scaled, place = self._scaled(name), self._place(name)
         if scaled is not None:
             return scaled.blocks()
+        if place is not None and place.blocks is not None:
+            found = place.blocks(self.config, *self._stored(place))
+            _check_shape(name, found.shape, self.config)
+            return found
         rows = self.rows(name)
         if rows is not None and rows.dtype != torch.float16:
             return None
@@ -247,29 +247,6 @@ class SafetensorsCheckpoint:
         if value.dtype != torch.float16 or value.dim() != 2:
             return None
         return Blocks("F16", value.contiguous().view(torch.uint8).numpy(), value.shape[1])
-
-    def rows(self, name: str) -> StoredRows | None:
-        """A matrix that lies in a file as it is, to be read some rows at a time; None for others."""
-        place = self._place(name)
-        if place is None or not place.is_whole or self._quantised_name(name) in self._files:
-            return None
-        stored = place.names[0]
-        try:
-            found = stored_rows(self._opened_file(stored).get_slice(stored), lambda own: self._rows(stored, own))
-        except SafetensorError as error:  # the index promised what the file does not hold
-            raise _missing(stored, str(self._files[stored])) from error
-        if found is not None:
-            _check_shape(name, found.shape, self.config)
-        return found
-
-    def _rows(self, name: str, rows: slice) -> Tensor:
-        return self._opened_file(name).get_slice(name)[rows]
-
-    def _opened_file(self, name: str) -> Any:
-        path = self._files[name]
-        if path not in self._opened:
-            self._opened[path] = open_safetensors(path)
-        return self._opened[path]
 
     def _scaled(self, name: str) -> Scaled | None:
         shape, stored = expected_shape(name, self.config), self._quantised_name(name)
@@ -288,12 +265,29 @@ class SafetensorsCheckpoint:
         self._tokenizer = self._tokenizer or Tokenizer.from_folder(self._folder)
         return self._tokenizer
 
-    def _read(self, name: str, entry: int | None = None) -> Tensor:
-        file = self._opened_file(name)
+    def rows(self, name: str) -> StoredRows | None:
+        """A matrix that lies in a file as it is, to be read some rows at a time; None for others."""
+        place = self._place(name)
+        if place is None or not place.is_whole or self._quantised_name(name) in self._files:
+            return None
+        stored = place.names[0]
+        found = stored_rows(self._slice(stored), lambda own: self._slice(stored)[own])
+        if found is not None:
+            _check_shape(name, found.shape, self.config)
+        return found
+
+    def _slice(self, name: str) -> Any:
+        path = self._files[name]
+        if path not in self._opened:
+            self._opened[path] = open_safetensors(path)
         try:
-            return file.get_tensor(name) if entry is None else file.get_slice(name)[entry]
+            return self._opened[path].get_slice(name)
         except SafetensorError as error:  # the index promised what the file does not hold
-            raise _missing(name, str(self._files[name])) from error
+            raise _missing(name, str(path)) from error
+
+    def _read(self, name: str, entry: int | None = None) -> Tensor:
+        found = self._slice(name)
+        return self._opened[self._files[name]].get_tensor(name) if entry is None else found[entry]
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -314,9 +308,13 @@ class GgufCheckpoint:
         self._warned = False
         self._tokenizer: Tokenizer | None = None
         tensors = self._file.tensors
-        factors = self._file.dequantize("rope_freqs.weight").tolist() if "rope_freqs.weight" in tensors else None
-        fields = {"vocab_size": embedding_rows(self._file), **self._file.fields}
-        self.config = ModelConfig.from_gguf(fields, tensors.keys(), factors)
+        vectors = {name: self._file.dequantize(own).tolist() for name, own in tensors.items() if name in ROPE_VECTORS}
+        fields = {"vocab_size": _embedding_rows(self._file), **self._file.fields}
+        self.config = ModelConfig.from_gguf(fields, tensors.keys(), vectors)
+        form = FAMILIES[self.config.family].gguf
+        if form is None:
+            raise CheckpointError(f"GGUF files of {self.config.family} models are not read.")
+        self._form = form
 
     @property
     def files(self) -> list[Path]:
@@ -325,41 +323,55 @@ class GgufCheckpoint:
 
     def has(self, name: str) -> bool:
         """Whether the file has the tensor, under its own name for it."""
-        return gguf_name(name) in self._file.tensors
+        place = self._form.place(name, self.config)
+        return place is not None and place.name in self._file.tensors
+
+    def _find(self, name: str) -> tuple[GgufTensor, tuple[Change, ...]]:
+        """Where a tensor of ours lies, and which of its rows are ours."""
+        place = self._form.place(name, self.config)
+        stored = None if place is None else self._file.tensors.get(place.name)
+        if place is None or stored is None:
+            raise _missing(name, self.name)
+        return (stored if place.entry is None else stored.entry(place.entry)), place.picks
 
     def tensor(self, name: str) -> Tensor:
         """Read and dequantise one tensor; 16-bit tensors keep their type."""
-        stored = self._file.tensors.get(gguf_name(name) or "")
-        if stored is None:
-            raise _missing(name, self.name)
-        value = torch.from_numpy(self._file.dequantize(stored.name))
+        stored, picks = self._find(name)
+        value = torch.from_numpy(self._file.dequantize(stored))
         value = value.to(_STORED_TYPES.get(stored.type, torch.float32))
-        value = _checked(name, value, self.config)
-        order = row_order(name, self.config)
-        return value if order is None else value[order]
+        expected = expected_shape(name, self.config)
+        if expected is not None and value.dim() != len(expected) and value.numel() == math.prod(expected):
+            value = value.view(expected)  # GGUF writes a matrix of one row as a vector, and norms of heads as matrices
+        return _checked(name, self._picked(name, value, picks), self.config)
 
     def matrix(self, name: str) -> Matrix:
         """A quantised tensor as it is, if its blocks are groups of ours; else the tensor."""
-        stored = self._file.tensors.get(gguf_name(name) or "")
-        groups = None if stored is None else read_groups(stored)
+        stored, picks = self._find(name)
+        groups = read_groups(stored)
         if groups is None:
             return self.tensor(name)
-        _checked(name, groups.codes, self.config)
-        order = row_order(name, self.config)
-        return groups if order is None else groups[order]
+        picked = self._picked(name, groups, picks)
+        _check_shape(name, tuple(picked.shape), self.config)
+        return picked
 
     def blocks(self, name: str) -> Blocks | None:
         """A matrix in the file's own bytes; None where our kernels do not multiply its type."""
         if not self._warned:
             self._warned = True
             warn_of_expanded(self.name, self._file.tensors.values())
-        stored = self._file.tensors.get(gguf_name(name) or "")
-        if stored is None or len(stored.shape) != 2 or stored.type not in NUMBERS:
+        stored, picks = self._find(name)
+        if len(stored.shape) != 2 or stored.type not in NUMBERS:
             return None
-        _check_shape(name, stored.shape, self.config)
-        found = Blocks(stored.type, stored.data, stored.shape[1])
-        order = row_order(name, self.config)
-        return found if order is None else found[order.numpy()]
+        picked = self._picked(name, Blocks(stored.type, stored.data, stored.shape[1]), picks)
+        _check_shape(name, picked.shape, self.config)
+        return picked
+
+    def _picked(self, name: str, rows: Any, picks: Sequence[Change]) -> Any:
+        """Of whichever form rows are in."""
+        with refusing_malformed(f"its tensor {name}"):
+            for pick in picks:
+                rows = pick(self.config, rows)
+        return rows
 
     def forget(self) -> None:
         """Unload the file's pages."""
@@ -376,6 +388,12 @@ class GgufCheckpoint:
 
 
 _STORED_TYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
+ROPE_VECTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+
+
+def _embedding_rows(file: GgufFile) -> int | None:
+    embedding = file.tensors.get("token_embd.weight")
+    return embedding.shape[0] if embedding else None
 
 
 def _missing(name: str, where: str) -> CheckpointError:

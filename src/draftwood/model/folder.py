@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,6 +28,15 @@ class StoredRows:
 
     def __getitem__(self, rows: slice) -> Tensor:
         return self.read(rows)
+
+
+@runtime_checkable
+class RowSource(Protocol):
+    """A checkpoint that can read a matrix some rows at a time."""
+
+    def rows(self, name: str) -> StoredRows | None:
+        """The matrix of this Hugging Face name, None where it cannot."""
+        ...
 
 
 def stored_rows(found: Any, read: Callable[[slice], Tensor]) -> StoredRows | None:

@@ -1,4 +1,4 @@
-"""Working memory of our CPU kernels, and how rows are padded there."""
+"""Working memory of our CPU kernels."""
 
 from __future__ import annotations
 
@@ -7,13 +7,9 @@ import ctypes
 import torch
 from torch import Tensor
 
+from draftwood.model.packing import padded
 from draftwood.model.weights import GROUP
 from draftwood.ops.native import Kernels, structs
-
-
-def padded(size: int) -> int:
-    """Rows are multiples of groups."""
-    return -(-size // GROUP) * GROUP
 
 
 class Scratch:
@@ -35,7 +31,8 @@ class Scratch:
             self._rows, self._scores = max(rows, self._rows), max(scores, self._scores)
             self._threads = threads
             self._buffers = self._allocate()
-            self._struct = structs.Scratch(threads, *(b.data_ptr() for b in self._buffers), self._scores)
+            *buffers, mixture = (buffer.data_ptr() for buffer in self._buffers)
+            self._struct = structs.Scratch(threads, *buffers, self._scores, mixture)
         return self._struct
 
     def unpacked(self, num_keys: int) -> Tensor:
@@ -46,14 +43,16 @@ class Scratch:
         return self._unpacked
 
     def _allocate(self) -> list[Tensor]:
-        layer = self._model.layers[0]
-        hidden = padded(self._model.hidden)
-        widest = max(hidden, layer.qkv.inputs, layer.output.inputs, layer.down.inputs)
-        floats = [hidden, hidden, layer.qkv.outputs, layer.output.inputs, layer.down.inputs]
+        layers = [self._model.layers[i] for i in range(self._model.num_layers)]
+        hidden, gated = padded(self._model.hidden), max(layer.down.inputs for layer in layers)
+        layer = layers[0]
+        widest = max(hidden, layer.qkv.inputs, layer.output.inputs, gated)
+        floats = [hidden, hidden, layer.qkv.outputs, layer.output.inputs, gated]
         return [
             *(torch.zeros(self._rows, width) for width in floats),
             torch.zeros(self._rows, widest, dtype=torch.int8),
             *(torch.zeros(self._rows, widest // GROUP) for _ in range(3)),  # the last holds 32-bit whole numbers
             torch.empty(self._threads, self._scores),
             torch.zeros(1 + self._threads, 8, dtype=torch.int64),  # the team's barrier and counters
+            torch.empty(self._library.dw_mixture_bytes(ctypes.byref(self._model), self._rows), dtype=torch.uint8),
         ]
