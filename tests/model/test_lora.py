@@ -57,7 +57,7 @@ def logits(runner: ModelRunner, which: Mapping[int, int]) -> list[Tensor]:
     for i, text in enumerate(TEXTS):
         tables.open(i, text)
         assert tables.reserve(i, len(text))
-    spans = [Span(i, text, 0, len(text), which.get(i, -1)) for i, text in enumerate(TEXTS)]
+    spans = [Span(i, text, 0, len(text), adapter=which.get(i, -1)) for i, text in enumerate(TEXTS)]
     rows = torch.arange(sum(map(len, TEXTS)))
     found = runner.forward(runner.cache.stage_text(spans, rows)).logits
     for i in range(len(TEXTS)):

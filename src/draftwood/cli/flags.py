@@ -53,6 +53,10 @@ class EngineFlags:
         str | None,
         _option("Shape of a model's or a trained network's guesses, such as beam:nodes=16.", "Parts"),
     ] = None
+    controller: Annotated[
+        str,
+        _option("How much is guessed in a step: auto, fixed[:nodes=3], off, goodput, gammatune, bandit.", "Parts"),
+    ] = "auto"
     weights: Annotated[
         str,
         _option("What weights are stored as: stored (nothing is rounded), float32, bfloat16, int8, …", "Machine"),
@@ -96,6 +100,7 @@ class EngineFlags:
             cache_tokens=self.cache_tokens,
             cache_dtype=self.cache_dtype,
             eager=self.eager,
+            controller=self.controller,
         )
 
 

@@ -21,8 +21,9 @@ def models_table() -> Table:
 
 
 def parts_tables() -> Iterator[Table]:
-    """Drafters, trees, weight formats and laws."""
+    """Drafters, trees, weight formats, controllers and laws."""
     from draftwood.assembly import LOOKUPS, MODEL_DRAFTER, SHIPPED, SHIPPED_SAYS, TREES
+    from draftwood.engine.policies import POLICIES
     from draftwood.model.weights import FORMATS, ON_ACCELERATORS
 
     drafters = _table("Name", "Settings", "Guesses", title="Drafters (--drafter)")
@@ -42,6 +43,10 @@ def parts_tables() -> Iterator[Table]:
         places = [place for place, there in (("CPU", FORMATS), ("GPU", ON_ACCELERATORS)) if name in there]
         formats.add_row(name, kind.says, ", ".join(places))
     yield formats
+    policies = _table("Name", "Settings", "How much is guessed in a step", title="Controllers (--controller)")
+    for name, entry in POLICIES.items():
+        policies.add_row(name, _settings(entry.defaults), entry.description)
+    yield policies
     yield laws_table()
 
 

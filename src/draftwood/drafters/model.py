@@ -17,7 +17,7 @@ from torch import Tensor
 from draftwood.batch import ForwardBatch
 from draftwood.cache.kv import KVCache, Places, stage_behind
 from draftwood.drafting import Front, Grower, Proposal, Silent, State, Vocabulary
-from draftwood.model.runner import ModelRunner
+from draftwood.model.runner import ModelRunner, ReadsSources
 from draftwood.protocols import BatchView, Features, Randomness
 from draftwood.tree import DraftLaw, Verdict
 
@@ -60,6 +60,8 @@ class CausalDrafter(Silent):
             pages = theirs.pool.num_pages, theirs.page_size
             self.runner.cache = KVCache(model.config, *pages, model.dtype, model.device, self.runner.cache.packing)
         self._shorter = self._max_positions < target.model.config.max_positions
+        if isinstance(self.runner.model, ReadsSources):
+            self.runner.model.share_encoder(target.model)
 
     def depth(self, nodes: int) -> int:
         """The grower's."""
@@ -124,7 +126,8 @@ class CausalDrafter(Silent):
         """Logits of the model for `tokens` [B, n] at their places, of all rows or of some. [K, R]."""
         page_size = self.runner.cache.page_size
         limit = self._max_positions
-        batch = stage_behind(view.lengths, view.block_table, tokens, places, page_size, limit, rows)
+        sources = view.source_lengths
+        batch = stage_behind(view.lengths, view.block_table, tokens, places, page_size, limit, rows, sources)
         return self.runner.forward(batch).logits
 
     @property

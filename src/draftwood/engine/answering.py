@@ -1,4 +1,4 @@
-"""A request on its way: its events, and the result they add up to."""
+"""A request on its way through the Python interface: its events, and what they add up to."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Answering:
         self.texts, self.accepted, self.logprobs = ([[] for _ in self.answers] for _ in range(3))
 
     def add(self, event: Event) -> None:
-        """Take an event's part."""
+        """What has happened."""
         self.texts[event.index].append(event.text)
         self.accepted[event.index].extend(event.accepted)
         self.logprobs[event.index].extend(event.logprobs)
@@ -38,10 +38,10 @@ class Answering:
         return len(self.ends) == len(self.answers)
 
     def result(self) -> Result:
-        """All of them, once they have."""
+        """Once they have."""
         completions = [self._completion(i, answer) for i, answer in enumerate(self.answers)]
         first = self.answers[0]
-        prompt = tuple(first.tokens[: first.prompt_length])
+        prompt = tuple(first.tokens[first.source_length : first.prompt_length])
         return Result(self.prompt, prompt, tuple(completions), self.prompt_logprobs)
 
     def _completion(self, i: int, answer: Answer) -> Completion:

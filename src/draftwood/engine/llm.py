@@ -16,7 +16,7 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 import torch
 
@@ -41,10 +41,13 @@ from draftwood.drafting import Drafter
 from draftwood.engine.adapters import merged, take_adapters
 from draftwood.engine.answering import Answering
 from draftwood.engine.engine import Engine, check_exact
+from draftwood.engine.images import ImageReader
 from draftwood.engine.intake import Guessers, Intake, Prompt
+from draftwood.engine.policies import find_policy
 from draftwood.engine.scheduler import Scheduler, SchedulerConfig
 from draftwood.engine.sequence import Sequence as Answer
 from draftwood.engine.shapes import MIXED_ROWS
+from draftwood.engine.sources import EncoderInput, PlainPrompt, paired, with_source
 from draftwood.engine.worker import Companion, ComputeThread, Listener, Pulse, Worker
 from draftwood.errors import DraftwoodError, InvalidRequest
 from draftwood.faults import DrafterHealth
@@ -118,6 +121,7 @@ class LLM:
         self._progress = progress
         if isinstance(law, str) and law != AUTO:
             build_verifier(law)  # refuse an unknown name before anything is read
+        find_policy(config.controller)
         checkpoint = open_checkpoint(model, config.impl) if isinstance(model, str | Path) else model
         self.checkpoint = merged(checkpoint, lora)
         self.adapters = dict(adapters or {})
@@ -128,9 +132,11 @@ class LLM:
         offered = self.engine.drafter if isinstance(self.engine.drafter, OfferedDrafters) else None
         strict = self.engine.target.model.strict
         guessers = Guessers(self.engine.drafter.law, offered, self.laws, suits_itself=law == AUTO, strict=strict)
+        model = self.engine.target.model
+        images = ImageReader.of(self.checkpoint, model.dtype, model.device)
         capacity = self.engine.scheduler.tables.capacity
         names, cache = tuple(self.adapters), self.config.cache_dtype
-        self.intake = Intake(self.checkpoint, guessers, self.max_length, capacity, names, cache)
+        self.intake = Intake(self.checkpoint, guessers, self.max_length, capacity, images, names, cache)
         self._worker = Worker(self.engine)
         gc.freeze()  # looking for garbage in all that was loaded takes a tenth of a second each time, and steps wait
 
@@ -168,7 +174,7 @@ class LLM:
             max_pieces=SEQUENCES,
         )
         scheduler = Scheduler(target.cache.tables, limits)
-        controller = self._controller or default_controller(target, drafter)
+        controller = self._controller or default_controller(target, drafter, policy=config.controller)
         name = parts.drafter if isinstance(parts.drafter, str) else None
         return Engine(
             target, drafter, self.laws, controller, scheduler, KeyedRng(), captures=captures, drafter_name=name
@@ -198,7 +204,8 @@ class LLM:
             costs = calibrate(self.engine.target, say)
             trusted = costs if costs.doubt is None else None
             engine = self.engine
-            engine.controller = self._controller or default_controller(engine.target, engine.drafter, trusted)
+            policy = self.config.controller
+            engine.controller = self._controller or default_controller(engine.target, engine.drafter, trusted, policy)
             return costs
 
         return ComputeThread.shared().call(measure)
@@ -226,38 +233,61 @@ class LLM:
 
     @overload  # a text is a sequence of texts too, but here it is one prompt
     def generate(  # pyright: ignore[reportOverlappingOverload]
-        self, prompts: str, params: SamplingParams | None = None
+        self, prompts: str, params: SamplingParams | None = None, *, encoder_input: None = None
     ) -> Result: ...
     @overload
     def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Sequence[PlainPrompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        encoder_input: EncoderInput = None,
     ) -> list[Result]: ...
+    @overload
     def generate(
-        self, prompts: str | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: str | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        encoder_input: EncoderInput,
+    ) -> Any: ...
+    def generate(
+        self,
+        prompts: str | Sequence[PlainPrompt] | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        encoder_input: EncoderInput = None,
     ) -> Result | list[Result]:
         """Answer a prompt, or all of a list in one batch, with `params` for all of them or a list, one for each.
 
         A single prompt that cannot run raises. In a list it gets a result with `finish_reason` "error" and the
         reason, and the others run on.
+
+        A model with an encoder reads `encoder_input`: a text, token ids, or an array of features, or a list of such.
+        Prompts are then how answers begin, and may be left out.
         """
         params = params or SamplingParams()
-        asked: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else prompts
+        asked, alone = paired(prompts, encoder_input)
         each = [params] * len(asked) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(asked):
             raise InvalidRequest(
                 f"{len(asked)} prompts came with {len(each)} sets of parameters: give one, or one each."
             )
-        if isinstance(prompts, str):
-            return self._wait([self._prepare(prompts, each[0])])[0]
+        if alone:
+            return self._wait([self._prepare(asked[0], each[0])])[0]
         return self._wait([self._prepare_or_explain(*both) for both in zip(asked, each, strict=True)])
 
-    def chat(self, messages: Sequence[dict[str, str]], params: SamplingParams | None = None) -> Result:
-        """Answer a conversation: a list of {"role": …, "content": …}."""
+    def chat(self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None) -> Result:
+        """Answer a conversation: a list of {"role": …, "content": …}. For a model that sees images, a content may be a
+        list of parts as in OpenAI's interface: {"type": "image_url", "image_url": {"url": "data:image/png;base64,…"}}.
+        """
         return self._wait([self._prepare(messages, params or SamplingParams())])[0]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Event, None, None]:
+    def stream(
+        self, prompt: Prompt | None, params: SamplingParams | None = None, *, encoder_input: EncoderInput = None
+    ) -> Generator[Event, None, None]:
         """Answer a prompt event by event. Leaving the loop early cancels the request."""
-        answering = self._prepare(prompt, params or SamplingParams())
+        answering = self._prepare(with_source(prompt, encoder_input), params or SamplingParams())
         inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._worker.submit(answering.answers, inbox.put)
         try:
@@ -294,9 +324,11 @@ class LLM:
         """Whether there is still a thread to compute on."""
         return self._worker.alive
 
-    async def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncGenerator[Event, None]:
+    async def astream(
+        self, prompt: Prompt | None, params: SamplingParams | None = None, *, encoder_input: EncoderInput = None
+    ) -> AsyncGenerator[Event, None]:
         """`stream` for an event loop. Leaving the loop early, or being cancelled, cancels the request."""
-        answering = self._prepare(prompt, params or SamplingParams())
+        answering = self._prepare(with_source(prompt, encoder_input), params or SamplingParams())
         inbox: asyncio.Queue[Event] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         self._worker.submit(answering.answers, lambda event: _call_in(loop, inbox.put_nowait, event))
@@ -308,9 +340,11 @@ class LLM:
         finally:
             self._cancel(answering)
 
-    async def agenerate(self, prompt: Prompt, params: SamplingParams | None = None) -> Result:
+    async def agenerate(
+        self, prompt: Prompt | None, params: SamplingParams | None = None, *, encoder_input: EncoderInput = None
+    ) -> Result:
         """`generate` for an event loop: one prompt; gather several to batch them."""
-        answering = self._prepare(prompt, params or SamplingParams())
+        answering = self._prepare(with_source(prompt, encoder_input), params or SamplingParams())
         loop, finished = asyncio.get_running_loop(), asyncio.Event()
         self._listen([answering], lambda: _call_in(loop, finished.set))
         try:

@@ -26,8 +26,8 @@ from .config import ModelConfig
 from .families import FAMILIES, Place
 from .families.base import Change
 from .files import read_object
-from .folder import StoredRows, first_line, open_safetensors, stored_rows, tensor_files
-from .gguf import GgufFile, GgufTensor, read_groups
+from .folder import StoredRows, first_line, open_safetensors, stored_rows, tensor_files, text_name
+from .gguf import GgufTensor, embedding_rows, read_groups
 from .gguf_split import part_paths, read_whole_gguf
 from .lora_folder import described, is_adapter
 from .names import expected_shape
@@ -173,11 +173,19 @@ class SafetensorsCheckpoint:
         config = ModelConfig.from_hf(stated if self._scheme is None else plain)
         self.config = dataclasses.replace(config, eos_token_ids=folder_eos_ids(folder))
         self._family = FAMILIES[config.family]
-        self._files = tensor_files(folder)
+        found = tensor_files(folder)
+        known_as = text_name if self.config.images else str  # in files of models that see images
+        self._names = {known_as(name): name for name in found}
+        self._files = {known_as(name): path for name, path in found.items()}
         self._opened: dict[Path, Any] = {}
         self._tokenizer: Tokenizer | None = None
         if not self.config.tied_head and not self.has("lm_head.weight"):
             raise _missing("lm_head.weight", self.name)
+
+    @property
+    def folder(self) -> Path:
+        """Where it lies."""
+        return self._folder
 
     @property
     def files(self) -> list[Path]:
@@ -281,13 +289,13 @@ class SafetensorsCheckpoint:
         if path not in self._opened:
             self._opened[path] = open_safetensors(path)
         try:
-            return self._opened[path].get_slice(name)
+            return self._opened[path].get_slice(self._names[name])
         except SafetensorError as error:  # the index promised what the file does not hold
             raise _missing(name, str(path)) from error
 
     def _read(self, name: str, entry: int | None = None) -> Tensor:
         found = self._slice(name)
-        return self._opened[self._files[name]].get_tensor(name) if entry is None else found[entry]
+        return self._opened[self._files[name]].get_tensor(self._names[name]) if entry is None else found[entry]
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -309,7 +317,7 @@ class GgufCheckpoint:
         self._tokenizer: Tokenizer | None = None
         tensors = self._file.tensors
         vectors = {name: self._file.dequantize(own).tolist() for name, own in tensors.items() if name in ROPE_VECTORS}
-        fields = {"vocab_size": _embedding_rows(self._file), **self._file.fields}
+        fields = {"vocab_size": embedding_rows(self._file), **self._file.fields}
         self.config = ModelConfig.from_gguf(fields, tensors.keys(), vectors)
         form = FAMILIES[self.config.family].gguf
         if form is None:
@@ -389,11 +397,6 @@ class GgufCheckpoint:
 
 _STORED_TYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 ROPE_VECTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-
-
-def _embedding_rows(file: GgufFile) -> int | None:
-    embedding = file.tensors.get("token_embd.weight")
-    return embedding.shape[0] if embedding else None
 
 
 def _missing(name: str, where: str) -> CheckpointError:

@@ -96,3 +96,16 @@ def first_line(error: BaseException) -> str:
     """What an error says, or its name."""
     lines = str(error).strip().splitlines()
     return (lines[0] if lines else type(error).__name__).rstrip(" .")
+
+
+_WITHIN = (
+    ("language_model.lm_head.", "lm_head."),
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+)
+
+
+def text_name(name: str) -> str:
+    """The name of a text model's tensor without that of the model around it."""
+    within = next((own for own in _WITHIN if name.startswith(own[0])), None)
+    return name if within is None else within[1] + name.removeprefix(within[0])

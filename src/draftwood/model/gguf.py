@@ -347,3 +347,9 @@ _GROUPS: dict[str, Callable[[np.ndarray], _Groups]] = {
     "Q4_0": _q4_0_groups,
     "Q4_1": _q4_1_groups,
 }
+
+
+def embedding_rows(file: GgufFile) -> int | None:
+    """Tokens of the vocabulary, by the embedding's shape."""
+    embedding = file.tensors.get("token_embd.weight")
+    return embedding.shape[0] if embedding else None

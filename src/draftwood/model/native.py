@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from draftwood.batch import ForwardBatch, ForwardOutput, GivenRows, Pages
 from draftwood.model.checkpoint import Checkpoint
@@ -121,6 +122,7 @@ class NativeTransformer:
             packer.floats("model.embed_positions.weight", stream.learned_positions), config.num_layers,
             config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size,
             weights.byte_activations, stream.embedding_scale, stream.logit_scale, stream.logit_softcap or 0,
+            (ctypes.c_int64 * 3)(*config.rope.sections),
         )  # fmt: skip
 
     def forward(
@@ -136,12 +138,15 @@ class NativeTransformer:
         tables = self._tables(num_keys)
         adapted = NO_ADAPTERS if self._adapters is None else self._adapters.of(batch.adapters)
         unpacked = self._scratch.unpacked(num_keys) if cache.packed_as else None
+        turns = None if batch.turns is None else batch.turns.contiguous()
+        which, embeds = _given(batch)
         struct = structs.Batch(
             len(batch.tokens), len(batch.tree_base), batch.ancestors.shape[1], batch.block_table.shape[1],
             len(batch.logit_rows), *(array.data_ptr() for array in arrays), ctypes.addressof(tables),
             cache.store.data_ptr(), cache.store.shape[3], cache.page_size, logits.data_ptr(), wanted.data_ptr(),
             len(needs), features.data_ptr(), address(given and given.residual), address(given and given.wide),
             *adapted, cache.packed_as, address(unpacked), 0 if unpacked is None else unpacked.shape[1],
+            address(turns), address(which), address(embeds),
         )  # fmt: skip
         scratch = self._scratch.fit(len(batch.tokens), num_keys, num_nodes)
         self._library.dw_forward(ctypes.byref(self._model), ctypes.byref(struct), ctypes.byref(scratch))
@@ -160,6 +165,15 @@ class NativeTransformer:
                 table = torch.view_as_real(rotary.table(length))
                 self._rotations[i] = table.transpose(1, 2).flatten(1).contiguous()
         return (ctypes.c_void_p * len(self._rotations))(*(table.data_ptr() for table in self._rotations))
+
+
+def _given(batch: ForwardBatch) -> tuple[Tensor | None, Tensor | None]:
+    """Which of the given embeddings each row begins with, -1 where it is its token's, and these. [N], [K, hidden]."""
+    if batch.embed_rows is None or batch.embeds is None:
+        return None, None
+    which = torch.full((len(batch.tokens),), -1)
+    which[batch.embed_rows] = torch.arange(len(batch.embed_rows))
+    return which, batch.embeds.float().contiguous()
 
 
 def _turnings(config: ModelConfig) -> list[Turning]:

@@ -86,6 +86,15 @@ class Refreshable(Model, Protocol):
         ...
 
 
+@runtime_checkable
+class ReadsSources(Model, Protocol):
+    """A decoder behind an encoder."""
+
+    def share_encoder(self, other: Model) -> bool:
+        """Read with the encoder of `other` from now on, if it is the same one; whether it is."""
+        ...
+
+
 def load_model(
     checkpoint: Checkpoint,
     dtype: torch.dtype,
@@ -114,7 +123,11 @@ def _universal(
     checkpoint: UniversalCheckpoint, dtype: torch.dtype, device: torch.device, weights: WeightFormat
 ) -> Model:
     require_supported(checkpoint.name, dtype, device, weights)
-    from draftwood.model.universal import UniversalModel  # transformers is an extra
+    if checkpoint.config.encoder is not None:
+        from draftwood.model.universal_seq2seq import Seq2SeqModel  # transformers is an extra
+
+        return Seq2SeqModel(checkpoint, dtype, device)
+    from draftwood.model.universal import UniversalModel
 
     return UniversalModel(checkpoint, dtype, device)
 

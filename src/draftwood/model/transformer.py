@@ -29,7 +29,7 @@ from draftwood.model.layers import (
 from draftwood.model.loading import WeightLoader
 from draftwood.model.lora import Adapter, LowRank
 from draftwood.model.lora_layers import AdaptedLinear, sites
-from draftwood.model.rope import RopeConfig
+from draftwood.model.rope import RopeConfig, planes_of
 from draftwood.model.spec import (
     ATTENTION_NORM,
     ATTENTION_OUTPUT_NORM,
@@ -182,6 +182,8 @@ class Transformer:
         hidden, scale = self.embedding[batch.tokens], self.config.stream.embedding_scale
         if scale != 1.0:
             hidden = hidden * torch.tensor(scale, dtype=self.dtype)  # rounded to the model's type, as in training
+        if batch.embed_rows is not None and batch.embeds is not None:
+            hidden = hidden.index_copy(0, batch.embed_rows, batch.embeds.to(hidden.dtype))
         return hidden if self.positions is None else hidden + self.positions[batch.positions]
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -232,7 +234,10 @@ class Transformer:
     def _rotations(self, rotary: Rotary, batch: ForwardBatch) -> Tensor:
         config = self.config
         turning = config.num_heads + config.num_kv_heads
-        return rotary.at(batch.positions, config.max_positions - 1, turning, config.num_kv_heads)
+        sections = config.rope.sections
+        positions = batch.positions if not sections or batch.turns is None else batch.turns
+        planes = planes_of(sections) if positions.dim() == 2 else None
+        return rotary.at(positions, config.max_positions - 1, turning, config.num_kv_heads, planes)
 
 
 def _added(hidden: Tensor, part: Linear | Experts, x: Tensor, norm: Norm | None, scale: float) -> Tensor:

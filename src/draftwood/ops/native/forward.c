@@ -123,6 +123,25 @@ static void turn(float *x, const float *rotation, int64_t rotated) {
     }
 }
 
+/* The same by time, height and width of the row: each pair by its own. */
+static void turn_in_sections(const Model *m, const Batch *b, int64_t row, float *x, const float *table, int64_t rotated) {
+    const int64_t half = rotated / 2;
+    int64_t i = 0;
+    for (int64_t plane = 0; plane < 3; plane++) {
+        const float *rotation = table + b->turns[plane * b->num_rows + row] * rotated;
+        for (int64_t end = i + m->sections[plane]; i < end; i++) {
+            const float first = x[i], second = x[i + half], cosine = rotation[i], sine = rotation[half + i];
+            x[i] = fmaf(first, cosine, -(second * sine));
+            x[i + half] = fmaf(second, cosine, first * sine);
+        }
+    }
+}
+
+static void turn_row(const Model *m, const Layer *layer, const Batch *b, int64_t row, float *x, const float *table) {
+    if (b->turns && m->sections[0]) turn_in_sections(m, b, row, x, table, layer->rotated);
+    else turn(x, table + b->positions[row] * layer->rotated, layer->rotated);
+}
+
 /* Norms of whole rows of queries, and of keys. */
 static void norm_rows(const Model *m, const Layer *layer, const Batch *b, const Scratch *s, const Team *team) {
     const int64_t queries = m->num_heads * m->head_dim, keys = m->num_kv_heads * m->head_dim;
@@ -153,7 +172,7 @@ static void place(const Model *m, const Layer *layer, const Batch *b, const Scra
         float *x = s->qkv + row * stride + head * dim;
         if (head < first_value) {
             if (!layer->norms_turned) norm_head(m, layer, head, x);
-            if (table) turn(x, table + b->positions[row] * layer->rotated, layer->rotated);
+            if (table) turn_row(m, layer, b, row, x, table);
             if (layer->norms_turned) norm_head(m, layer, head, x);
         }
         if (head >= m->num_heads)
@@ -221,6 +240,10 @@ static void run_layer(const Model *m, const Batch *b, const Scratch *s, int64_t 
 static void begin_row(const Model *m, const Batch *b, int64_t row, float *begin) {
     if (b->residual) {
         memcpy(begin, b->residual + row * m->hidden, m->hidden * sizeof(float));
+        return;
+    }
+    if (b->which && b->which[row] >= 0) {
+        memcpy(begin, b->embeds + b->which[row] * m->hidden, m->hidden * sizeof(float));
         return;
     }
     const float scale = (float)m->embedding_scale;

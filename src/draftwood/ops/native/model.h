@@ -75,6 +75,7 @@ typedef struct {
     int64_t num_layers, hidden, num_heads, num_kv_heads, head_dim, vocabulary;
     int64_t byte_activations; /* whether products with int8 and int4 weights round their inputs to bytes */
     double embedding_scale, logit_scale, logit_softcap;
+    int64_t sections[3]; /* pairs of a head that turn by time, height and width, where rows have `turns` */
 } Model;
 
 enum Packing { PLAIN, PACKED_INT8, PACKED_FP8 }; /* of keys and values: codes of a vector, then its scale in float32 */
@@ -108,6 +109,9 @@ typedef struct {
     int64_t packing;
     float *unpacked;            /* packed: working memory, a part of `unpacked_size` numbers for each thread */
     int64_t unpacked_size;
+    const int64_t *turns;       /* [3, num_rows] what rotation goes by; NULL: positions */
+    const int64_t *which;       /* [num_rows] which of `embeds` a row begins with, -1: its token's; NULL: all tokens' */
+    const float *embeds;        /* [any, hidden] */
 } Batch;
 
 /* What products with matrices in groups read of rows, beside the rows. */

@@ -62,6 +62,7 @@ class Model(Structure):
         ("num_heads", c_int64), ("num_kv_heads", c_int64), ("head_dim", c_int64), ("vocabulary", c_int64),
         ("byte_activations", c_int64),
         ("embedding_scale", c_double), ("logit_scale", c_double), ("logit_softcap", c_double),
+        ("sections", c_int64 * 3),
     ]  # fmt: skip
 
 
@@ -86,6 +87,7 @@ class Batch(Structure):
         ("adapters", c_void_p), ("low_ranks", c_void_p), ("adapted_layers", c_int64), ("most_ranks", c_int64),
         ("shrunk", c_void_p), ("added", c_void_p),
         ("packing", c_int64), ("unpacked", c_void_p), ("unpacked_size", c_int64),
+        ("turns", c_void_p), ("which", c_void_p), ("embeds", c_void_p),
     ]  # fmt: skip
 
 
@@ -136,6 +138,8 @@ SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "dw_verdict_longest": (None, [c_void_p]),
     "dw_decode_rows": (None, [c_int64, c_void_p, *[c_int64] * 3, c_void_p]),
     "dw_block_product": (None, [c_void_p, c_void_p, c_int64, c_void_p]),
+    "dw_narrow": (None, [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64]),
+    "dw_successors": (c_int64, [c_void_p, c_void_p, *[c_int64] * 5, c_void_p, c_void_p]),
     "dw_pack_codes": (None, [c_int64, *[c_void_p] * 3, c_int64, c_int64, *[c_void_p] * 3, c_int64]),
 }
 
