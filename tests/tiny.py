@@ -34,6 +34,7 @@ from draftwood.drafters.scripted import ScriptedDrafter
 from draftwood.drafters.student import StudentDrafter
 from draftwood.drafters.suffix import SuffixDrafter
 from draftwood.drafters.trained import drafter_of
+from draftwood.drafters.view import View, ViewDrafter
 from draftwood.drafting import Drafter, Grower
 from draftwood.engine.controller import FixedBudget
 from draftwood.engine.engine import Engine
@@ -44,7 +45,7 @@ from draftwood.engine.worker import Companion
 from draftwood.model.checkpoint import expected_shape
 from draftwood.model.config import ModelConfig
 from draftwood.model.names import tensor_shapes
-from draftwood.model.runner import ModelRunner
+from draftwood.model.runner import Model, ModelRunner, load_model
 from draftwood.model.weights import FORMATS
 from draftwood.nets.dflash import BlockNet, BlockSpec, HiddenCorrection, Markov
 from draftwood.nets.eagle import Eagle1, Eagle3, Eagle3Spec, MultiToken
@@ -423,6 +424,16 @@ def with_masks(grower: Grower, guesses: int = 4, num_pages: int = 200) -> DraftM
     return lambda dtype: ParallelDrafter(
         tiny_runner(noise=0.2, dtype=dtype, num_pages=num_pages), grower, mask=5, guesses=guesses
     )
+
+
+def with_view(view: View, grower: Grower) -> DraftMaker:
+    """A part of the target."""
+    return lambda dtype: ViewDrafter(view, grower)
+
+
+def rounded(weights: str) -> Callable[[Model], Model]:
+    """The tiny target with other weights."""
+    return lambda target: load_model(TinyCheckpoint(target.config), target.dtype, target.device, FORMATS[weights])
 
 
 NETS = {

@@ -16,6 +16,7 @@ import torch
 
 from draftwood.config import EngineConfig
 from draftwood.drafters.by_request import OfferedDrafters
+from draftwood.drafters.cascade import CASCADE, build_cascade, middle_of
 from draftwood.drafters.combined import CombinedDrafter
 from draftwood.drafters.intersection import Bridge, IntersectionDrafter
 from draftwood.drafters.lookups import LOOKUPS, build_lookup, build_member, combined_sources, is_lookup, room_of
@@ -24,8 +25,10 @@ from draftwood.drafters.pard import GUESSES, ParallelDrafter
 from draftwood.drafters.predicted import PredictedDrafter
 from draftwood.drafters.reencoding import ReencodingDrafter
 from draftwood.drafters.rest import RestDrafter
+from draftwood.drafters.self_drafts import SELF_DRAFTS, copied_as, is_self_draft
 from draftwood.drafters.student import StudentDrafter
-from draftwood.drafters.trained import drafter_of
+from draftwood.drafters.trained import DEFAULT_TREE, drafter_of, usual_tree
+from draftwood.drafters.view import ViewDrafter
 from draftwood.drafting import Drafter, Grower
 from draftwood.engine.memory import (
     automatic_cache_tokens,
@@ -57,10 +60,7 @@ from draftwood.model.encoders import check_reads_as_much
 from draftwood.model.native import Progress
 from draftwood.model.runner import ModelRunner, require_strict
 from draftwood.model.universal_folder import UniversalCheckpoint, require_supported
-from draftwood.nets.dflash import BlockNet
-from draftwood.nets.eagle import Eagle3
 from draftwood.nets.embeddings import TargetEmbeddings
-from draftwood.nets.kangaroo import Kangaroo
 from draftwood.nets.layouts import (
     DrafterFiles,
     Layout,
@@ -71,15 +71,11 @@ from draftwood.nets.layouts import (
     self_test,
 )
 from draftwood.nets.layouts.student import student_words
-from draftwood.nets.medusa import HeadStack
-from draftwood.nets.pard import ParallelEagle
 from draftwood.nets.shared import SharedWords
-from draftwood.nets.student import MaskedStudent
 from draftwood.protocols import Verifier
 from draftwood.tree import POINT_CHAIN, DraftLaw
 from draftwood.verifiers import AUTO, LAWS, ByRequest, default_law
 
-DEFAULT_TREE = "chain"
 CPU = torch.device("cpu")
 log = logging.getLogger(__name__)
 TRAINED = Path(__file__).parent / "trained"  # drafters that come with the package, for the embedded model
@@ -134,6 +130,11 @@ NEARLY_ALL = 0.9  # of the target's tokens: vocabularies that differ in markers 
 LEAST_OF_NETWORKS = 0.02  # chance of a node beside those of networks, whose trees are not cut by chance either
 
 
+def makes_own_trees(drafter: str) -> bool:
+    """Whether the name is that of a drafter for which no tree can be asked."""
+    return is_lookup(drafter) or drafter.partition(":")[0] == "cascade"
+
+
 def _entry(kind: str, table: Mapping[str, Entry], name: str, others: tuple[str, ...] = ()) -> Entry:
     if name not in table:
         raise InvalidRequest(f"Unknown {kind} '{name}': choose one of {', '.join((*table, *others))}.")
@@ -170,7 +171,7 @@ def choose_law(spec: str | Verifier, drafts: DraftLaw, device: torch.device = CP
 
 def suited_tree(drafter: str, law: str | Verifier) -> str | None:
     """The tree a law asks for where the user names none."""
-    return "coupled" if law == "coupled" and not is_lookup(drafter) else None
+    return "coupled" if law == "coupled" and not makes_own_trees(drafter) else None
 
 
 def build_drafter(
@@ -182,18 +183,28 @@ def build_drafter(
     if spec.startswith("model:"):
         return load_model_drafter(open_checkpoint(spec.removeprefix("model:"), config.impl), tree, target, config)
     name, _, _ = spec.partition(":")
+    if name == "cascade":
+        _refuse_tree(tree, name, CASCADE)
+        return build_cascade(split_spec(spec)[1], lambda part: build_drafter(part, None, target, config))
+    if is_self_draft(spec):
+        part = SELF_DRAFTS[name].build("drafter", *split_spec(spec))
+        return ViewDrafter(part(target), build_grower(tree or DEFAULT_TREE))
     trained = trained_folder(spec)
     if name not in LOOKUPS and (trained.is_dir() or HUB_ID.fullmatch(spec)):
         return load_trained(trained if trained.is_dir() else spec, tree, target, config, allow_pickle=allow_pickle)
-    entry = _entry("drafter", LOOKUPS, name, (*SHIPPED, MODEL_DRAFTER, "a folder"))
+    entry = _entry("drafter", LOOKUPS, name, ("cascade", *SELF_DRAFTS, *SHIPPED, MODEL_DRAFTER, "a folder"))
+    _refuse_tree(tree, name, entry)
+    lookup = build_lookup(spec, config.torch_device())
+    check_datastores(lookup, target)
+    return lookup
+
+
+def _refuse_tree(tree: str | None, name: str, entry: Entry) -> None:
     if tree is not None:
         raise InvalidRequest(
             f"The drafter '{name}' makes its own trees; --tree goes with models and trained networks. "
             f"Its settings are: {', '.join(entry.defaults) or 'none'}."
         )
-    lookup = build_lookup(spec, config.torch_device())
-    check_datastores(lookup, target)
-    return lookup
 
 
 def check_datastores(drafter: Drafter, target: Checkpoint) -> None:
@@ -261,30 +272,6 @@ def _load_files(
     net = build_net(files, target.config, words)
     self_test(net, words)
     return drafter_of(net, words, build_grower(tree or usual_tree(type(net), words.device)))
-
-
-@dataclass(frozen=True)
-class UsualTree:
-    """The tree a network gets where none is asked for: more guesses cost a CPU time, and a GPU hardly any."""
-
-    on_cpu: str
-    on_gpu: str
-
-
-USUAL: Mapping[type, UsualTree] = {
-    Eagle3: UsualTree("chain:depth=5", "beam:nodes=63,width=6,depth=6"),
-    BlockNet: UsualTree("chain:depth=6", "beam:nodes=63,width=6,depth=6"),
-    HeadStack: UsualTree("static:widths=3x2x1", "beam:nodes=63,width=16,depth=4"),
-    ParallelEagle: UsualTree("chain:depth=8", "chain:depth=8"),
-    Kangaroo: UsualTree("chain:depth=5", "chain:depth=5"),
-    MaskedStudent: UsualTree("chain:depth=8", "chain:depth=8"),
-}
-
-
-def usual_tree(kind: type, device: torch.device) -> str:
-    """For a network of this kind."""
-    usual = USUAL.get(kind, UsualTree(DEFAULT_TREE, DEFAULT_TREE))
-    return usual.on_gpu if device.type == "cuda" else usual.on_cpu
 
 
 def load_parallel(
@@ -374,14 +361,15 @@ def settle(config: EngineConfig, target: Checkpoint, drafter: str | Drafter) -> 
         return config
     draft, (free, total) = _draft_config(drafter, target.config), device_memory(config.torch_device())
     if not config.cache_tokens:
-        tokens = automatic_cache_tokens(target.config, draft, config, free, total)
+        tokens = automatic_cache_tokens(target.config, draft, config, free, total, copied_as(middle_of(drafter)))
         config = replace(config, cache_tokens=tokens)
-    check(plan_memory(target.config, draft, config, free, total))
+    check(plan_memory(target.config, draft, config, free, total, copied_as(middle_of(drafter))))
     return config
 
 
 def _draft_config(drafter: str | Drafter, target: ModelConfig) -> ModelConfig | None:
     """A model that needs about as much memory as the drafter will; a network counts for four of the target's layers."""
+    drafter = middle_of(drafter)
     if not isinstance(drafter, str):
         return None
     if members := combined_sources(drafter):
@@ -407,7 +395,8 @@ def memory_explained(config: EngineConfig, target: Checkpoint, drafter: str | Dr
     except torch.OutOfMemoryError as error:
         give_back_memory()
         free, total = device_memory(config.torch_device())
-        plan = plan_memory(target.config, _draft_config(drafter, target.config), config, free, total)
+        draft = _draft_config(drafter, target.config)
+        plan = plan_memory(target.config, draft, config, free, total, copied_as(middle_of(drafter)))
         raise explain_out_of_memory(error, plan) from error
 
 

@@ -17,7 +17,9 @@ import pytest
 import torch
 
 from adapters import ALL, adapter_tensors, llama_modules, write_adapter
+from draftwood.drafters.cascade import CascadeDrafter
 from draftwood.drafters.lookahead import LookaheadDrafter
+from draftwood.drafters.view import View, ViewDrafter, Window, first_layers, without_layers
 from draftwood.growers import (
     Beam,
     Best,
@@ -59,6 +61,7 @@ from tiny import (
     offering,
     recycling,
     rest,
+    rounded,
     scripted,
     suffix,
     tiny_config,
@@ -69,6 +72,7 @@ from tiny import (
     with_model,
     with_net,
     with_student,
+    with_view,
 )
 
 V = 13
@@ -137,6 +141,17 @@ DRAFTERS: dict[str, DraftMaker] = {
     "kangaroo-sampled": with_net("kangaroo", Levels((1, 1, 1), Independent())),
     "model-other-family": with_model(Levels((2, 2), Best()), family="qwen3", layers=1),
     "model-other-vocabulary": with_bridge(Levels((2, 1), WithoutReplacement())),
+    "view-int4-beam": with_view(View(without_layers((0,)), rounded("w4a8")), Beam(nodes=9, width=3, depth=3)),
+    "view-window": with_view(View(window=Window(4, 4)), BestFirst(nodes=9, width=3, forwards=3)),
+    "offered-views": offering(
+        with_view(View(first_layers(1)), Levels((1, 1, 1), Independent())),
+        with_view(View(window=Window(0, 4)), chain(4)),
+        with_model(chain(3)),
+        suffix(nodes=4, shortest=1, least=0.0),
+    ),
+    "cascade-view": lambda dtype: CascadeDrafter(
+        suffix(nodes=5, shortest=1, least=0.0)(dtype), ViewDrafter(View(without_layers((0,))), chain(1)), 5, 2, 3
+    ),
     "predicted": expecting(no_drafter, lambda prompt: nearly_right(tuple(prompt))),
     "predicted-model-iid": expecting(
         with_model(Levels((2, 2), Independent())), lambda prompt: nearly_right(tuple(prompt))

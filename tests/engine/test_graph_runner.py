@@ -12,6 +12,7 @@ import torch
 from captured import DEVICE, GPU, CapturedHarness, runner
 from draftwood.assembly import offer
 from draftwood.cache.batch_state import BIASES, STOPS
+from draftwood.drafters.cascade import CascadeDrafter
 from draftwood.drafters.combined import CombinedDrafter
 from draftwood.drafters.intersection import Bridge, IntersectionDrafter
 from draftwood.drafters.lookahead import LookaheadDrafter
@@ -23,6 +24,7 @@ from draftwood.drafters.pard import ParallelDrafter
 from draftwood.drafters.recycling import RecyclingDrafter
 from draftwood.drafters.scripted import ScriptedDrafter
 from draftwood.drafters.suffix import SuffixDrafter
+from draftwood.drafters.view import View, ViewDrafter, Window, without_layers
 from draftwood.drafting import padded_batch
 from draftwood.engine import shapes
 from draftwood.engine.controller import FixedBudget
@@ -109,6 +111,14 @@ DRAFTERS = {
     "greedy": lambda **kw: draft(Greedy(7, 3), **kw),
     "hybrid": lambda **kw: draft(Levels((3, 2), Hybrid()), **kw),
     "paths": lambda **kw: draft(Paths(3, 2, trunk=1), **kw),
+    "view": lambda **_: ViewDrafter(View(without_layers((0,))), chain(4)),
+    "view window beam": lambda **_: ViewDrafter(View(window=Window(4, 4)), Beam(9, 3, 3)),
+    "cascade": lambda **_: CascadeDrafter(
+        RecyclingDrafter(4, 2, 2, 0.0), ViewDrafter(View(without_layers((0,))), chain(1)), nodes=6, rounds=2, ahead=3
+    ),
+    "cascade of host trees": lambda **kw: CascadeDrafter(
+        SuffixDrafter(5, shortest=1, least=0.0), draft(chain(1), **kw), nodes=5, rounds=2, ahead=4
+    ),
     "pard": lambda num_pages=200: ParallelDrafter(runner(0.2, num_pages), chain(4), mask=5, guesses=4),
     "other vocabulary": lambda num_pages=200: IntersectionDrafter(
         runner(0.2, num_pages),

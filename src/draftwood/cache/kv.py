@@ -155,6 +155,17 @@ class Places:
     shift: int = 0  # to be added to index and position
 
 
+def behind_last(places: Places, count: int) -> Places:
+    """Places of the text's last `count` tokens, and of nodes behind it."""
+    size, rows = places.index.shape
+    assert places.ancestors is not None
+    steps = torch.arange(-count, 0, device=places.index.device).expand(size, -1)
+    words = places.ancestors.shape[1]
+    bits = torch.nn.functional.pad(places.ancestors.view(size, rows, words), (0, 0, count, 0))
+    index, position = (torch.cat([steps, own], 1) for own in (places.index, places.position))
+    return replace(places, index=index, position=position, ancestors=bits.flatten(0, 1))
+
+
 def stage_behind(
     lengths: Tensor,
     block_table: Tensor,

@@ -264,6 +264,35 @@ def calibrate(engine: EngineFlags, as_json: Json = False) -> None:
         stdout().print(costs_table(costs))
 
 
+@app.command("search-skip", rich_help_panel="What there is")
+@command
+def search_skip(
+    engine: EngineFlags,
+    searched: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="The same as --model.", show_default=False)
+    ] = None,
+    policy: Annotated[
+        str, typer.Option(help="auto (knapsack, then search), cosine (CLaSp), knapsack (KnapSpec), search (at random).")
+    ] = "auto",
+    prompts: Annotated[
+        Path | None, typer.Option(help="Texts to answer: one a line, or JSON lines with turns, prompt or text.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Of each answer.")] = 64,
+    tries: Annotated[int, typer.Option(help="Sets that are tried at random.")] = 60,
+    as_json: Json = False,
+) -> None:
+    """Find layers that drafts of a model can leave out, by expected tokens a second; kept for --drafter layer-skip.
+
+    [dim]Example:[/]
+
+    draftwood search-skip path/to/model --prompts questions.jsonl
+    """
+    from draftwood.cli.search_skip import run_search
+
+    flags = engine if searched is None else replace(engine, model=searched)
+    run_search(flags, policy, prompts, tokens, tries, as_json=as_json)
+
+
 @app.command(rich_help_panel="What there is")
 @command
 def laws(

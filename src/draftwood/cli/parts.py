@@ -23,12 +23,17 @@ def models_table() -> Table:
 def parts_tables() -> Iterator[Table]:
     """Drafters, trees, weight formats, controllers and laws."""
     from draftwood.assembly import LOOKUPS, MODEL_DRAFTER, SHIPPED, SHIPPED_SAYS, TREES
+    from draftwood.drafters.cascade import CASCADE
+    from draftwood.drafters.self_drafts import SELF_DRAFTS
     from draftwood.engine.policies import POLICIES
     from draftwood.model.weights import FORMATS, ON_ACCELERATORS
 
     drafters = _table("Name", "Settings", "Guesses", title="Drafters (--drafter)")
     for name, entry in LOOKUPS.items():
         drafters.add_row(name, _settings(entry.defaults, entry.on_gpu), entry.description)
+    drafters.add_row("cascade", _settings(CASCADE.defaults), CASCADE.description)
+    for name, entry in SELF_DRAFTS.items():
+        drafters.add_row(name, f"--tree, {_settings(entry.defaults)}", entry.description)
     drafters.add_row(MODEL_DRAFTER, "--tree", "what a smaller model of the same vocabulary says")
     for name in SHIPPED:
         drafters.add_row(name, "--tree", f"{SHIPPED_SAYS[name]}; in this package, trained for smollm2")

@@ -71,10 +71,11 @@ def check_parts(flags: EngineFlags) -> None:
 
 def check_adaptable(flags: EngineFlags) -> None:
     """Refuse to adapt what was not trained for its target, before any weights are read."""
-    from draftwood.assembly import combined_sources, is_lookup
+    from draftwood.assembly import combined_sources, makes_own_trees
+    from draftwood.drafters.self_drafts import is_self_draft
 
     names = combined_sources(flags.drafter) or [flags.drafter]
-    if all(is_lookup(name) or name.partition(":")[0] == "model" for name in names):
+    if all(makes_own_trees(name) or is_self_draft(name) or name.partition(":")[0] == "model" for name in names):
         raise InvalidRequest(
             f"The drafter '{flags.drafter}' cannot learn: --adapt goes with trained ones, such as --drafter eagle3."
         )

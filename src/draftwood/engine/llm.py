@@ -25,8 +25,8 @@ from draftwood.assembly import (
     build_drafter,
     build_verifier,
     choose_law,
-    is_lookup,
     load_runner,
+    makes_own_trees,
     memory_explained,
     offer,
     settle,
@@ -183,7 +183,7 @@ class LLM:
     def _drafter(self, drafter: str | Drafter, parts: Parts) -> Drafter:
         if not isinstance(drafter, str):
             return drafter
-        takes_tree = not is_lookup(drafter) or drafter == parts.drafter
+        takes_tree = not makes_own_trees(drafter) or drafter == parts.drafter
         tree = (parts.tree or suited_tree(drafter, parts.law)) if takes_tree else None
         return build_drafter(drafter, tree, self.checkpoint, self.config, allow_pickle=self._allow_pickle)
 

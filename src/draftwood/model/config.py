@@ -127,9 +127,10 @@ class ModelConfig:
         """Whether some layer is a mixture of experts."""
         return any(isinstance(layer.mlp, ExpertsSpec) for layer in self.layers)
 
-    def first(self, count: int) -> ModelConfig:
-        """Its first layers alone."""
-        return replace(self, num_layers=count, windows=self.windows[:count], layers=self.layers[:count])
+    def part(self, layers: Sequence[int]) -> ModelConfig:
+        """Some of its layers alone."""
+        specs = tuple(self.layers[i] for i in layers) if self.layers else ()
+        return replace(self, num_layers=len(layers), windows=tuple(self.windows[i] for i in layers), layers=specs)
 
     def with_layers(self, count: int) -> ModelConfig:
         """So many plain layers of these sizes, each of which sees all of the text."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache as cached
 from pathlib import Path
@@ -74,6 +75,7 @@ class CudaTransformer:
         # The largest first: rounding them needs a second copy, which costs least while nothing else is there.
         self._head, self._embedding = loader.head_and_embedding()
         self._layers = [loader.layer(i) for i in range(config.num_layers)]
+        self._cached = list(range(config.num_layers))  # where in the pages each layer's keys and values lie
         self._final_norm = loader.norm("model.norm")
         self.num_bytes = loader.num_bytes
         self._rotations = {turning: self._table(*turning) for turning in {_turning(spec) for spec in self._specs}}
@@ -92,10 +94,11 @@ class CudaTransformer:
     def _loader(self, checkpoint: Checkpoint, progress: Progress = lambda *_: None) -> CudaLoader:
         return CudaLoader(checkpoint, self.dtype, self.device, self.weights, self.strict, progress)
 
-    def first(self, count: int) -> CudaTransformer:
-        """Its first layers as a model, in the same memory."""
+    def part(self, layers: Sequence[int]) -> CudaTransformer:
+        """Some of its layers as a model, in the same memory."""
         part = copy.copy(self)
-        part.config, part._layers, part._specs = self.config.first(count), self._layers[:count], self._specs[:count]
+        part.config, part._specs = self.config.part(layers), tuple(self._specs[i] for i in layers)
+        part._layers, part._cached = [self._layers[i] for i in layers], [self._cached[i] for i in layers]
         return part
 
     def refresh(self, checkpoint: Checkpoint) -> None:
@@ -127,7 +130,7 @@ class CudaTransformer:
         read = stream if given is None or given.wide is None else Stream(given.wide)
         features: dict[int, Tensor] = {}
         for i in range(len(self._layers)):
-            turning = self._turning(i, batch.positions, batch.slots, cache.store[i])
+            turning = self._turning(i, batch.positions, batch.slots, cache.store[self._cached[i]])
             run = self._run_plain if self._fused(i) else self._run_apart
             read = stream = run(i, stream, read, turning, attention[shapes[i]])
             if i in needs:  # the next layer may write over it
@@ -144,7 +147,7 @@ class CudaTransformer:
         layer, next_norm, following = self._layers[i], *self._behind(i)
         ahead = ONE_ROW if len(stream.hidden) == 1 and not self.strict else SEVERAL_ROWS
         query = layer.qkv.turned(read, turning, layer.output.beginning(ahead.output))
-        mixed = attention.run(i, query)
+        mixed = attention.run(self._cached[i], query)
         then = layer.gate_up.beginning(ahead.gate_up, gated=True)
         stream = layer.output.add_to(stream.hidden, mixed, layer.mlp_norm, then)
         wide = layer.gate_up.gated(stream, self.config.activation, layer.down.beginning(ahead.down))
@@ -153,7 +156,7 @@ class CudaTransformer:
     def _run_apart(self, i: int, stream: Stream, read: Stream, turning: Turning, attention: _Attention) -> Stream:
         """A layer with norms or a scale behind its products."""
         layer, scale = self._layers[i], self._specs[i].residual_scale
-        mixed = attention.run(i, layer.qkv.turned(read, turning))
+        mixed = attention.run(self._cached[i], layer.qkv.turned(read, turning))
         made = layer.output(Stream(mixed))
         stream = Stream(_added(stream.hidden, made, layer.attention_output_norm, scale), layer.mlp_norm)
         made = layer.down(Stream(layer.gate_up.gated(stream, self.config.activation)))
@@ -180,7 +183,7 @@ class CudaTransformer:
         config = self.config
         for i, layer in enumerate(self._layers):
             made = layer.qkv.outputs_from(config.num_heads * config.head_dim)(Stream(rows))
-            rotate_and_store(made, self._turning(i, positions, slots, cache.store[i], 0))
+            rotate_and_store(made, self._turning(i, positions, slots, cache.store[self._cached[i]], 0))
 
     def _turning(
         self, i: int, positions: Tensor, slots: Tensor, store: Tensor, num_heads: int | None = None

@@ -57,6 +57,7 @@ class NativeTransformer:
     dtype = torch.float32
     device = torch.device("cpu")
     strict = True
+    _whole: NativeTransformer | None = None  # what it is a part of, whose memory its layers point to
 
     def __init__(
         self, library: Kernels, checkpoint: Checkpoint, weights: WeightFormat, progress: Progress = lambda *_: None
@@ -79,11 +80,13 @@ class NativeTransformer:
         """Memory of all weights."""
         return sum(arena.num_bytes for arena in self._arenas)
 
-    def first(self, count: int) -> NativeTransformer:
-        """Its first layers as a model, in the same memory."""
+    def part(self, layers: Sequence[int]) -> NativeTransformer:
+        """Some of its layers as a model, in the same memory."""
         part = copy.copy(self)
-        part.config, part._model = self.config.first(count), structs.Model.from_buffer_copy(self._model)
-        part._model.num_layers = count
+        part.config, part._model = self.config.part(layers), structs.Model.from_buffer_copy(self._model)
+        part._layers = (structs.Layer * len(layers))(*(self._layers[i] for i in layers))
+        part._model.layers, part._model.num_layers = part._layers, len(layers)
+        part._whole = self
         return part
 
     def adapt(self, adapters: Sequence[Adapter]) -> None:
@@ -135,7 +138,7 @@ class NativeTransformer:
         logits = torch.empty(len(batch.logit_rows), self.config.vocab_size)
         features = torch.empty(len(needs), len(batch.tokens), self.config.hidden_size)
         arrays = [getattr(batch, name).contiguous() for name in _ARRAYS]
-        tables = self._tables(num_keys)
+        tables = self._tables(max(num_keys, 1 + int(batch.positions.max())))  # a draft may leave keys out
         adapted = NO_ADAPTERS if self._adapters is None else self._adapters.of(batch.adapters)
         unpacked = self._scratch.unpacked(num_keys) if cache.packed_as else None
         turns = None if batch.turns is None else batch.turns.contiguous()
@@ -237,7 +240,7 @@ def _layer(packer: Packer, config: ModelConfig, storage: Storage | None, i: int)
         _turnings(config).index((attention.rope, attention.rotated)) if attention.rope else -1, attention.rotated,
         expert.gated, ACTIVATIONS[expert.activation], spec.wiring.parallel,
         attention.scale, attention.softcap or 0, spec.residual_scale,
-        packer.floats(f"{own}.sinks.weight", attention.sinks), mixture,
+        packer.floats(f"{own}.sinks.weight", attention.sinks), mixture, i,
     )  # fmt: skip
 
 

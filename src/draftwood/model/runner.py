@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
-from draftwood.batch import ForwardBatch, ForwardOutput, Pages
+from draftwood.batch import ForwardBatch, ForwardOutput, GivenRows, Pages
 from draftwood.cache.kv import KVCache
 from draftwood.errors import InvalidRequest
 from draftwood.model import native
@@ -58,10 +58,18 @@ class Model(Protocol):
 
 @runtime_checkable
 class Sliceable(Model, Protocol):
-    """A model of which a part is a model."""
+    """A model of which a part is a model, and which can begin with a residual stream instead of tokens."""
 
-    def first(self, count: int) -> Sliceable:
-        """Its first layers as a model, in the same memory; what its head says of them means nothing."""
+    def forward(
+        self, batch: ForwardBatch, cache: Pages, needs: frozenset[int] = frozenset(), given: GivenRows | None = None
+    ) -> ForwardOutput:
+        """See `Model`."""
+        ...
+
+    def part(self, layers: Sequence[int]) -> Sliceable:
+        """Some of its layers, rising, and its last norm and head as a model, in the same memory. It reads and writes a
+        layer's keys and values where the whole model does.
+        """
         ...
 
 
@@ -184,6 +192,13 @@ class ModelRunner:
             _require_packing(model)
         self.model = model
         self.cache = KVCache(model.config, num_pages, page_size, model.dtype, model.device, packing)
+
+    @classmethod
+    def over(cls, model: Model, cache: KVCache) -> ModelRunner:
+        """A model that reads and writes another one's keys and values."""
+        runner = cls.__new__(cls)
+        runner.model, runner.cache = model, cache
+        return runner
 
     @classmethod
     def load(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from draftwood.batch import AttentionShape, ForwardBatch, ForwardOutput, Pages
+from draftwood.batch import AttentionShape, ForwardBatch, ForwardOutput, GivenRows, Pages
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.experts import Experts
 from draftwood.model.layers import (
@@ -99,6 +99,7 @@ class Transformer:
         self.head, self.embedding = loader.head_and_embedding()
         self.positions = loader.positions()
         self.layers = [_layer(loader, i, spec) for i, spec in enumerate(self.specs)]
+        self.cached = list(range(config.num_layers))  # where in the pages each layer's keys and values lie
         self.final_norm = loader.norm("model.norm", config.final_norm)
         self.rotaries = {turn: self._rotary(*turn) for turn in map(_turning, self.specs) if turn is not None}
         self._adapters: list[tuple[list[LowRank | None], ...]] = []  # of each layer's four products
@@ -109,10 +110,11 @@ class Transformer:
         tensors = list(tensors_of([self.head, self.final_norm, self.embedding, self.positions, *self.layers]))
         return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
 
-    def first(self, count: int) -> Transformer:
-        """Its first layers as a model, in the same memory."""
+    def part(self, layers: Sequence[int]) -> Transformer:
+        """Some of its layers as a model, in the same memory."""
         part = copy.copy(self)
-        part.config, part.layers, part.specs = self.config.first(count), self.layers[:count], self.specs[:count]
+        part.config, part.specs = self.config.part(layers), tuple(self.specs[i] for i in layers)
+        part.layers, part.cached = [self.layers[i] for i in layers], [self.cached[i] for i in layers]
         return part
 
     def adapt(self, adapters: Sequence[Adapter]) -> None:
@@ -158,20 +160,25 @@ class Transformer:
         fresh = [_layer(loader, i, spec) for i, spec in enumerate(self.specs)]
         write_over([*self.layers, self.final_norm], [*fresh, loader.norm("model.norm", self.config.final_norm)])
 
-    def forward(self, batch: ForwardBatch, cache: Pages, needs: frozenset[int] = frozenset()) -> ForwardOutput:
+    def forward(
+        self, batch: ForwardBatch, cache: Pages, needs: frozenset[int] = frozenset(), given: GivenRows | None = None
+    ) -> ForwardOutput:
         """Run the rows of `batch`, writing their keys and values to `cache`."""
+        if given is not None and given.wide is not None:
+            raise ValueError("torch's operations begin with a residual stream alone")
         shapes = [_shape(spec.attention) for spec in self.specs]
         attention = {shape: plan_attention(batch, cache, shape) for shape in set(shapes)}
         rotations = {turn: self._rotations(rotary, batch) for turn, rotary in self.rotaries.items()}
-        hidden = self._begin(batch)
+        hidden = self._begin(batch) if given is None else given.residual
         features: dict[int, Tensor] = {}
         for i, (own, spec) in enumerate(zip(self.layers, self.specs, strict=True)):
-            layer = self._adapted(own, i, batch.adapters)
+            layer = self._adapted(own, self.cached[i], batch.adapters)
             turn = _turning(spec)
             read = hidden if layer.attention_norm is None else layer.attention_norm(hidden)
             query, key_value = self._project(layer, spec, read, None if turn is None else rotations[turn])
-            cache.write(i, batch.slots, key_value)
-            mixed = _attend(attention[shapes[i]], i, query, layer.sinks)
+            at = self.cached[i]
+            cache.write(at, batch.slots, key_value)
+            mixed = _attend(attention[shapes[i]], at, query, layer.sinks)
             hidden = self._finish(layer, spec, hidden, read, mixed)
             if i in needs:
                 features[i] = hidden

@@ -279,7 +279,7 @@ void attend(const Model *model, int64_t index, const Batch *batch, const Scratch
                 .num_linear = linear, .num_nodes = nodes,
                 .scale = (float)layer->scale, .softcap = (float)layer->softcap,
             };
-            open_vectors(&block, index, head / group, team);
+            open_vectors(&block, layer->cached, head / group, team);
             attend_block(&block, layer, mixed, width);
         }
     }

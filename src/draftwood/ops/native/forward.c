@@ -96,9 +96,8 @@ static void normed_product(const Model *m, const Place *at, const Matrix *w, con
 }
 
 /* The same, added to the residual stream; through a norm, if there is one. */
-static void added_product(const Model *m, const Place *at, const Matrix *w, const Norm *norm, const float *values,
-                          const Scratch *s, int64_t count, const Team *team) {
-    const Layer *layer = &m->layers[at->layer];
+static void added_product(const Model *m, const Place *at, const Layer *layer, const Matrix *w, const Norm *norm,
+                          const float *values, const Scratch *s, int64_t count, const Team *team) {
     const int64_t stride = padded(m->hidden);
     const float scale = (float)layer->residual_scale;
     Target target = {.kind = ADD, .out = s->hidden, .stride = stride, .limit = stride, .scale = scale};
@@ -161,11 +160,11 @@ static void norm_head(const Model *m, const Layer *layer, int64_t head, float *x
 }
 
 /* Head norms and rotation of queries and keys, and the write of keys and values to their slots. */
-static void place(const Model *m, const Layer *layer, const Batch *b, const Scratch *s, int64_t index, const Team *team) {
+static void place(const Model *m, const Layer *layer, const Batch *b, const Scratch *s, const Team *team) {
     const int64_t dim = m->head_dim, heads = m->num_heads + 2 * m->num_kv_heads, stride = layer->qkv.outputs;
     const int64_t first_value = m->num_heads + m->num_kv_heads, bytes = vector_bytes(m, b);
     const float *table = layer->rotation < 0 ? NULL : b->rotations[layer->rotation];
-    char *vectors = vectors_of(m, b, index, 0, 0); /* values' heads behind keys' */
+    char *vectors = vectors_of(m, b, layer->cached, 0, 0); /* values' heads behind keys' */
     if (layer->query_norm.weight && layer->head_norms == WHOLE_ROWS) norm_rows(m, layer, b, s, team);
     SHARE(team, item, b->num_rows * heads) {
         const int64_t row = item / heads, head = item % heads;
@@ -183,13 +182,13 @@ static void place(const Model *m, const Layer *layer, const Batch *b, const Scra
 
 static void run_attention(const Model *m, const Batch *b, const Scratch *s, int64_t index, const Team *team) {
     const Layer *layer = &m->layers[index];
-    const Place at = {b, index, QKV};
+    const Place at = {b, layer->cached, QKV};
     Target qkv = {.kind = STORE, .out = s->qkv, .stride = layer->qkv.outputs, .limit = layer->qkv.outputs};
     if (b->wide && index == 0)
         plain_product(m, &at, &layer->qkv, b->wide, s, b->num_rows, qkv, team);
     else
         normed_product(m, &at, &layer->qkv, &layer->attention_norm, s, NULL, b->num_rows, qkv, team);
-    place(m, layer, b, s, index, team);
+    place(m, layer, b, s, team);
     attend(m, index, b, s, s->qkv, layer->qkv.outputs, s->mixed, layer->output.inputs, team);
 }
 
@@ -206,7 +205,7 @@ static void mlp_product(const Model *m, const Place *at, const Layer *layer, con
 /* The MLP up to its middle. */
 static void run_up(const Model *m, const Batch *b, const Scratch *s, int64_t index, const Team *team) {
     const Layer *layer = &m->layers[index];
-    const Place at = {b, index, GATE_UP};
+    const Place at = {b, layer->cached, GATE_UP};
     const int64_t width = layer->down.inputs, count = b->num_rows;
     if (layer->mixture) {
         mlp_product(m, NULL, layer, &layer->mixture->router, s, count, routes_target(m, layer, s, count), team);
@@ -221,17 +220,17 @@ static void run_up(const Model *m, const Batch *b, const Scratch *s, int64_t ind
 
 static void run_down(const Model *m, const Batch *b, const Scratch *s, int64_t index, const Team *team) {
     const Layer *layer = &m->layers[index];
-    const Place at = {b, index, DOWN};
+    const Place at = {b, layer->cached, DOWN};
     if (layer->mixture) run_experts_down(m, layer, s, b->num_rows, team);
-    else added_product(m, &at, &layer->down, &layer->mlp_output_norm, s->gated, s, b->num_rows, team);
+    else added_product(m, &at, layer, &layer->down, &layer->mlp_output_norm, s->gated, s, b->num_rows, team);
 }
 
 static void run_layer(const Model *m, const Batch *b, const Scratch *s, int64_t index, const Team *team) {
     const Layer *layer = &m->layers[index];
-    const Place at = {b, index, OUTPUT};
+    const Place at = {b, layer->cached, OUTPUT};
     run_attention(m, b, s, index, team);
     if (layer->parallel) run_up(m, b, s, index, team);
-    added_product(m, &at, &layer->output, &layer->attention_output_norm, s->mixed, s, b->num_rows, team);
+    added_product(m, &at, layer, &layer->output, &layer->attention_output_norm, s->mixed, s, b->num_rows, team);
     if (!layer->parallel) run_up(m, b, s, index, team);
     run_down(m, b, s, index, team);
 }

@@ -65,6 +65,7 @@ typedef struct {
     double residual_scale;        /* of what attention and MLP add */
     const float *sinks;           /* [num_heads] a score of each head behind which no value stands; or null */
     const Mixture *mixture;       /* instead of one MLP, or around it; or null */
+    int64_t cached;               /* where in the store its keys and values lie */
 } Layer;
 
 typedef struct {

@@ -49,7 +49,7 @@ class Layer(Structure):
         ("window", c_int64), ("rotation", c_int64), ("rotated", c_int64),
         ("gated", c_int64), ("activation", c_int64), ("parallel", c_int64),
         ("scale", c_double), ("softcap", c_double), ("residual_scale", c_double),
-        ("sinks", c_void_p), ("mixture", POINTER(Mixture)),
+        ("sinks", c_void_p), ("mixture", POINTER(Mixture)), ("cached", c_int64),
     ]  # fmt: skip
 
 
