@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from draftwood.cli import app
+from draftwood.engine.controller import FixedBudget
 from draftwood.engine.llm import LLM
 from draftwood.errors import CheckpointError, IncompatibleParts, InvalidRequest
 from draftwood.model.checkpoint import open_checkpoint
@@ -206,7 +207,7 @@ def test_what_an_engine_computes_differently_is_refused(tmp_path: Path, kind: st
 
 def answer(model: Path, drafter: Path) -> tuple[list[int], int, int]:
     prefix = "model:" if (drafter / "tokenizer.json").exists() else ""
-    with LLM(str(model), drafter=prefix + str(drafter)) as llm:
+    with LLM(str(model), drafter=prefix + str(drafter), controller=FixedBudget(4)) as llm:
         (result,) = llm.generate(["the cat"], SamplingParams(max_tokens=24))
     done = result.completions[0]
     return done.token_ids, done.stats.drafted, done.stats.accepted
