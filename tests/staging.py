@@ -28,6 +28,7 @@ def tree_batch(runner: ModelRunner, spans: Sequence[Span], tree: TokenTree) -> F
         lengths=torch.tensor([span.end for span in spans], device=runner.device),
         block_table=runner.cache.block_table(spans).clamp(min=0),
         states=runner.cache.state_places(spans, runner.device),
+        adapters=None,
         source_lengths=text_batch(runner, spans).source_lengths,
         turn_shifts=None,
     )

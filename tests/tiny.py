@@ -56,6 +56,7 @@ from draftwood.nets.pard import Ahead, ParallelEagle
 from draftwood.nets.parts import DraftHead
 from draftwood.nets.shared import SharedWords
 from draftwood.nets.student import Student
+from draftwood.ops.packed import Packing
 from draftwood.protocols import Randomness, Verifier
 from draftwood.request import Event, FinishReason, SamplingParams
 from draftwood.rng import KeyedRng
@@ -166,9 +167,11 @@ def tiny_runner(
     device: torch.device = CPU,
     weights: str = "stored",
     strict: bool = False,
+    packing: Packing | None = None,
 ) -> ModelRunner:
     checkpoint = TinyCheckpoint(config or tiny_config(), seed, noise)
-    return ModelRunner.load(checkpoint, dtype, device, num_pages, page_size, FORMATS[weights], strict=strict)
+    form = FORMATS[weights]
+    return ModelRunner.load(checkpoint, dtype, device, num_pages, page_size, form, strict=strict, packing=packing)
 
 
 def tiny_folder(
@@ -305,6 +308,7 @@ class Harness:
             arrived=0.0,
             prediction=tuple(ord(c) - ord("a") for c in params.prediction),
             constraint=NoStutter(int(params.grammar)) if params.grammar else None,
+            adapter=-1 if params.adapter is None else int(params.adapter),  # its place among the target's
         )
 
     def run(self, asks: Sequence[Ask]) -> list[Answer]:

@@ -191,7 +191,7 @@ def build_drafter(
     if is_self_draft(spec):
         part = SELF_DRAFTS[name].build("drafter", *split_spec(spec))
         return ViewDrafter(part(target), build_grower(tree or DEFAULT_TREE))
-    trained = _trained_folder(spec)
+    trained = trained_folder(spec)
     if name not in LOOKUPS and (trained.is_dir() or HUB_ID.fullmatch(spec)):
         return load_trained(trained if trained.is_dir() else spec, tree, target, config, allow_pickle=allow_pickle)
     entry = _entry(
@@ -246,7 +246,7 @@ def offer(default: Drafter, by_name: Mapping[str, Drafter]) -> OfferedDrafters:
     return OfferedDrafters(predicted[id(default)], {name: predicted[id(d)] for name, d in by_name.items()})
 
 
-def _trained_folder(spec: str) -> Path:
+def trained_folder(spec: str) -> Path:
     """Where a trained drafter of this name would lie: in the package, or wherever the user says."""
     return TRAINED / spec if spec in SHIPPED else Path(spec).expanduser()
 
@@ -348,6 +348,7 @@ def load_runner(checkpoint: Checkpoint, config: EngineConfig, progress: Progress
         progress,
         config.strict,
         config.num_states,
+        config.cache_packing(),
     )
     checkpoint.forget()
     give_back_memory()
@@ -382,7 +383,7 @@ def _draft_config(drafter: str | Drafter, target: ModelConfig) -> ModelConfig | 
         return max(configs, key=lambda config: config.num_layers * config.hidden_size**2, default=None)
     if drafter.startswith("model:"):
         return open_checkpoint(drafter.removeprefix("model:")).config
-    folder = _trained_folder(drafter)
+    folder = trained_folder(drafter)
     if not (folder / "config.json").is_file():
         return None
     if any(folder.glob("*.safetensors")):

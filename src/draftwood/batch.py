@@ -72,6 +72,7 @@ class ForwardBatch:
     pieces: tuple[tuple[int, int], ...] = ()  # [start, end) of each sequence's rows in its text, where the host knows
     states: Tensor | None = None  # [S] int64 where recurrent layers keep their state of each sequence; None: unknown
     is_text: bool = False  # all rows are committed: states move on over them. Else they move when a path is kept
+    adapters: Tensor | None = None  # [N] int64 which of the model's adapters each row has, -1: none; None: none has
     source_lengths: Tensor | None = None  # [S] first keys of each sequence that are of its source; None: no encoder
     unread: tuple[tuple[int, Source], ...] = ()  # sequences that have rows of their source here
     turns: Tensor | None = (
@@ -109,15 +110,21 @@ def with_text(batch: ForwardBatch, text: ForwardBatch) -> ForwardBatch:
         sources = torch.cat([batch.source_lengths, text.source_lengths])
     behind = len(batch.tree_base)
     unread = (*batch.unread, *((behind + i, source) for i, source in text.unread))
-    turns = None
+    turns = adapters = None
     if batch.turns is not None or text.turns is not None:
         turns = torch.cat([batch.turned_by, text.turned_by], 1)
+    if batch.adapters is not None or text.adapters is not None:
+        adapters = torch.cat([_adapters_of(batch), _adapters_of(text)])
     embed_rows = None if text.embed_rows is None else text.embed_rows + len(batch.tokens)  # trees have no images
     return replace(
         batch, **both, row_offsets=offsets, ancestors=ancestors, max_rows=rows, linear=batch.linear and text.linear,
         logits_in_order=False, parts=(batch, text), pieces=(), states=None, source_lengths=sources, unread=unread,
-        turns=turns, embed_rows=embed_rows, embeds=text.embeds,
+        turns=turns, embed_rows=embed_rows, embeds=text.embeds, adapters=adapters,
     )  # fmt: skip
+
+
+def _adapters_of(batch: ForwardBatch) -> Tensor:
+    return torch.full_like(batch.tokens, -1) if batch.adapters is None else batch.adapters
 
 
 @dataclass(frozen=True)
@@ -164,3 +171,16 @@ class Pages:
     def dtype(self) -> torch.dtype:
         """Of keys and values."""
         return self.store.dtype
+
+    @property
+    def packed_as(self) -> int:
+        """0 where vectors are numbers, as here; else what kernels know their codes by (ops/packed.py)."""
+        return 0
+
+    def write(self, layer: int, slots: Tensor, key_value: Tensor) -> None:
+        """Keys and values [N, 2 H, D] to their slots [N]."""
+        self.layers[layer].index_copy_(1, slots, key_value.transpose(0, 1))
+
+    def read(self, layer: int, slots: slice | Tensor) -> Tensor:
+        """[2 H, keys, D]."""
+        return self.layers[layer][:, slots]

@@ -8,6 +8,7 @@ import torch
 
 from draftwood.errors import InvalidRequest
 from draftwood.model.weights import FORMATS, ON_ACCELERATORS, WeightFormat
+from draftwood.ops.packed import PACKINGS, Packing
 
 DTYPES = {
     "float32": torch.float32,
@@ -36,6 +37,7 @@ class EngineConfig:
     eager: bool = False  # launch every kernel by itself instead of replaying graphs: slow, and easy to look into
     capture_seconds: float = 8.0  # for capturing steps at start; more of them are captured while the engine is idle
     cache_tokens: int = 0  # committed tokens and draft nodes that all sequences share; 0: what suits the device
+    cache_dtype: str = "auto"  # of keys and values: auto is what is computed in; int8 and fp8 make another model
     page_size: int = 64
     max_rows: int = 0  # rows of a step: pending tokens and draft nodes; 0: what suits the device
     max_running: int = 0  # sequences at a time; 0: what suits the device
@@ -43,7 +45,12 @@ class EngineConfig:
     controller: str = "auto"  # how much is drafted, such as fixed:nodes=3; see `draftwood parts`
 
     def __post_init__(self) -> None:
-        known = {"dtype": ("auto", *DTYPES), "impl": IMPLEMENTATIONS, "weights": (*FORMATS, *ON_ACCELERATORS)}
+        known = {
+            "dtype": ("auto", *DTYPES),
+            "impl": IMPLEMENTATIONS,
+            "weights": (*FORMATS, *ON_ACCELERATORS),
+            "cache_dtype": ("auto", *PACKINGS),
+        }
         for name, choices in known.items():
             if (value := getattr(self, name)) not in choices:
                 unique = ", ".join(dict.fromkeys(choices))
@@ -115,6 +122,10 @@ class EngineConfig:
                 f"Weights stored as {self.weights} do not run on {kind}; there you can choose {', '.join(possible)}."
             )
         return possible[self.weights]
+
+    def cache_packing(self) -> Packing | None:
+        """How keys and values are packed; None: not at all."""
+        return PACKINGS.get(self.cache_dtype)
 
     def torch_dtype(self) -> torch.dtype:
         """The dtype that is computed in."""

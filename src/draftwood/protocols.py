@@ -97,6 +97,7 @@ class StepMode:
     predicted: bool = False  # some come with the text their caller expects
     masked: bool = False  # the host gives masks of what may follow the nodes of some
     traced: bool = False  # some ask for traces
+    adapted: bool = False  # some have an adapter of the target
 
     def covers(self, other: StepMode) -> bool:
         """Whether a step of this mode also does what `other` does."""
@@ -199,6 +200,7 @@ class BatchView:
     max_depth: Tensor | None = None  # [B] int64 draft tokens that could still be emitted; None: any number
     law: Tensor | None = None  # [B] int64 which of the mode's laws each has; None: there is one
     drafter: Tensor | None = None  # [B] int64 likewise
+    adapters: Tensor | None = None  # [B] int64 which of the target's adapters each has, -1: none; None: none has
     edits: LogitEdits | None = None
     source_lengths: Tensor | None = None  # [B] int64 first tokens that an encoder reads; None: there is no encoder
     turn_shifts: Tensor | None = None  # [B] int64 added to positions for rotation; None: no images have such rows
@@ -219,7 +221,7 @@ class BatchView:
     def take(self, rows: Tensor) -> BatchView:
         """The view of some of its sequences [b]; without logit edits, which only the whole step needs."""
         per_sequence = ("lengths", "seeds", "roots", "temperature", "rows", "block_table")
-        optional = ("states", "max_nodes", "max_depth", "law", "drafter", "source_lengths", "turn_shifts")
+        optional = ("states", "max_nodes", "max_depth", "law", "drafter", "adapters", "source_lengths", "turn_shifts")
         taken = {name: getattr(self, name)[rows] for name in per_sequence}
         taken |= {name: part[rows] for name in optional if (part := getattr(self, name)) is not None}
         limits = self.truncation
@@ -242,6 +244,7 @@ class Span:
     end: int
     source: Source | None = None  # what an encoder reads before the text
     images: Images | None = None  # what stands at its image tokens
+    adapter: int = -1  # which of the target's adapters its request has; -1: none
 
 
 class Randomness(Protocol):

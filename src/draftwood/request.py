@@ -79,6 +79,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # the same for each token of the prompt but the first
     law: str | None = None  # an acceptance law for this request alone, such as "block"; None: the engine's
     drafter: str | None = None  # one of the drafters the engine offers; None: its own
+    adapter: str | None = None  # one of the engine's LoRA adapters; None: the model itself
     max_nodes: int | None = None  # draft nodes a step; 0: plain decoding; None: as many as the engine likes
     max_depth: int | None = None  # draft tokens one behind the other; None: as many as the engine likes
     prediction: str = ""  # what the answer will probably resemble: guessed along with the drafter's own ideas
@@ -175,6 +176,10 @@ class SamplingParams:
             (
                 self.drafter is None or (isinstance(self.drafter, str) and self.drafter != ""),
                 "drafter must be the name of a drafter that the engine offers, or None for its own",
+            ),
+            (
+                self.adapter is None or (isinstance(self.adapter, str) and self.adapter != ""),
+                "adapter must be the name of one of the engine's adapters, or None for the model itself",
             ),
             (
                 self.max_nodes is None or (_integer(self.max_nodes) and self.max_nodes >= 0),
@@ -308,6 +313,8 @@ class SpeculationStats:
     drift: float | None = 0.0  # how far it may have moved it: total variation of the whole text; None: not known
     seed: int = 0  # of its draws
     reproducible: bool = True  # whether the same seed gives the same tokens, whatever the load and the other requests
+    adapter: str | None = None  # of the request; None: the model itself
+    cache_dtype: str = "auto"  # of keys and values; int8 and fp8 make another model, which speculation is exact for
     slo: Slo | None = None  # what was promised
 
     @property

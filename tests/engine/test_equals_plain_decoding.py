@@ -11,10 +11,12 @@ from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 
+from adapters import ALL, adapter_tensors, llama_modules, write_adapter
 from draftwood.drafters.cascade import CascadeDrafter
 from draftwood.drafters.lookahead import LookaheadDrafter
 from draftwood.drafters.view import View, ViewDrafter, Window, first_layers, without_layers
@@ -34,7 +36,11 @@ from draftwood.growers import (
     sequoia,
 )
 from draftwood.model.config import ModelConfig
+from draftwood.model.lora import Adapter as LoraAdapter
+from draftwood.model.lora import read_adapter
+from draftwood.model.runner import ModelRunner
 from draftwood.model.weights import FORMATS
+from draftwood.ops.packed import Packing
 from draftwood.request import FinishReason, SamplingParams
 from draftwood.train.online import LEARNT, AdaptConfig, Adapter, Contest
 from draftwood.train.optim import OptimConfig
@@ -49,6 +55,7 @@ from tiny import (
     DraftMaker,
     Harness,
     Regime,
+    TinyCheckpoint,
     combining,
     expecting,
     generated,
@@ -359,6 +366,77 @@ def test_every_weight_format_is_a_target_of_its_own(weights: str, name: str, tem
     drafter = DRAFTERS[name](torch.float32)
     answers = Harness(target, drafter, LAWS["match"](), Regime(max_rows=24, num_pages=16)).run(asks)
     assert generated(answers) == wanted
+
+
+@cache
+def packed_plain(packing: Packing, temperature: float, dtype: torch.dtype) -> list[list[int]]:
+    """One request at a time over an 8-bit cache, nothing guessed."""
+    target, none = tiny_runner(tiny_config("qwen2"), dtype=dtype, packing=packing), no_drafter(dtype)
+    return [generated(Harness(target, none, LAWS["match"]()).run([ask]))[0] for ask in requests(temperature)]
+
+
+@pytest.mark.parametrize(("temperature", "dtype"), [(0.0, torch.float32), (1.0, torch.float64)], ids=["c", "torch"])
+@pytest.mark.parametrize("name", ["scripted-bushy", "ngram-tree", "model-beam", "eagle3-tree"])
+@pytest.mark.parametrize("packing", Packing)
+def test_an_8_bit_cache_is_a_target_of_its_own(
+    packing: Packing, name: str, temperature: float, dtype: torch.dtype
+) -> None:
+    """In chunks, under pressure, with pages shared and accepted paths moved; on our kernels and on torch's."""
+    regime, wanted = Regime(max_rows=24, num_pages=16), packed_plain(packing, temperature, dtype)
+    target = tiny_runner(tiny_config("qwen2"), dtype=dtype, packing=packing, num_pages=regime.num_pages)
+    harness = Harness(target, DRAFTERS[name](dtype), LAWS["match"](), regime)
+    assert generated(harness.run(requests(temperature))) == wanted
+
+
+ADAPTED = ("scripted-bushy", "ngram-tree", "recycling", "model-beam", "eagle3-tree", "medusa-shape", "kangaroo-tree")
+
+
+@cache
+def adapters() -> tuple[LoraAdapter, LoraAdapter]:
+    """All matrices of both layers, and attention of the first."""
+    modules, found = ({0: (2, ALL), 1: (1, ("q_proj", "v_proj"))}), []
+    for seed, (layers, which) in modules.items():
+        tensors = adapter_tensors(llama_modules(layers, which), seed)
+        with TemporaryDirectory() as folder:
+            found.append(read_adapter(write_adapter(Path(folder), tensors), TinyCheckpoint(tiny_config())))
+    return found[0], found[1]
+
+
+def adapted_runner(dtype: torch.dtype, num_pages: int = 200, page_size: int = 4) -> ModelRunner:
+    runner = tiny_runner(dtype=dtype, num_pages=num_pages, page_size=page_size)
+    runner.model.adapt(adapters())  # type: ignore[attr-defined]
+    return runner
+
+
+def adapted_requests(temperature: float) -> list[Ask]:
+    """For the base and two adapters in turn; the last three have one prompt, which shares no pages."""
+    named, asks = (None, "0", "1"), requests(temperature)
+    chosen = [*zip(asks, named * 3, strict=False), *((asks[3], adapter) for adapter in named)]
+    return [replace(ask, params=replace(ask.params, adapter=adapter)) for ask, adapter in chosen]
+
+
+@cache
+def adapted_plain(temperature: float, dtype: torch.dtype) -> list[list[int]]:
+    """One request at a time, nothing guessed."""
+    return [
+        generated(Harness(adapted_runner(dtype), no_drafter(dtype), LAWS["match"]()).run([ask]))[0]
+        for ask in adapted_requests(temperature)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("temperature", "dtype"), [(0.0, torch.float32), (1.0, torch.float64)], ids=["greedy", "drawn"]
+)
+@pytest.mark.parametrize("name", ADAPTED)
+def test_each_request_with_its_adapter_equals_its_plain_decoding(
+    name: str, temperature: float, dtype: torch.dtype
+) -> None:
+    """The base and two adapters in the same steps, under pressure."""
+    regime, wanted = REGIMES["starved"], adapted_plain(temperature, dtype)
+    assert wanted[-1] != wanted[-2] != wanted[-3]
+    target = adapted_runner(dtype, regime.num_pages, regime.page_size)
+    harness = Harness(target, DRAFTERS[name](dtype), LAWS["match"](), regime)
+    assert generated(harness.run(adapted_requests(temperature))) == wanted
 
 
 def translations() -> list[Ask]:

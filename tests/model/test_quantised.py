@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -104,13 +104,25 @@ def float8(outputs: int, inputs: int, kind: str = "tensor", name: str = "weight_
     return {"weight": codes, name: scales, "input_scale": torch.ones(1)}, codes.float() * scales
 
 
+def nvfp4(outputs: int, inputs: int, compressed: bool = False) -> Made:
+    codes = draw(0, 16, outputs, inputs)
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])[codes & 7] * (1 - 2 * (codes >> 3))
+    scales = scales_for((outputs, inputs // 16), torch.float32, 20.0).to(torch.float8_e4m3fn)
+    whole = torch.tensor(700.0 if compressed else 0.0007)
+    wide = scales.float() / whole if compressed else scales.float() * whole
+    pairs = (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8)
+    names = ("weight_packed", "weight_global_scale") if compressed else ("weight", "weight_scale_2")
+    parts = {names[0]: pairs, "weight_scale": scales, names[1]: whole}
+    return {**parts, "input_scale": torch.ones(1)}, values * wide.repeat_interleave(16, 1)
+
+
 def ct(form: str) -> dict[str, Any]:
     weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
     return {"quant_method": "compressed-tensors", "format": form, "config_groups": groups, "ignore": ["lm_head"]}
 
 
-FORMS: Mapping[str, tuple[dict[str, Any], Callable[[int, int], Made]]] = {
+FORMS: dict[str, tuple[dict[str, Any], Callable[[int, int], Made]]] = {
     "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP, "version": "gemm"}, awq),
     "gptq": ({"quant_method": "gptq", "bits": 4, "group_size": GROUP, "desc_act": False}, gptq),
     "gptq-act-order": (
@@ -131,7 +143,11 @@ FORMS: Mapping[str, tuple[dict[str, Any], Callable[[int, int], Made]]] = {
         lambda o, i: float8(o, i, "block", "weight_scale_inv"),
     ),
 }
-EXPANDED = ("gptq-act-order",)  # no blocks of ours hold it
+FORMS |= {
+    "nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, nvfp4),
+    "ct-nvfp4": (ct("nvfp4-pack-quantized"), lambda o, i: nvfp4(o, i, compressed=True)),
+}
+EXPANDED = ("gptq-act-order", "nvfp4", "ct-nvfp4")  # no blocks of ours hold it
 
 
 def write(folder: Path, form: str) -> tuple[Path, Tensors]:
@@ -180,7 +196,7 @@ def test_our_kernels_compute_with_the_same_weights(tmp_path: Path, form: str) ->
     assert torch.equal(logits(native, text, always(5)), alone)
 
 
-@pytest.mark.parametrize("form", ["awq", "gptq-act-order", "w8a8-int8", "fp8-blocks"])
+@pytest.mark.parametrize("form", ["awq", "gptq-act-order", "w8a8-int8", "fp8-blocks", "nvfp4"])
 def test_drafts_do_not_change_what_is_said(tmp_path: Path, form: str) -> None:
     folder, _ = write(tmp_path / "m", form)
     asks = [Ask(tuple(range(i, i + 5)), SamplingParams(max_tokens=16, temperature=0.0)) for i in range(3)]
@@ -223,10 +239,10 @@ def test_every_8_bit_float_is_decoded(tmp_path: Path) -> None:
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
         ({"quant_method": "gptq", "bits": 3}, "3 bits"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "W4A8_AWQ"),
         ({"quant_method": "fp8", "weight_block_size": [0, 128]}, "weight_block_size"),
         ({"quant_method": "fp8", "weight_block_size": "128"}, "weight_block_size"),
-        (ct("nvfp4-pack-quantized"), "nvfp4"),
+        (ct("mxfp4-pack-quantized"), "mxfp4"),
         ({**ct("dense"), "sparsity_config": {"format": "sparse-bitmask"}}, "compressed-tensors"),
         ([1, 2], "list"),
         ({"quant_method": ["awq"]}, "quantised with"),
@@ -256,6 +272,11 @@ STEM = "model.layers.1.mlp.down_proj"
         ("gptq", "g_idx", lambda t: t.float()),
         ("gptq", "scales", lambda t: t[:0]),
         ("gptq", "qweight", lambda t: t.view(-1)),
+        ("nvfp4", "weight_scale_2", None),
+        ("nvfp4", "weight_scale_2", lambda t: torch.ones(3)),
+        ("nvfp4", "weight_scale", lambda t: t[:, :1].contiguous()),
+        ("nvfp4", "weight_scale", lambda t: t.float()),
+        ("nvfp4", "weight", lambda t: t[:, :-1].contiguous()),
         ("w4a16", "weight_scale", None),
         ("w4a16", "weight_scale", lambda t: t[:, :0].contiguous()),
         ("w4a16", "weight_scale", lambda t: t[:1].contiguous()),

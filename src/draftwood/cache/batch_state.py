@@ -33,6 +33,7 @@ class RowSettings:
     max_length: int  # tokens of prompt and answer together
     max_depth: int  # draft tokens one behind the other
     stop_ids: frozenset[int] = frozenset()  # that its `min_tokens` defers
+    adapter: int = -1  # of the target; -1: none
     source_length: int = 0  # first tokens that an encoder reads
     turn_shift: int = 0  # what images add to the positions of the tokens behind them, for rotation
 
@@ -162,6 +163,7 @@ class BatchState:
         self.sampling = torch.ones(rows, 4, dtype=torch.float64, device=device)  # temperature, top k, top p, min p
         self.limits = torch.zeros(rows, 2, dtype=torch.int64, device=device)  # longest text, deepest tree
         self.salt = torch.full((rows,), -1, dtype=torch.int64, device=device)
+        self.adapter = torch.full((rows,), -1, dtype=torch.int64, device=device)
         # First tokens that an encoder reads; None: there is no encoder.
         self.source_length = torch.zeros(rows, dtype=torch.int64, device=device) if has_sources else None
         # What is added to positions for rotation; None: images have no rows and columns.
@@ -190,8 +192,10 @@ class BatchState:
         self.block_table[row] = self._scratch_page  # clear the previous occupant's block table
         self.history[row, : len(tokens)] = self._upload(tokens)
         salt = salt_number(params.cache_salt)
-        numbers = self._upload([len(tokens), settings.seed, salt, settings.max_length, settings.max_depth])
-        self.length[row], self.seed[row], self.salt[row], self.limits[row] = *numbers[:3], numbers[3:]
+        numbers = [len(tokens), settings.seed, salt, settings.adapter, settings.max_length, settings.max_depth]
+        numbers = self._upload(numbers)
+        self.length[row], self.seed[row], self.salt[row], self.adapter[row] = numbers[:4]
+        self.limits[row] = numbers[4:]
         if self.source_length is not None:
             self.source_length[row] = settings.source_length
         if self.turn_shift is not None:
@@ -254,6 +258,7 @@ class BatchState:
             max_depth=self._max_depth(rows, lengths) if limited else None,
             law=law if len(mode.laws) > 1 else None,
             drafter=drafter if len(mode.drafters) > 1 else None,
+            adapters=self.adapter[rows] if mode.adapted else None,
             edits=self._edits(rows[inputs.edited], inputs.edited, lengths) if len(inputs.edited) else None,
             source_lengths=None if self.source_length is None else self.source_length[rows],
             turn_shifts=None if self.turn_shift is None else self.turn_shift[rows],

@@ -26,6 +26,7 @@ from draftwood.errors import InvalidRequest
 from draftwood.links import may_look
 from draftwood.machine import zeroed_memory
 from draftwood.model.config import ModelConfig
+from draftwood.ops.packed import SCALE_BYTES, PackedPages, Packing
 from draftwood.ops.staging import staged
 from draftwood.protocols import BatchView, Span
 from draftwood.states import StagedTrees
@@ -45,13 +46,19 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         num_states: int = STATES,
+        packing: Packing | None = None,
     ) -> None:
         # One page more than sequences can own: rows that only fill a batch up write there.
         layers, heads, dim = config.cache_shape
-        shape = (layers, 2, heads, (num_pages + 1) * page_size, dim)
+        shape = (layers, 2, heads, (num_pages + 1) * page_size)
         places = num_states if config.recurrent else 0
         self.states = RecurrentStates(new_stores(config.recurrent, places, dtype, device))
-        self.memory = Pages(_zeros(shape, dtype, device), page_size, self.states.stores)
+        if packing is None:
+            self.memory = Pages(_zeros((*shape, dim), dtype, device), page_size, self.states.stores)
+        else:
+            store = _zeros((*shape, dim + SCALE_BYTES), torch.uint8, device)
+            self.memory = PackedPages(store, page_size, self.states.stores, packing, dtype)
+        self.packing = packing
         self.tables = PageTables(num_pages, page_size, places)
         self.device = device
 
@@ -122,6 +129,7 @@ class KVCache:
             pieces=tuple((span.start, span.end) for span in spans),
             states=self.state_places(spans, device),
             is_text=True,
+            adapters=_adapters(spans, owner),
             source_lengths=_source_lengths(spans, device),
             unread=tuple(
                 (i, s.source) for i, s in enumerate(spans) if s.source is not None and s.start < len(s.source)
@@ -258,6 +266,8 @@ def _stage_trees(view: BatchView, tree: TokenTree, page_size: int, max_positions
     staged = stage_behind(
         view.lengths, view.block_table, tokens, places, page_size, max_positions, source_lengths=view.source_lengths
     )
+    if view.adapters is not None:
+        staged = replace(staged, adapters=view.adapters[:, None].expand(size, rows).reshape(-1))
     return staged if view.states is None else replace(staged, states=view.states)
 
 
@@ -282,6 +292,7 @@ def _stage_ragged(view: BatchView, tree: TokenTree, page_size: int, max_position
         max_depth=None if chain else tree.max_depth,
         max_nodes=None if chain else tree.widest - 1,
         logits_in_order=True,
+        adapters=None if view.adapters is None else view.adapters[owner],
         source_lengths=view.source_lengths,
     )
 
@@ -310,6 +321,13 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
             f"A cache of {num_bytes / 2**30:.1f} GiB does not fit into this machine's memory; lower cache_tokens."
         ) from error
     return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def _adapters(spans: Sequence[Span], owner: Tensor) -> Tensor | None:
+    """Each row's, where any has one. [N]."""
+    if all(span.adapter < 0 for span in spans):
+        return None
+    return torch.tensor([span.adapter for span in spans], device=owner.device)[owner]
 
 
 def _turns(spans: Sequence[Span], device: torch.device) -> Tensor | None:

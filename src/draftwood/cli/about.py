@@ -9,6 +9,7 @@ import torch
 from rich.table import Table
 
 from draftwood.cache.recurrent import state_bytes
+from draftwood.engine.memory import token_bytes
 from draftwood.model.checkpoint import files_of, open_checkpoint
 from draftwood.model.config import ModelConfig
 from draftwood.model.described import Held, held_formats
@@ -16,6 +17,7 @@ from draftwood.model.names import count_active_parameters, count_parameters
 from draftwood.model.runner import implementations
 from draftwood.model.spec import ExpertsSpec, GatedDeltaSpec, Mamba2Spec, ShortConvSpec
 from draftwood.model.universal_folder import UniversalConfig
+from draftwood.ops.packed import Packing
 
 CACHE = 4096  # tokens, as an example
 _MIXERS = {Mamba2Spec: "a Mamba-2 mixer", GatedDeltaSpec: "a gated delta net", ShortConvSpec: "a short convolution"}
@@ -54,6 +56,8 @@ def about_table(name: str, impl: str = "auto") -> Table:
     token = _token_bytes(config)
     cache = f"{CACHE:,} tokens of cache: {_bytes(CACHE * token)} in bfloat16, twice that in float32"
     table.add_row("cache", f"{_bytes(token)} a token in bfloat16; {cache}")
+    packed = token_bytes(config, torch.float32, Packing.INT8)
+    table.add_row("", f"{_bytes(packed)} a token with --cache-dtype int8 or fp8 (another model)")
     return table
 
 

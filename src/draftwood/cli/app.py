@@ -12,6 +12,7 @@ import typer
 import draftwood
 from draftwood.cli import datastore
 from draftwood.cli.drafter import DrafterFlags, run_drafter
+from draftwood.cli.export import ExportFlags, run_export
 from draftwood.cli.flags import EngineFlags, SamplingFlags, command
 from draftwood.cli.screen import Transcript, say, stdout
 from draftwood.cli.serve import ServeFlags
@@ -245,6 +246,21 @@ def drafter_serve(engine: EngineFlags, flags: DrafterFlags) -> None:
     run_drafter(engine, flags)
 
 
+@app.command(rich_help_panel="Answers")
+@command
+def export(
+    drafter: Annotated[str, typer.Argument(help="A drafter that ships, a folder or a hub id.", show_default=False)],
+    flags: ExportFlags,
+) -> None:
+    """Write a trained drafter as another engine loads it, with the rows of its head, tables and mask tokens.
+
+    [dim]Example:[/]
+
+    draftwood export eagle3 --for vllm --out eagle3-vllm --target HuggingFaceTB/SmolLM2-135M-Instruct
+    """
+    run_export(drafter, flags)
+
+
 @app.command(rich_help_panel="What there is")
 @command
 def calibrate(engine: EngineFlags, as_json: Json = False) -> None:
@@ -384,7 +400,11 @@ def models(
 
     if model is not None:
         from draftwood.cli.about import about_table
+        from draftwood.model.lora_folder import described, is_adapter
 
+        if is_adapter(model):
+            sys.stdout.write(f"{described(model)}\n")
+            return
         stdout().print(about_table(model, impl))
         return
     if fetch is None:

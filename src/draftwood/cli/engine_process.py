@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,6 +34,7 @@ class EngineOrder:
     adapt: str | None = None  # a folder for a drafter that learns
     kv_events: str | None = None  # endpoint
     kv_topic: str = ""
+    adapters: Mapping[str, str] = field(default_factory=dict)  # folders by name
 
 
 def start_engine(order: EngineOrder) -> RemoteEngine:
@@ -60,7 +61,7 @@ def host(order: EngineOrder, line: Line) -> None:
     from draftwood.errors import DraftwoodError
 
     try:
-        llm = open_llm(order.flags, offers=order.offers, max_running=order.max_running)
+        llm = open_llm(order.flags, offers=order.offers, max_running=order.max_running, adapters=order.adapters)
     except DraftwoodError as error:
         line.send("refused", str(error))
         return

@@ -46,6 +46,9 @@ class EngineFlags:
         str,
         _option("Which guesses are kept: auto (lossless, by how guesses are made), match, block, …", "Parts"),
     ] = "auto"
+    lora: Annotated[
+        str | None, _option("Folder or hub id of a LoRA adapter (PEFT) to merge into the model.", "Parts")
+    ] = None
     tree: Annotated[
         str | None,
         _option("Shape of a model's or a trained network's guesses, such as beam:nodes=16.", "Parts"),
@@ -78,6 +81,9 @@ class EngineFlags:
     cache_tokens: Annotated[
         int, _option("Tokens the key-value cache holds; 0: 16384 on a CPU, what fits on a GPU.", "Machine")
     ] = 0
+    cache_dtype: Annotated[
+        str, _option("Keys and values as auto (what is computed in), int8 or fp8 (another model, said so).", "Machine")
+    ] = "auto"
     eager: Annotated[bool, _option("Launch every GPU kernel by itself: slow, for debugging.", "Machine")] = False
 
     def config(self) -> EngineConfig:
@@ -92,6 +98,7 @@ class EngineFlags:
             impl=self.impl,
             threads=self.threads,
             cache_tokens=self.cache_tokens,
+            cache_dtype=self.cache_dtype,
             eager=self.eager,
             controller=self.controller,
         )

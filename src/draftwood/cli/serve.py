@@ -48,6 +48,10 @@ class ServeFlags:
     offer: Annotated[
         list[str] | None, _option("A drafter that requests may name; may be given several times.", "Parts")
     ] = None
+    adapters: Annotated[
+        list[str] | None,
+        _option("NAME=FOLDER of a LoRA adapter that requests may name as their model; several times.", "Parts"),
+    ] = None
     adapt: Annotated[
         Path | None, _option("Let a trained drafter learn from the answers, and keep it in this folder.", "Parts")
     ] = None
@@ -122,6 +126,18 @@ class ServeFlags:
             keep_alive=self.keep_alive,
         )
 
+    def adapter_paths(self, model: str) -> dict[str, str]:
+        """The folders of adapters by name; names must be different, and not the model's."""
+        found: dict[str, str] = {}
+        for given in self.adapters or ():
+            name, equals, path = given.partition("=")
+            if not (name and equals and path):
+                raise InvalidRequest(f"--adapters takes NAME=FOLDER, not '{given}'.")
+            if name in found or name == model:
+                raise InvalidRequest(f"The adapter name '{name}' is taken; give each adapter one of its own.")
+            found[name] = path
+        return found
+
     def _keys_from_file(self) -> tuple[ApiKey, ...]:
         return () if self.api_key_file is None else read_key_file(self.api_key_file)
 
@@ -165,13 +181,13 @@ def _serve(engine: EngineFlags, flags: ServeFlags, config: ServerConfig, sockets
 
 def _engine(engine: EngineFlags, flags: ServeFlags) -> tuple[ServedEngine, Callable[[], None]]:
     """An engine here or in a process of its own, and what is left to do once the server has ended."""
-    offers = tuple(flags.offer or ())
+    offers, adapters = tuple(flags.offer or ()), flags.adapter_paths(flags.name or engine.model)
     if flags.engine_process:
         adapt = None if flags.adapt is None else str(flags.adapt)
         events = (flags.kv_events, flags.kv_topic)
-        remote = start_engine(EngineOrder(engine, offers, flags.max_running, adapt, *events))
+        remote = start_engine(EngineOrder(engine, offers, flags.max_running, adapt, *events, adapters))
         return remote, remote.close
-    llm = open_llm(engine, offers=offers, max_running=flags.max_running)
+    llm = open_llm(engine, offers=offers, max_running=flags.max_running, adapters=adapters)
     adapter = start_adapting(llm) if flags.adapt is not None else None
     events = None if flags.kv_events is None else publish_events(llm, flags.kv_events, flags.kv_topic)
 

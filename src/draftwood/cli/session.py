@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -24,13 +24,21 @@ if TYPE_CHECKING:
 Message = dict[str, str]
 
 
-def open_llm(flags: EngineFlags, *, offers: Sequence[str] | None = None, max_running: int = 0) -> LLM:
+def open_llm(
+    flags: EngineFlags,
+    *,
+    offers: Sequence[str] | None = None,
+    max_running: int = 0,
+    adapters: Mapping[str, str] | None = None,
+) -> LLM:
     """Fetch and load what the flags name; what can be refused without reading weights is refused first."""
     with reading_ahead(store.local_files(flags.model)):  # importing torch takes seconds, too
-        return _load(flags, offers, max_running)
+        return _load(flags, offers, max_running, adapters)
 
 
-def _load(flags: EngineFlags, offers: Sequence[str] | None, max_running: int) -> LLM:
+def _load(
+    flags: EngineFlags, offers: Sequence[str] | None, max_running: int, adapters: Mapping[str, str] | None
+) -> LLM:
     from draftwood.engine.llm import LLM
 
     config = replace(flags.config(), max_running=max_running)
@@ -46,6 +54,8 @@ def _load(flags: EngineFlags, offers: Sequence[str] | None, max_running: int) ->
             config=config,
             progress=progress,
             allow_pickle=flags.allow_pickle,
+            lora=flags.lora,
+            adapters=adapters,
         )
     mention_missing_kernels(llm)
     return llm

@@ -39,6 +39,8 @@ class AnswerMaker:
     max_length: int  # tokens of a prompt and its answer together
     strict: bool  # the target's logits do not depend on what else is computed in a step
     encoder: EncoderSpec | None = None
+    adapters: tuple[str, ...] = ()  # by the number that rows have them by
+    cache_dtype: str = "auto"
     _sequence_ids: itertools.count[int] = field(default_factory=itertools.count)
 
     def answers(self, request: EngineRequest) -> list[Sequence]:
@@ -68,6 +70,8 @@ class AnswerMaker:
             reproducible=self.strict and decided_by_seed(law, params),
             prediction=request.prediction,
             constraint=self._constraint(params),
+            adapter=-1 if params.adapter is None else self.adapters.index(params.adapter),
+            cache_dtype=self.cache_dtype,
             source=request.source,
             images=request.images,
             tenant=request.tenant,

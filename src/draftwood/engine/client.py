@@ -49,9 +49,18 @@ class EngineCard:
     drafter: DrafterCard  # its own
     offers: tuple[DrafterCard, ...] | None = None  # that requests may name; None: none, and no predictions either
     max_nodes: int = 0  # the most that any of its drafters proposes
+    adapters: tuple[str, ...] = ()  # that requests may choose
+    cache_dtype: str = "auto"  # of keys and values, where it is not the model's own
 
     @classmethod
-    def of(cls, engine: Engine, config: EngineConfig, max_positions: int, law: str | Verifier) -> EngineCard:
+    def of(
+        cls,
+        engine: Engine,
+        config: EngineConfig,
+        max_positions: int,
+        law: str | Verifier,
+        adapters: tuple[str, ...] = (),
+    ) -> EngineCard:
         """Of an engine whose model has so many positions; `law` as it was asked for."""
         tables, drafter, model = engine.scheduler.tables, engine.drafter, engine.target.model
         own, offers = drafter, None
@@ -72,6 +81,8 @@ class EngineCard:
             drafter=DrafterCard(None, own.law, own.max_nodes, is_default=True),
             offers=offers,
             max_nodes=drafter.max_nodes,
+            adapters=adapters,
+            cache_dtype=config.cache_dtype,
         )
 
     @property

@@ -217,6 +217,7 @@ class Engine:
             predicted=any(seq.prediction for seq in seqs),
             masked=any(map(_masked, seqs)),
             traced=any(seq.params.trace for seq in seqs),
+            adapted=any(seq.adapter >= 0 for seq in seqs),
         )
         edited, masked, scored = (
             [b for b, seq in enumerate(seqs) if asks(seq)]

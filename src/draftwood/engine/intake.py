@@ -91,6 +91,7 @@ class Intake:
             f"the model's context window is {checkpoint.config.max_positions} and the cache holds {card.capacity}"
         )
         self._guessers = Guessers(card, laws)
+        self._adapters = card.adapters
         self._config = checkpoint.config
         self.images = images
         self.sources = SourceReader(checkpoint.config.encoder, self.encode_text)
@@ -108,6 +109,7 @@ class Intake:
         text, tokens = self._text(prompt)
         tokens, images = self.images.place(tokens, files)
         self._check_tokens(tokens, params, 0 if source is None else len(source))
+        self._check_adapter(params.adapter)
         params = self._guessers.fitted(params)
         if params.min_tokens and not (params.stop or stop_ids(params, self.tokenizer)):
             params = replace(params, min_tokens=0)  # nothing can end it early: it runs where others do
@@ -161,6 +163,11 @@ class Intake:
                 f"{self.max_length - 1}: {self._limits}. Shorten the text."
             )
         return self.tokenizer.encode(text, special=special)
+
+    def _check_adapter(self, name: str | None) -> None:
+        if name is not None and name not in self._adapters:
+            there = f"there are {', '.join(self._adapters)}" if self._adapters else "there are none: LLM(…, adapters=…)"
+            raise InvalidRequest(f"The adapter '{name}' is not loaded; {there}.")
 
     def _check_tokens(self, tokens: list[int], params: SamplingParams, source: int) -> None:
         vocabulary = self.vocab_size

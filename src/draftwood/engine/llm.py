@@ -13,7 +13,7 @@ import asyncio
 import gc
 import queue
 import threading
-from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
@@ -37,6 +37,7 @@ from draftwood.calibration import calibrate, default_controller, known_costs
 from draftwood.config import EngineConfig
 from draftwood.costs import StepCosts
 from draftwood.drafting import Drafter
+from draftwood.engine.adapters import merged, take_adapters
 from draftwood.engine.answering import Answering
 from draftwood.engine.answers import AnswerMaker
 from draftwood.engine.client import EngineCard, Listener, Pulse
@@ -94,6 +95,9 @@ class LLM:
 
     `offers` are further drafters that requests may name, besides `none`; with them, if only an empty list, requests may
     also bring predictions.
+
+    `lora` is the folder of an adapter that is merged into the model. `adapters` are further ones by the name that
+    requests choose them by (`SamplingParams.adapter`), each in the same batches as the model itself.
     """
 
     def __init__(
@@ -109,6 +113,8 @@ class LLM:
         controller: Controller | None = None,
         progress: Progress = lambda *_: None,
         allow_pickle: bool = False,
+        lora: str | Path | None = None,
+        adapters: Mapping[str, str | Path] | None = None,
     ) -> None:
         config = (config or EngineConfig()).with_threads(threads)
         self._controller = controller
@@ -117,12 +123,15 @@ class LLM:
         if isinstance(law, str) and law != AUTO:
             build_verifier(law)  # refuse an unknown name before anything is read
         find_policy(config.controller)
-        self.checkpoint = open_checkpoint(model, config.impl) if isinstance(model, str | Path) else model
+        checkpoint = open_checkpoint(model, config.impl) if isinstance(model, str | Path) else model
+        self.checkpoint = merged(checkpoint, lora)
+        self.adapters = dict(adapters or {})
         self.config = settle(config, self.checkpoint, drafter)
         self.tokenizer = self.checkpoint.tokenizer()
         parts = Parts(drafter, tree, law, offers)
         self.engine = ComputeThread.shared().call(lambda: self._build_engine(parts))
-        self.card = EngineCard.of(self.engine, self.config, self.checkpoint.config.max_positions, law)
+        positions = self.checkpoint.config.max_positions
+        self.card = EngineCard.of(self.engine, self.config, positions, law, tuple(self.adapters))
         model = self.engine.target.model
         images = ImageReader.of(self.checkpoint, model.dtype, model.device)
         self.intake = Intake(self.checkpoint, self.card, self.laws, images)
@@ -133,6 +142,8 @@ class LLM:
             self.max_length,
             self.card.strict,
             self.checkpoint.config.encoder,
+            self.card.adapters,
+            self.card.cache_dtype,
         )
         self._worker = Worker(self.engine)
         gc.freeze()  # looking for garbage in all that was loaded takes a tenth of a second each time, and steps wait
@@ -156,6 +167,7 @@ class LLM:
         check_exact(self.laws.default, drafter.law)  # before the weights are read
         offered = {name: self._drafter(name, parts) for name in parts.offered}
         target = load_runner(self.checkpoint, config, self._progress)
+        take_adapters(target.model, self.checkpoint, self.adapters)
         if parts.offers is not None:
             own = {parts.drafter: drafter} if isinstance(parts.drafter, str) else {}
             drafter = offer(drafter, own | offered)

@@ -5,7 +5,6 @@ Too little memory is then a sentence that says what to lower, not a stack trace 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -17,6 +16,7 @@ from draftwood.errors import InvalidRequest
 from draftwood.model.config import ModelConfig
 from draftwood.model.names import parameters_by_kind
 from draftwood.model.weights import FORMATS, GROUP, ON_ACCELERATORS, Storage
+from draftwood.ops.packed import SCALE_BYTES, Packing
 
 SMALLER_FORMATS = ("int8", "fp8", "int4")  # what may be recommended, largest first
 BYTES = {  # of one weight with its share of scales and minima, by the storage's name
@@ -84,9 +84,10 @@ def _bytes(storage: Storage | None, dtype: torch.dtype) -> float:
     return dtype.itemsize if storage is None else BYTES.get(storage.name, float(dtype.itemsize))
 
 
-def token_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+def token_bytes(config: ModelConfig, dtype: torch.dtype, packing: Packing | None = None) -> int:
     """Keys and values of one token."""
-    return 2 * math.prod(config.cache_shape) * dtype.itemsize
+    layers, heads, dim = config.cache_shape
+    return 2 * layers * heads * (dim * dtype.itemsize if packing is None else dim + SCALE_BYTES)
 
 
 def activation_bytes(config: ModelConfig, rows: int, dtype: torch.dtype) -> int:
@@ -109,7 +110,7 @@ def plan_memory(
     """
     dtype = config.torch_dtype()
     models = [target] if draft is None else [target, draft]
-    token = sum(token_bytes(model, dtype) for model in models)
+    token = sum(token_bytes(model, dtype, config.cache_packing()) for model in models)
     return MemoryPlan(
         weights=weight_bytes(target, config.weights, dtype),
         draft_weights=(0 if draft is None else weight_bytes(draft, config.weights, dtype))

@@ -67,7 +67,9 @@ class Plan:
     @property
     def spans(self) -> list[Span]:
         """Every item's pending tokens."""
-        return [Span(i.seq.id, i.seq.tokens, i.start, i.end, i.seq.source, i.seq.images) for i in self.items]
+        return [
+            Span(i.seq.id, i.seq.tokens, i.start, i.end, i.seq.source, i.seq.images, i.seq.adapter) for i in self.items
+        ]
 
     @property
     def num_rows(self) -> int:

@@ -38,6 +38,8 @@ class Sequence:
     reproducible: bool = True
     prediction: tuple[int, ...] = ()
     constraint: Constraint | None = None
+    adapter: int = -1  # which of the target's adapters; -1: none
+    cache_dtype: str = "auto"  # of the engine's keys and values
     source: Source | None = None  # what an encoder reads before the prompt
     images: Images | None = None  # what stands at the prompt's image tokens
     tenant: str = ""  # on whose behalf it runs: free places go to the tenant that has the fewest
@@ -74,10 +76,10 @@ class Sequence:
     @property
     def prefix_salt(self) -> str:
         """Pages are shared with sequences of the same one: what an encoder makes of a token depends on all others,
-        and an image token is another one for each image.
+        an image token is another one for each image, and an adapter gives tokens keys of its own.
         """
         seen = [part.key for part in (self.source, self.images) if part is not None]
-        return " ".join([*seen, self.params.cache_salt])
+        return " ".join([f"{self.adapter}|", *seen, self.params.cache_salt])
 
     @property
     def num_generated(self) -> int:
@@ -125,8 +127,8 @@ class Sequence:
         stops = frozenset(token for token in self.stop_ids if token < vocab_size)
         deferred = stops if self.params.min_tokens else frozenset()
         return RowSettings(
-            self.params, self.seed, self.prompt_length, self.max_length, self.deepest, deferred, self.source_length,
-            0 if self.images is None else self.images.shift,
+            self.params, self.seed, self.prompt_length, self.max_length, self.deepest, deferred, self.adapter,
+            self.source_length, 0 if self.images is None else self.images.shift,
         )  # fmt: skip
 
     def wanted_nodes(self, nodes: int) -> int:
@@ -183,6 +185,8 @@ class Sequence:
             drift=None if math.isnan(self.drift) else self.drift,
             seed=self.seed,
             reproducible=self.reproducible,
+            adapter=self.params.adapter,
+            cache_dtype=self.cache_dtype,
             slo=self.params.slo,
         )
 

@@ -26,9 +26,10 @@ from .config import ModelConfig
 from .families import FAMILIES, Place
 from .families.base import Change
 from .files import read_object
-from .folder import first_line, open_safetensors, tensor_files
-from .gguf import GgufFile, GgufTensor, read_groups
+from .folder import StoredRows, first_line, open_safetensors, stored_rows, tensor_files, text_name
+from .gguf import GgufTensor, embedding_rows, read_groups
 from .gguf_split import part_paths, read_whole_gguf
+from .lora_folder import described, is_adapter
 from .names import expected_shape
 from .quantised import Scaled, read_scaled, scheme_of, stored_under
 from .rope import refusing_malformed
@@ -101,6 +102,8 @@ def open_checkpoint(name: str | Path, impl: str = "auto") -> Checkpoint:
 
 
 def _open_folder(folder: Path, name: str | None, impl: str) -> Checkpoint:
+    if is_adapter(folder):
+        raise CheckpointError(described(folder))
     stated = _read_config(folder)
     if impl == "transformers" or (impl == "auto" and _is_foreign(stated.get("model_type"))):
         return UniversalCheckpoint(folder, stated, name)
@@ -171,10 +174,11 @@ class SafetensorsCheckpoint:
         self.config = dataclasses.replace(config, eos_token_ids=folder_eos_ids(folder))
         self._family = FAMILIES[config.family]
         found = tensor_files(folder)
-        known_as = _text_name if self.config.images else str  # in files of models that see images
+        known_as = text_name if self.config.images else str  # in files of models that see images
         self._names = {known_as(name): name for name in found}
         self._files = {known_as(name): path for name, path in found.items()}
         self._opened: dict[Path, Any] = {}
+        self._tokenizer: Tokenizer | None = None
         if not self.config.tied_head and not self.has("lm_head.weight"):
             raise _missing("lm_head.weight", self.name)
 
@@ -244,6 +248,9 @@ class SafetensorsCheckpoint:
             found = place.blocks(self.config, *self._stored(place))
             _check_shape(name, found.shape, self.config)
             return found
+        rows = self.rows(name)
+        if rows is not None and rows.dtype != torch.float16:
+            return None
         value = self.tensor(name)
         if value.dtype != torch.float16 or value.dim() != 2:
             return None
@@ -260,33 +267,35 @@ class SafetensorsCheckpoint:
         self._opened.clear()
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer in the same folder."""
+        """The tokenizer in the same folder, read once."""
         from .tokenizer import Tokenizer
 
-        return Tokenizer.from_folder(self._folder)
+        self._tokenizer = self._tokenizer or Tokenizer.from_folder(self._folder)
+        return self._tokenizer
 
-    def _read(self, name: str, entry: int | None = None) -> Tensor:
+    def rows(self, name: str) -> StoredRows | None:
+        """A matrix that lies in a file as it is, to be read some rows at a time; None for others."""
+        place = self._place(name)
+        if place is None or not place.is_whole or self._quantised_name(name) in self._files:
+            return None
+        stored = place.names[0]
+        found = stored_rows(self._slice(stored), lambda own: self._slice(stored)[own])
+        if found is not None:
+            _check_shape(name, found.shape, self.config)
+        return found
+
+    def _slice(self, name: str) -> Any:
         path = self._files[name]
         if path not in self._opened:
             self._opened[path] = open_safetensors(path)
         try:
-            file, own = self._opened[path], self._names[name]
-            return file.get_tensor(own) if entry is None else file.get_slice(own)[entry]
+            return self._opened[path].get_slice(self._names[name])
         except SafetensorError as error:  # the index promised what the file does not hold
             raise _missing(name, str(path)) from error
 
-
-_WITHIN = (
-    ("language_model.lm_head.", "lm_head."),
-    ("model.language_model.", "model."),
-    ("language_model.model.", "model."),
-)
-
-
-def _text_name(name: str) -> str:
-    """The name of a text model's tensor without that of the model around it."""
-    within = next((own for own in _WITHIN if name.startswith(own[0])), None)
-    return name if within is None else within[1] + name.removeprefix(within[0])
+    def _read(self, name: str, entry: int | None = None) -> Tensor:
+        found = self._slice(name)
+        return self._opened[self._files[name]].get_tensor(self._names[name]) if entry is None else found[entry]
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -305,9 +314,10 @@ class GgufCheckpoint:
         self.name = name or str(path)
         self._path, self._file = path, read_whole_gguf(path)
         self._warned = False
+        self._tokenizer: Tokenizer | None = None
         tensors = self._file.tensors
         vectors = {name: self._file.dequantize(own).tolist() for name, own in tensors.items() if name in ROPE_VECTORS}
-        fields = {"vocab_size": _embedding_rows(self._file), **self._file.fields}
+        fields = {"vocab_size": embedding_rows(self._file), **self._file.fields}
         self.config = ModelConfig.from_gguf(fields, tensors.keys(), vectors)
         form = FAMILIES[self.config.family].gguf
         if form is None:
@@ -376,19 +386,17 @@ class GgufCheckpoint:
         self._file.forget()
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer stated in the file's metadata."""
+        """The tokenizer stated in the file's metadata, built once."""
         from .tokenizer import Tokenizer
 
-        return Tokenizer.from_gguf(self._file.fields)
+        if self._tokenizer is None:
+            self._tokenizer = Tokenizer.from_gguf(self._file.fields)
+            self._file.forget_lists()
+        return self._tokenizer
 
 
 _STORED_TYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 ROPE_VECTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-
-
-def _embedding_rows(file: GgufFile) -> int | None:
-    embedding = file.tensors.get("token_embd.weight")
-    return embedding.shape[0] if embedding else None
 
 
 def _missing(name: str, where: str) -> CheckpointError:

@@ -2,14 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
+import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from ..errors import CheckpointError
 from . import store
 from .files import read_json
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """A matrix in a file: only the rows that are asked for are read, so that a large one never lies in memory twice."""
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    read: Callable[[slice], Tensor]
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        return self.read(rows)
+
+
+@runtime_checkable
+class RowSource(Protocol):
+    """A checkpoint that can read a matrix some rows at a time."""
+
+    def rows(self, name: str) -> StoredRows | None:
+        """The matrix of this Hugging Face name, None where it cannot."""
+        ...
+
+
+def stored_rows(found: Any, read: Callable[[slice], Tensor]) -> StoredRows | None:
+    """For a slice of safetensors' own; None where it is no matrix of floats."""
+    shape, dtype = tuple(found.get_shape()), _DTYPES.get(found.get_dtype())
+    return None if dtype is None or len(shape) != 2 else StoredRows(shape, dtype, read)
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
@@ -63,3 +96,16 @@ def first_line(error: BaseException) -> str:
     """What an error says, or its name."""
     lines = str(error).strip().splitlines()
     return (lines[0] if lines else type(error).__name__).rstrip(" .")
+
+
+_WITHIN = (
+    ("language_model.lm_head.", "lm_head."),
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+)
+
+
+def text_name(name: str) -> str:
+    """The name of a text model's tensor without that of the model around it."""
+    within = next((own for own in _WITHIN if name.startswith(own[0])), None)
+    return name if within is None else within[1] + name.removeprefix(within[0])

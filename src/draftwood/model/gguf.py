@@ -58,6 +58,11 @@ class GgufFile:
         values = quick(tensor.data) if quick else _by_gguf_package(tensor, self.path)
         return np.ascontiguousarray(values.reshape(tensor.shape), dtype=np.float32)
 
+    def forget_lists(self) -> None:
+        """Drop the lists among the metadata: a vocabulary as Python's objects is larger than the tokenizer."""
+        for key in [key for key, value in self.fields.items() if isinstance(value, list)]:
+            del self.fields[key]
+
     def forget(self) -> None:
         """Let the system have the memory of everything read so far; what is asked for again is read again."""
         for buffer in self.mapped:
@@ -342,3 +347,9 @@ _GROUPS: dict[str, Callable[[np.ndarray], _Groups]] = {
     "Q4_0": _q4_0_groups,
     "Q4_1": _q4_1_groups,
 }
+
+
+def embedding_rows(file: GgufFile) -> int | None:
+    """Tokens of the vocabulary, by the embedding's shape."""
+    embedding = file.tensors.get("token_embd.weight")
+    return embedding.shape[0] if embedding else None

@@ -19,7 +19,10 @@ from draftwood.batch import ForwardBatch, ForwardOutput, GivenRows, Pages
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.config import ModelConfig
 from draftwood.model.layers import Rotary
-from draftwood.model.packing import Arena, Packer, Progress, address, padded
+from draftwood.model.lora import Adapter
+from draftwood.model.native_lora import NO_ADAPTERS, NativeAdapters
+from draftwood.model.native_scratch import Scratch
+from draftwood.model.packing import Arena, Packer, Progress, address
 from draftwood.model.rope import RopeConfig
 from draftwood.model.spec import (
     ATTENTION_NORM,
@@ -31,7 +34,7 @@ from draftwood.model.spec import (
     HeadNorms,
     MlpSpec,
 )
-from draftwood.model.weights import GROUP, Storage, WeightFormat
+from draftwood.model.weights import Storage, WeightFormat
 from draftwood.ops.native import Kernels, structs
 
 ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "relu": 3, "relu2": 4, CLAMPED: 5}
@@ -68,10 +71,11 @@ class NativeTransformer:
         self._arenas = Arena(), Arena()  # of words, and of all else
         self._words = self._pack_words(checkpoint, progress)
         self._model = self._pack_layers(checkpoint, progress)
-        self._scratch = _Scratch(library, self._model)
+        self._scratch = Scratch(library, self._model)
         turnings = _turnings(config)
         self._rotaries = [_rotary(turning) for turning in turnings]
         self._rotations = [torch.empty(0, rotated) for _, rotated in turnings]
+        self._adapters: NativeAdapters | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -86,6 +90,10 @@ class NativeTransformer:
         part._model.layers, part._model.num_layers = part._layers, len(layers)
         part._whole = self
         return part
+
+    def adapt(self, adapters: Sequence[Adapter]) -> None:
+        """Rows may have one of these from now on, by its place among them."""
+        self._adapters = NativeAdapters(adapters, self.config, self._model)
 
     def refresh(self, checkpoint: Checkpoint) -> None:
         """Compute with the layers and the last norm of `checkpoint` from now on, packed over its own; words stay."""
@@ -133,6 +141,8 @@ class NativeTransformer:
         features = torch.empty(len(needs), len(batch.tokens), self.config.hidden_size)
         arrays = [getattr(batch, name).contiguous() for name in _ARRAYS]
         tables = self._tables(max(num_keys, 1 + int(batch.positions.max())))  # a draft may leave keys out
+        adapted = NO_ADAPTERS if self._adapters is None else self._adapters.of(batch.adapters)
+        unpacked = self._scratch.unpacked(num_keys) if cache.packed_as else None
         turns = None if batch.turns is None else batch.turns.contiguous()
         which, embeds = _given(batch)
         struct = structs.Batch(
@@ -140,6 +150,7 @@ class NativeTransformer:
             len(batch.logit_rows), *(array.data_ptr() for array in arrays), ctypes.addressof(tables),
             cache.store.data_ptr(), cache.store.shape[3], cache.page_size, logits.data_ptr(), wanted.data_ptr(),
             len(needs), features.data_ptr(), address(given and given.residual), address(given and given.wide),
+            *adapted, cache.packed_as, address(unpacked), 0 if unpacked is None else unpacked.shape[1],
             address(turns), address(which), address(embeds),
         )  # fmt: skip
         scratch = self._scratch.fit(len(batch.tokens), num_keys, num_nodes)
@@ -236,41 +247,3 @@ def _layer(packer: Packer, config: ModelConfig, storage: Storage | None, i: int)
 
 
 _LAYER_NORMS = (ATTENTION_NORM, ATTENTION_OUTPUT_NORM, MLP_NORM, MLP_OUTPUT_NORM)  # in the struct's order
-
-
-class _Scratch:
-    """Working memory, as large as the largest forward so far."""
-
-    def __init__(self, library: Kernels, model: structs.Model) -> None:
-        self._library = library
-        self._model = model
-        self._rows = self._threads = self._scores = 0
-        self._buffers: list[Tensor] = []
-        self._struct = structs.Scratch()
-
-    def fit(self, rows: int, num_keys: int, num_nodes: int) -> structs.Scratch:
-        """Enough for a forward of this size."""
-        threads = torch.get_num_threads()
-        scores = self._library.dw_attention_scores(ctypes.byref(self._model), num_keys, num_nodes)
-        if rows > self._rows or scores > self._scores or threads != self._threads:
-            self._rows, self._scores = max(rows, self._rows), max(scores, self._scores)
-            self._threads = threads
-            self._buffers = self._allocate()
-            *buffers, mixture = (buffer.data_ptr() for buffer in self._buffers)
-            self._struct = structs.Scratch(threads, *buffers, self._scores, mixture)
-        return self._struct
-
-    def _allocate(self) -> list[Tensor]:
-        layers = [self._model.layers[i] for i in range(self._model.num_layers)]
-        hidden, gated = padded(self._model.hidden), max(layer.down.inputs for layer in layers)
-        layer = layers[0]
-        widest = max(hidden, layer.qkv.inputs, layer.output.inputs, gated)
-        floats = [hidden, hidden, layer.qkv.outputs, layer.output.inputs, gated]
-        return [
-            *(torch.zeros(self._rows, width) for width in floats),
-            torch.zeros(self._rows, widest, dtype=torch.int8),
-            *(torch.zeros(self._rows, widest // GROUP) for _ in range(3)),  # the last holds 32-bit whole numbers
-            torch.empty(self._threads, self._scores),
-            torch.zeros(1 + self._threads, 8, dtype=torch.int64),  # the team's barrier and counters
-            torch.empty(self._library.dw_mixture_bytes(ctypes.byref(self._model), self._rows), dtype=torch.uint8),
-        ]

@@ -11,6 +11,7 @@ from torch import Tensor
 from draftwood.machine import zeroed_memory
 from draftwood.model.blocks import NUMBERS, Blocks, BlockSource, stay_blocks
 from draftwood.model.checkpoint import Checkpoint
+from draftwood.model.folder import RowSource, StoredRows
 from draftwood.model.spec import ExpertsSpec, MlpSpec, NormSpec
 from draftwood.model.weights import (
     GROUP,
@@ -26,7 +27,7 @@ from draftwood.ops.native import Kernels, structs
 
 Progress = Callable[[int, int], None]  # matrices packed, of how many
 _ARENA = 32 << 20
-_FORGET_AFTER = 32 << 20  # bytes read, or weights where only those are known
+_FORGET_AFTER = 8 << 20  # bytes read
 _CHUNK = 1024  # rows packed at a time: bounds the memory that quantising needs
 
 
@@ -101,8 +102,8 @@ class Packer:
         blocks = [source.blocks(name) if isinstance(source, BlockSource) else None for name in weights]
         if storage is None and stay_blocks(blocks):
             packed = self._in_blocks([part for part in blocks if part is not None], panel)
-        elif len(blocks) == 1 and blocks[0] is not None:
-            packed = self._in_panels(blocks[0], storage)
+        elif len(blocks) == 1:
+            packed = self._in_panels(self._alone(weights[0], blocks[0]), storage)
         else:
             parts = [self._numbers(name, part) for name, part in zip(weights, blocks, strict=True)]
             packed = self._in_panels(join_rows(parts, panel), storage)
@@ -112,11 +113,17 @@ class Packer:
         self._heard()
         return packed
 
+    def _alone(self, name: str, blocks: Blocks | None) -> Matrix | Blocks | StoredRows:
+        """A matrix of its own, in what can be taken apart by rows."""
+        source = self._checkpoint
+        rows = source.rows(name) if blocks is None and isinstance(source, RowSource) else None
+        return (source.matrix(name) if rows is None else rows) if blocks is None else blocks
+
     def _numbers(self, name: str, blocks: Blocks | None) -> Matrix:
         """Our kernels decode blocks many times as fast as the checkpoint does."""
         return self._checkpoint.matrix(name) if blocks is None else blocks.matrix(self._library)
 
-    def _in_panels(self, weights: Matrix | Blocks, storage: Storage | None) -> structs.Matrix:
+    def _in_panels(self, weights: Matrix | Blocks | StoredRows, storage: Storage | None) -> structs.Matrix:
         """`storage` None keeps them in the smallest that loses nothing."""
         if storage is None:
             storage = exact_storage(weights if not isinstance(weights, Blocks) else weights[:1].matrix(self._library))
@@ -125,7 +132,7 @@ class Packer:
             rows = weights[start : start + _CHUNK]
             rows = rows.matrix(self._library) if isinstance(rows, Blocks) else rows
             self._fill(packed, store_as(storage, rows), start)
-            self._has_read(rows.shape[0] * rows.shape[1])
+            self._has_read(rows.nbytes if isinstance(rows, Tensor) else rows.codes.nbytes)
         return packed
 
     def _in_blocks(self, parts: Sequence[Blocks], panel: int | None) -> structs.Matrix:

@@ -1,4 +1,4 @@
-"""Quantised safetensors: AWQ, GPTQ, FP8 and compressed-tensors, recognised by their config.json.
+"""Quantised safetensors: AWQ, GPTQ, FP8, NVFP4 and compressed-tensors, recognised by their config.json.
 
 Every one of them is whole numbers or 8-bit floats with scales, so each is read into one form, `Scaled`. A weight is
 (code - zero) x scale, as its format defines it; inputs of products are not rounded, whatever the config says of
@@ -27,7 +27,11 @@ _INSTEAD = {
     "bitsandbytes": "bitsandbytes only says how to round the original weights while they are loaded",
     "mxfp4": "MXFP4 safetensors are not read yet",
 }
-_COMPRESSED = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
+_COMPRESSED = (
+    "pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "nvfp4-pack-quantized", "mixed-precision",
+    "dense",
+)  # fmt: skip
+_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)  # twice what the eight positive 4-bit floats are
 # Eight columns lie in a word in this order, which suits the GPU kernels that AWQ was written for.
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -137,7 +141,7 @@ def _gptq(stated: Mapping[str, Any], name: str) -> Scheme:
 def _fp8(stated: Mapping[str, Any], name: str) -> Scheme:
     algorithm = stated.get("quant_algo", "FP8")
     block = stated.get("weight_block_size") or [128, 128]
-    if algorithm != "FP8":
+    if algorithm not in ("FP8", "NVFP4"):
         raise CheckpointError(f"{name} is quantised with {algorithm!r}, which is not read yet. {ADVICE}.")
     if not (isinstance(block, list) and len(block) == 2 and all(isinstance(b, int) and b > 0 for b in block)):
         raise CheckpointError(f"{name} states weight_block_size as {block!r}.")
@@ -178,8 +182,10 @@ def read_scaled(scheme: Scheme, read: Read, name: str, shape: tuple[int, int]) -
     if words is not None and scheme.method == "gptq":
         return parts.gptq(words, scheme)
     if packed is not None:
-        return parts.compressed(packed)
+        return parts.nvfp4(packed, "weight_packed") if packed.dtype == torch.uint8 else parts.compressed(packed)
     plain = read(name)
+    if plain is not None and plain.dtype == torch.uint8:
+        return parts.nvfp4(plain, "weight")
     if plain is None or plain.dtype not in (*_FLOAT8, torch.int8):
         return None
     return parts.plain(plain, scheme)
@@ -238,6 +244,22 @@ class _Parts:
         index = self._read(f"{self._stem}.weight_g_idx")
         group_of = self._in_turn(groups) if index is None else self._index(index, groups)
         return Scaled(_unpacked(words, bits, 1)[:, : self._inputs] - middle, scale, zero, group_of)
+
+    def nvfp4(self, pairs: Tensor, part: str) -> Scaled:
+        """Bytes hold two 4-bit floats, the first one low; a scale in 8 bits for each sixteen, and one for all."""
+        self._expect(part, pairs, (self._outputs, self._inputs // 2), torch.uint8)
+        scale = self._needed("weight_scale")
+        groups = self._groups("weight_scale", scale, self._inputs // 16)
+        self._expect("weight_scale", scale, (self._outputs, groups), torch.float8_e4m3fn)
+        multiplied = self._read(f"{self._stem}.weight_scale_2")
+        whole = self._needed("weight_global_scale") if multiplied is None else multiplied
+        if whole.numel() != 1:
+            raise self._wrong("its scale for all", whole, "one number")
+        whole = whole.float().reshape(1, 1)
+        wide = scale.float() / whole if multiplied is None else scale.float() * whole
+        nibbles = torch.stack([pairs & 15, pairs >> 4], -1).flatten(1).long()
+        codes = torch.tensor([*_E2M1, *(-code for code in _E2M1)], dtype=torch.int16)[nibbles]
+        return Scaled(codes, wide / 2, None, self._in_turn(groups))
 
     def plain(self, codes: Tensor, scheme: Scheme) -> Scaled:
         """A byte for each weight: whole numbers or 8-bit floats."""

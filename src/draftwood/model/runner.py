@@ -16,11 +16,13 @@ from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.config import ModelConfig
 from draftwood.model.gpu_limits import refuses as gpu_refuses
 from draftwood.model.isa import avoid_broken_amx
+from draftwood.model.lora import Adapter
 from draftwood.model.native import NativeTransformer, Progress
 from draftwood.model.transformer import Transformer
 from draftwood.model.universal_folder import UniversalCheckpoint, UniversalConfig, require_supported
 from draftwood.model.weights import FORMATS, WeightFormat
 from draftwood.ops.native import kernels, why_missing
+from draftwood.ops.packed import Packing
 
 log = logging.getLogger(__name__)
 RUN_BY_TRANSFORMERS = "transformers' own modules with our pages and masks, checked against themselves when loaded"
@@ -68,6 +70,15 @@ class Sliceable(Model, Protocol):
         """Some of its layers, rising, and its last norm and head as a model, in the same memory. It reads and writes a
         layer's keys and values where the whole model does.
         """
+        ...
+
+
+@runtime_checkable
+class Adaptable(Model, Protocol):
+    """A model that can run each row with a LoRA adapter of its own."""
+
+    def adapt(self, adapters: Sequence[Adapter]) -> None:
+        """Rows may have one of these from now on, by its place among them (`ForwardBatch.adapters`)."""
         ...
 
 
@@ -165,12 +176,29 @@ def require_strict(model: Model) -> None:
     raise InvalidRequest(f"Strict mode needs our own kernels, and {reason}.")
 
 
+def _require_packing(model: Model) -> None:
+    """Refuse an 8-bit cache where what reads it knows floats only."""
+    if model.device.type != "cpu":
+        raise InvalidRequest("A cache in int8 or fp8 is read on a CPU only yet; leave --cache-dtype alone on a GPU.")
+    if isinstance(model.config, UniversalConfig):
+        raise InvalidRequest("A model on transformers' own modules reads its cache in full; leave --cache-dtype alone.")
+
+
 class ModelRunner:
     """Runs forwards against its cache."""
 
-    def __init__(self, model: Model, num_pages: int, page_size: int, num_states: int = STATES) -> None:
+    def __init__(
+        self,
+        model: Model,
+        num_pages: int,
+        page_size: int,
+        num_states: int = STATES,
+        packing: Packing | None = None,
+    ) -> None:
+        if packing is not None:
+            _require_packing(model)
         self.model = model
-        self.cache = KVCache(model.config, num_pages, page_size, model.dtype, model.device, num_states)
+        self.cache = KVCache(model.config, num_pages, page_size, model.dtype, model.device, num_states, packing)
 
     @classmethod
     def over(cls, model: Model, cache: KVCache) -> ModelRunner:
@@ -191,10 +219,11 @@ class ModelRunner:
         progress: Progress = lambda *_: None,
         strict: bool = False,
         num_states: int = STATES,
+        packing: Packing | None = None,
     ) -> ModelRunner:
         """Read the weights and set the cache up."""
         model = load_model(checkpoint, dtype, device, weights, progress, strict)
-        return cls(model, num_pages, page_size, num_states)
+        return cls(model, num_pages, page_size, num_states, packing)
 
     @property
     def device(self) -> torch.device:

@@ -118,6 +118,10 @@ class Tokenizer:
         entries = sorted((index, token) for token, index in vocabulary.items() if index not in unused)
         return hashlib.sha256(json.dumps([entries, merges]).encode()).hexdigest()
 
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json, which other libraries read too."""
+        self._backend.save(str(folder / "tokenizer.json"))
+
     @property
     def has_chat_template(self) -> bool:
         """Whether the model says how a conversation is written down."""

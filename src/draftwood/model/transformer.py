@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,8 +17,20 @@ from draftwood.batch import AttentionShape, ForwardBatch, ForwardOutput, GivenRo
 from draftwood.errors import IncompatibleParts
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.experts import Experts
-from draftwood.model.layers import ACTIVATIONS, Norm, Rotary, gated, rotate, softcapped, tensors_of, write_over
+from draftwood.model.layers import (
+    ACTIVATIONS,
+    Norm,
+    Rotary,
+    gated,
+    pair_adjacent,
+    rotate,
+    softcapped,
+    tensors_of,
+    write_over,
+)
 from draftwood.model.loading import WeightLoader
+from draftwood.model.lora import Adapter, LowRank
+from draftwood.model.lora_layers import AdaptedLinear, sites
 from draftwood.model.mixers import Mixer, Recurrences, load_mixer
 from draftwood.model.rope import RopeConfig, planes_of
 from draftwood.model.spec import (
@@ -106,6 +118,7 @@ class Transformer:
         self.cached = list(range(config.num_layers))  # where in the pages each layer's keys and values lie
         self.final_norm = loader.norm("model.norm", config.final_norm)
         self.rotaries = {turn: self._rotary(*turn) for turn in (_turning(s.attention) for s in self.specs) if turn}
+        self._adapters: list[tuple[list[LowRank | None], ...]] = []  # of each layer's four products
 
     @property
     def num_bytes(self) -> int:
@@ -122,6 +135,42 @@ class Transformer:
         part.layers, part.cached = [self.layers[i] for i in layers], [self.cached[i] for i in layers]
         return part
 
+    def adapt(self, adapters: Sequence[Adapter]) -> None:
+        """Rows may have one of these from now on, by its place among them."""
+        self._adapters = [self._factors(adapters, i) for i in range(self.config.num_layers)]
+
+    def _factors(self, adapters: Sequence[Adapter], i: int) -> tuple[list[LowRank | None], ...]:
+        attention, dim = self.specs[i].attention, self.config.head_dim
+
+        def turning(rows: list[Tensor]) -> Tensor:  # as `WeightLoader.qkv` arranges them
+            return torch.cat([*(pair_adjacent(part, dim, attention.rotated) for part in rows[:2]), rows[2]])
+
+        def moved(part: LowRank | None) -> LowRank | None:
+            place = {"device": self.device, "dtype": self.dtype}
+            return None if part is None else LowRank(part.down.to(**place), part.up.to(**place))
+
+        joins = (turning, torch.cat, torch.cat, torch.cat)
+        return tuple(
+            [moved(site.low_rank(adapter, i, join)) for adapter in adapters]
+            for site, join in zip(sites(self.config, i), joins, strict=True)
+        )
+
+    def _adapted(self, layer: Layer, i: int, which: Tensor | None) -> Layer:
+        """The layer with what adapters add for rows that have one."""
+        attention, mlp = layer.attention, layer.mlp
+        if which is None or not self._adapters or attention is None or not isinstance(mlp, Mlp):
+            return layer
+        qkv, output, gate_up, down = self._adapters[self.cached[i]]
+        adapted = replace(
+            attention,
+            qkv=AdaptedLinear(attention.qkv, qkv, which),
+            output=AdaptedLinear(attention.output, output, which),
+        )
+        inner = replace(
+            mlp, gate_up=AdaptedLinear(mlp.gate_up, gate_up, which), down=AdaptedLinear(mlp.down, down, which)
+        )  # fmt: skip
+        return replace(layer, attention=adapted, mlp=inner)
+
     def refresh(self, checkpoint: Checkpoint) -> None:
         """Compute with the layers and the last norm of `checkpoint` from now on; words stay."""
         loader = WeightLoader(checkpoint, self.dtype, self.device, self.weights)
@@ -137,7 +186,8 @@ class Transformer:
         run = _Run(self, batch, cache)
         hidden = self._begin(batch) if given is None else given.residual
         features: dict[int, Tensor] = {}
-        for i, (layer, spec) in enumerate(zip(self.layers, self.specs, strict=True)):
+        for i, (own, spec) in enumerate(zip(self.layers, self.specs, strict=True)):
+            layer = self._adapted(own, i, batch.adapters)
             read = hidden if layer.attention_norm is None else layer.attention_norm(hidden)
             after = hidden
             if layer.attention is not None and spec.attention is not None:
@@ -224,7 +274,7 @@ class _Run:
 
     def __init__(self, model: Transformer, batch: ForwardBatch, cache: Pages) -> None:
         self._model, self._slots = model, batch.slots
-        self._pages = ((at, cache.layers[at]) for at in model.cached)
+        self._cache, self._cached = cache, iter(model.cached)
         shapes = {_shape(spec.attention) for spec in model.specs if spec.attention is not None}
         self._plans = {shape: plan_attention(batch, cache, shape) for shape in shapes}
         self._rotations = {turn: model.rotations(rotary, batch) for turn, rotary in model.rotaries.items()}
@@ -241,8 +291,8 @@ class _Run:
         turn = _turning(spec)
         rotation = None if turn is None else self._rotations[turn]
         query, key_value = self._model.project(layer, spec, read, rotation)
-        i, pages = next(self._pages)
-        pages.index_copy_(1, self._slots, key_value.transpose(0, 1))
+        i = next(self._cached)
+        self._cache.write(i, self._slots, key_value)
         mixed = _attend(self._plans[_shape(spec)], i, query, layer.sinks)
         return mixed if layer.gate is None else mixed * torch.sigmoid(layer.gate(read))
 

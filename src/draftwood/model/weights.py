@@ -14,6 +14,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
+from .folder import StoredRows
+
 GROUP = 32  # inputs that share a scale
 
 
@@ -158,7 +160,7 @@ ON_ACCELERATORS: Mapping[str, WeightFormat] = {
 }
 
 
-def exact_storage(weight: Matrix) -> Storage:
+def exact_storage(weight: Matrix | StoredRows) -> Storage:
     """The smallest storage that loses nothing of these weights."""
     if isinstance(weight, Quantised):
         return weight.storage

@@ -50,23 +50,33 @@ def export(
     """
     if dtype not in PRECISIONS:
         raise InvalidRequest(f"A drafter is written as bfloat16, float16 or float32, not as {dtype}.")
+    path = Path(folder).expanduser()
+    refuse_to_overwrite(path)
+    config, tensors = written(net, target_name)
+    config["draftwood"] = {**config.get("draftwood", {}), "info": dict(info)}
+    write_drafter(path, config, tensors, dtype)
+    return path
+
+
+def written(net: nn.Module, target_name: str) -> Written:
+    """A network's configuration and tensors, without anything of the target's."""
     writer = next((write for kind, write in _WRITERS.items() if isinstance(net, kind)), None)
     if writer is None:
         raise InvalidRequest(f"A {type(net).__name__} is no network of a drafter, so there is no layout for it.")
-    path = Path(folder).expanduser()
-    _refuse_to_overwrite(path)
-    config, tensors = writer(net, target_name)
-    config["torch_dtype"] = str(dtype).removeprefix("torch.")
-    config["draftwood"] = {**config.get("draftwood", {}), "info": dict(info)}
+    return writer(net, target_name)
+
+
+def write_drafter(path: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
+    """A folder of config.json and model.safetensors, each of which appears whole or not at all."""
     stored = {
         name: value.detach().to("cpu", dtype if value.is_floating_point() else value.dtype).contiguous().clone()
         for name, value in tensors.items()
     }
-    _write(path, config, stored)
-    return path
+    _write(path, {**config, "torch_dtype": str(dtype).removeprefix("torch.")}, stored)
 
 
-def _refuse_to_overwrite(path: Path) -> None:
+def refuse_to_overwrite(path: Path) -> None:
+    """A folder that holds anything else than a drafter is left alone."""
     if path.exists() and not path.is_dir():
         raise CheckpointError(f"{path} is a file; a drafter is written to a folder.")
     if not (path / "config.json").exists():
@@ -142,7 +152,8 @@ def _rope_scaling(config: ModelConfig) -> dict[str, Any] | None:
     return {"rope_type": rope.kind, "original_max_position_embeddings": rope.original_max_positions, **scaling}
 
 
-def _speculators(kind: str, architecture: str, net_config: ModelConfig, target_name: str, guesses: int) -> dict:
+def speculators_config(kind: str, architecture: str, net_config: ModelConfig, target_name: str, guesses: int) -> dict:
+    """config.json of a drafter in speculators' format."""
     return {
         "architectures": [architecture],
         "speculators_model_type": kind,
@@ -164,7 +175,8 @@ def _speculators(kind: str, architecture: str, net_config: ModelConfig, target_n
     }
 
 
-def _parameters(net: nn.Module, skip: tuple[str, ...]) -> dict[str, Tensor]:
+def own_parameters(net: nn.Module, skip: tuple[str, ...]) -> dict[str, Tensor]:
+    """Those whose names do not begin with one of `skip`."""
     return {name: value for name, value in net.named_parameters() if not name.startswith(skip)}
 
 
@@ -195,23 +207,24 @@ def _with_head(head: VocabularyHead, config: dict[str, Any], tensors: dict[str, 
 
 
 def _eagle3(net: Eagle3, target_name: str) -> Written:
-    named = _speculators("eagle3", "Eagle3Speculator", net.config, target_name, _SPECULATIVE_TOKENS)
-    config = {**named, **_eagle3_switches(net.spec), "embed_requires_grad": False}
-    return _with_head(net.head, config, _parameters(net, ("lm_head.", "head.")))
+    named = speculators_config("eagle3", "Eagle3Speculator", net.config, target_name, _SPECULATIVE_TOKENS)
+    config = {**named, **eagle3_switches(net.spec), "embed_requires_grad": False}
+    return _with_head(net.head, config, own_parameters(net, ("lm_head.", "head.")))
 
 
 def _peagle(net: ParallelEagle, target_name: str) -> Written:
     config = {
-        **_speculators("peagle", "PEagleSpeculator", net.config, target_name, net.ahead.guesses),
-        **_eagle3_switches(net.spec),
+        **speculators_config("peagle", "PEagleSpeculator", net.config, target_name, net.ahead.guesses),
+        **eagle3_switches(net.spec),
         "mask_token_id": net.ahead.mask_token,
         "embed_requires_grad": net.embed_tokens is not None,
     }
-    tensors = _parameters(net, ("lm_head.", "head."))
+    tensors = own_parameters(net, ("lm_head.", "head."))
     return _with_head(net.head, config, {**tensors, "mask_hidden": net.mask_hidden.view(1, 1, -1)})
 
 
-def _eagle3_switches(spec: Eagle3Spec) -> dict[str, Any]:
+def eagle3_switches(spec: Eagle3Spec) -> dict[str, Any]:
+    """The conventions of an EAGLE-3, under speculators' names."""
     return {
         "norm_before_residual": spec.norm_before_residual,
         "norm_before_fc": spec.norm_before_fc,
@@ -224,12 +237,12 @@ def _eagle3_switches(spec: Eagle3Spec) -> dict[str, Any]:
 
 def _eagle1(net: Eagle1, target_name: str) -> Written:
     config = {
-        **_speculators("eagle", "EagleSpeculator", net.config, target_name, _SPECULATIVE_TOKENS),
+        **speculators_config("eagle", "EagleSpeculator", net.config, target_name, _SPECULATIVE_TOKENS),
         "fusion_bias": net.fc.bias is not None,
         "layernorms": False,
         "draftwood": {"layers": net.config.num_layers},
     }
-    parts = _parameters(net, ("head.",))
+    parts = own_parameters(net, ("head.",))
     named = {_renamed(name, {"fc.": "fusion_fc.", "layers.0.": "transformer."}): part for name, part in parts.items()}
     return _with_head(net.head, config, named)
 
@@ -238,7 +251,7 @@ def _mtp(net: MultiToken, target_name: str) -> Written:
     if net.config.num_layers != 1 or net.head.tokens is not None:
         raise InvalidRequest("Multi-token prediction is exported with one layer and the whole vocabulary.")
     config = {
-        **_speculators("mtp", "MTPDraftModel", net.config, target_name, _SPECULATIVE_TOKENS),
+        **speculators_config("mtp", "MTPDraftModel", net.config, target_name, _SPECULATIVE_TOKENS),
         "num_nextn_predict_layers": 1,
     }
     names = {
@@ -248,7 +261,7 @@ def _mtp(net: MultiToken, target_name: str) -> Written:
         "norm.": "mtp_layers.0.final_layernorm.",
         "layers.0.": "mtp_layers.0.",
     }
-    parts = {_renamed(name, names): part for name, part in _parameters(net, ("head.",)).items()}
+    parts = {_renamed(name, names): part for name, part in own_parameters(net, ("head.",)).items()}
     return _with_head(net.head, config, parts)
 
 
@@ -262,7 +275,7 @@ def _block(net: BlockNet, target_name: str) -> Written:
     kind = "dspark" if isinstance(table, Markov) or sure is not None else "dflash"
     architecture = {"dspark": "DSparkSpeculator", "dflash": "DFlashSpeculator"}[kind]
     config = {
-        **_speculators(kind, architecture, net.config, target_name, spec.guesses),
+        **speculators_config(kind, architecture, net.config, target_name, spec.guesses),
         "block_size": spec.block_size,
         "target_hidden_size": spec.target_hidden,
         "aux_hidden_state_layer_ids": [layer + 1 for layer in spec.reads],
@@ -278,7 +291,7 @@ def _block(net: BlockNet, target_name: str) -> Written:
             "enable_confidence_head": sure is not None,
             "confidence_head_with_markov": wide,
         }
-    tensors = _parameters(net, ("head.", "markov_head."))
+    tensors = own_parameters(net, ("head.", "markov_head."))
     if isinstance(table, Markov):
         tensors |= {f"markov_head.{name}": part for name, part in table.named_parameters()}
     elif isinstance(table, HiddenCorrection):
@@ -305,7 +318,7 @@ def _heads(net: HeadStack, target_name: str) -> Written:
     if any(_is_shared(head) != shared for head in net.heads):
         raise InvalidRequest("Heads of which some are the target's and some their own cannot be exported together.")
     single = not shared and all(head is first for head in net.heads)
-    tensors = _block_tensors(net)
+    tensors = block_tensors(net)
     for number, head in enumerate(net.heads[:1] if single else net.heads):
         tensors |= _head_tensors(head, f"{'hydra_lm_head' if net.grounded else 'lm_heads'}.{number}")
     if first.tokens is not None:
@@ -318,10 +331,10 @@ def _heads(net: HeadStack, target_name: str) -> Written:
         "base_model_name_or_path": target_name,
         "draftwood": {"shared_head": shared, "tokens": "all" if first.tokens is None else "token_map"},
     }
-    return {**config, **_stack_config(net)}, tensors
+    return {**config, **stack_config(net)}, tensors
 
 
-def _block_tensors(net: HeadStack) -> dict[str, Tensor]:
+def block_tensors(net: HeadStack) -> dict[str, Tensor]:
     """Layers of the heads, under vLLM's names for Medusa and under Hydra's own."""
     tensors: dict[str, Tensor] = {}
     for name, value in net.blocks.named_parameters():
@@ -331,7 +344,8 @@ def _block_tensors(net: HeadStack) -> dict[str, Tensor]:
     return tensors
 
 
-def _stack_config(net: HeadStack) -> dict[str, Any]:
+def stack_config(net: HeadStack) -> dict[str, Any]:
+    """Which heads they are, and how many."""
     heads, layers = len(net.heads), len(net.blocks[0])  # type: ignore[arg-type]
     if net.grounded:
         numbers = {"hydra_num_heads": heads, "hydra_num_layers": layers}
@@ -347,7 +361,7 @@ def _kangaroo(net: Kangaroo, target_name: str) -> Written:
         "exit_layer": net.exit_layer,
         "base_model_name_or_path": target_name,
     }
-    return _with_head(net.head, config, _parameters(net, ("head.",)))
+    return _with_head(net.head, config, own_parameters(net, ("head.",)))
 
 
 def _masked_student(net: MaskedStudent, target_name: str) -> Written:
@@ -367,7 +381,7 @@ def _student(net: Student, target_name: str) -> Written:
         "tie_word_embeddings": net.config.tied_head,
         "draftwood": {"student": True, "target": target_name},
     }
-    return config, _parameters(net, ())
+    return config, own_parameters(net, ())
 
 
 _WRITERS: dict[type[nn.Module], Callable[[Any, str], Written]] = {

@@ -22,15 +22,16 @@ class _Segment:
         self.mask = mask  # [rows, keys], 0 or -inf
         self._slots = slots
         self._cache = cache
-        if isinstance(slots, slice):
+        self._in_place = isinstance(slots, slice) and not cache.packed_as
+        if self._in_place:
             # All layers' views at once: sixty calls less in a step of thirty layers.
             self._views = cache.store[:, :, None, :, slots].flatten(0, 1).unbind(0)
 
     def keys_and_values(self, layer: int) -> tuple[Tensor, Tensor]:
         """Each [1, H, keys, D], without a copy where the slots are one run."""
-        if isinstance(self._slots, slice):
+        if self._in_place:
             return self._views[2 * layer], self._views[2 * layer + 1]
-        keys, values = self._cache.layers[layer].index_select(1, self._slots)[None].chunk(2, 1)
+        keys, values = self._cache.read(layer, self._slots)[None].chunk(2, 1)
         return keys, values
 
 

@@ -133,14 +133,13 @@ def _answering(app: FastAPI, service: Service) -> None:
 def _reading(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models", tags=["models"])
     async def models() -> ModelList:
-        """The model, its drafters and its law."""
-        return ModelList(data=[service.card])
+        """The model, its drafters and its law, and its adapters."""
+        return ModelList(data=service.cards)
 
     @app.get("/v1/models/{name:path}", tags=["models"])
     async def model(name: str) -> ModelCard:
         """The same by name."""
-        service.check_model(name)
-        return service.card
+        return service.card_of(name)
 
     # Not on the event loop: a long text takes a while.
     @app.post("/tokenize", tags=["tokens"])

@@ -105,10 +105,12 @@ class ModelCard(Open):
     law: str
     laws: list[LawCard]
     max_nodes: int  # draft nodes a step, at most
+    cache_dtype: str = "auto"  # of keys and values; int8 and fp8 make another model
+    parent: str | None = None  # of an adapter: the model it belongs to
 
 
 class ModelList(BaseModel):
-    """All models; there is one."""
+    """The model, and its adapters."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]

@@ -133,6 +133,9 @@ class Sampling(Open):
     cache_salt: Annotated[str, Field(max_length=256)] | None = Field(
         None, description="Only requests with the same salt share cached prefixes of their prompts."
     )
+    lora: Annotated[str, Field(max_length=256)] | None = Field(
+        None, description="One of the server's LoRA adapters, as `model` may name it too."
+    )
     guided_json: dict[str, Any] | str | None = Field(None, description="vLLM's name for a JSON schema.")
     guided_regex: Annotated[str, Field(max_length=MAX_ITEMS)] | None = None
     guided_choice: Alternatives | None = None

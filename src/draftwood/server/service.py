@@ -75,19 +75,46 @@ class Service:
             law=self.llm.intake.default_law,
             laws=self._laws,
             max_nodes=self.llm.card.max_nodes,
+            cache_dtype=self.llm.card.cache_dtype,
         )
 
-    def check_model(self, name: str | None) -> None:
+    @property
+    def cards(self) -> list[ModelCard]:
+        """The model, and each of its adapters as a model."""
+        model = self.card
+        return [model, *(model.model_copy(update={"id": name, "parent": model.id}) for name in self.llm.card.adapters)]
+
+    def card_of(self, name: str) -> ModelCard:
+        """One of them."""
+        self._check_model(name, "model")
+        return next(card for card in self.cards if card.id == name)
+
+    def _check_model(self, name: str, field: str) -> None:
         """Refuse other models' names."""
-        if name is not None and name != self.config.model_name:
-            raise ApiError(
-                404, f"The model '{name}' is not here; '{self.config.model_name}' is.", "model_not_found", "model"
-            )
+        there = (self.config.model_name, *self.llm.card.adapters)
+        if name not in there:
+            listed = " and ".join(f"'{own}'" for own in there)
+            are = "are" if len(there) > 1 else "is"
+            raise ApiError(404, f"The model '{name}' is not here; {listed} {are}.", "model_not_found", field)
+
+    def adapter_of(self, body: Sampling) -> str | None:
+        """The adapter that a request names, as its model or in `lora`."""
+        named = [(field, name) for field, name in (("model", body.model), ("lora", body.lora)) if name is not None]
+        for field, name in named:
+            self._check_model(name, field)
+        adapters = {name for _, name in named if name in self.llm.card.adapters}
+        if len(adapters) > 1:
+            raise invalid("model and lora name two different adapters; give one of them.", "lora")
+        return next(iter(adapters), None)
+
+    def called(self, body: Sampling) -> str:
+        """What a request's answers call the model."""
+        return self.adapter_of(body) or self.config.model_name
 
     async def chat(self, body: ChatRequest, request: Request) -> Response:
         """Go on with a conversation."""
         writer = ChatWriter(
-            self.config.model_name,
+            self.called(body),
             self.llm.intake.tokenizer,
             tells_usage=_tells_usage(body),
             logprobs=bool(body.logprobs),
@@ -96,9 +123,9 @@ class Service:
 
     async def converse(self, body: ChatRequest, request: Request, writer: Writer) -> Response:
         """Go on with a conversation; `writer` decides which API's objects the answer is written in."""
-        self.check_model(body.model)
-        toolbox = ToolBox.of(body)
-        params = _salted(chat_params(body, toolbox, self.llm.card.max_length), request.state.caller)
+        adapter, toolbox = self.adapter_of(body), ToolBox.of(body)
+        params = replace(chat_params(body, toolbox, self.llm.card.max_length), adapter=adapter)
+        params = _salted(params, request.state.caller)
         arrival = self._arrival(body, request, params)
 
         def prepare() -> list[EngineRequest]:
@@ -109,14 +136,14 @@ class Service:
 
     async def complete(self, body: CompletionRequest, request: Request) -> Response:
         """Go on with texts."""
-        self.check_model(body.model)
-        params = _salted(completion_params(body), request.state.caller)
+        adapter = self.adapter_of(body)
+        params = _salted(replace(completion_params(body), adapter=adapter), request.state.caller)
         arrival = self._arrival(body, request, params)
         prompts = _prompts(body)
         count = len(prompts) * params.n
         echoes: list[Echo] = []
         writer = CompletionWriter(
-            self.config.model_name,
+            adapter or self.config.model_name,
             self.llm.intake.tokenizer,
             echoes,
             params.n,

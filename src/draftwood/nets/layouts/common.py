@@ -334,12 +334,16 @@ def read_head(
     return DraftHead(weight, tokens, whole, own=True, bias=bias)
 
 
-def check_embedding(tensors: Tensors, words: TargetEmbeddings, name: str = "embed_tokens.weight") -> None:
-    """Nothing is taken from a stored embedding, so it must be the target's."""
+def check_embedding(
+    tensors: Tensors, words: TargetEmbeddings, name: str = "embed_tokens.weight", but: int | None = None
+) -> None:
+    """Nothing is taken from a stored embedding (`but` one token's row), so it must be the target's."""
     if not tensors.stored(name):
         return
     size = words.config.vocab_size
     stored = tensors.take(name, (size, words.config.hidden_size))
+    if but is not None:
+        stored[but] = words.embed(torch.tensor([but], device=words.device))[0].to("cpu", torch.float32)
     gap = norm = 0.0
     for rows in torch.arange(size).split(8192):  # a whole vocabulary in float32 would be gigabytes
         theirs = words.embed(rows.to(words.device)).to("cpu", torch.float32)

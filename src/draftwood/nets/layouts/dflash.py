@@ -13,6 +13,7 @@ from draftwood.model.config import ModelConfig
 from draftwood.nets.dflash import BlockNet, BlockSpec, Confidence, Corrector, HiddenCorrection, Markov
 from draftwood.nets.embeddings import TargetEmbeddings
 from draftwood.nets.layouts.common import (
+    EMBEDDING_ROUNDING,
     DraftVocabulary,
     Tensors,
     check_embedding,
@@ -95,11 +96,14 @@ def _block(files: DrafterFiles, target: ModelConfig, words: TargetEmbeddings, fa
     vocabulary = read_vocabulary(tensors, files.config, target)
     head = read_head(tensors, words, vocabulary)
     published = "ar_approximation.ug.weight" in tensors
+    size = whole_number(files, facts.sizes, "block_size")
+    mask = _mask_token(files, facts.sizes, tensors, target)
+    own_mask = _mask_row(tensors, words, mask)
     spec = BlockSpec(
         facts.reads,
         target.hidden_size,
-        whole_number(files, facts.sizes, "block_size"),
-        _mask_token(files, facts.sizes, tensors, target),
+        size,
+        mask if own_mask is None else None,
         facts.from_anchor,
         norm_in_head=published,
     )
@@ -111,15 +115,25 @@ def _block(files: DrafterFiles, target: ModelConfig, words: TargetEmbeddings, fa
         net.markov_head = _treeflash(tensors, net)
     if net.mask_embedding is not None:
         with torch.no_grad():
-            net.mask_embedding.copy_(_mask_embedding(tensors, target.hidden_size))
+            net.mask_embedding.copy_(_mask_embedding(tensors, target.hidden_size) if own_mask is None else own_mask)
     tensors.fill(net, skip=_READ_APART)
-    check_embedding(tensors, words)
+    check_embedding(tensors, words, but=None if own_mask is None else mask)
     tensors.finish()
     return net
 
 
 def _mask_token(files: DrafterFiles, sizes: Mapping[str, Any], tensors: Tensors, target: ModelConfig) -> int | None:
     return None if "mask_embedding" in tensors else mask_token(files, sizes, target)
+
+
+def _mask_row(tensors: Tensors, words: TargetEmbeddings, mask: int | None) -> Tensor | None:
+    """The mask's row of an embedding that is the target's but for it: engines read a learnt mask there. [hidden]."""
+    if mask is None or not tensors.stored("embed_tokens.weight"):
+        return None
+    shape = (words.config.vocab_size, words.config.hidden_size)
+    theirs = words.embed(torch.tensor([mask], device=words.device))[0].to("cpu", torch.float32)
+    row = tensors.take("embed_tokens.weight", shape)[mask]
+    return None if bool((row - theirs).norm() <= EMBEDDING_ROUNDING * theirs.norm()) else row
 
 
 def _mask_embedding(tensors: Tensors, hidden: int) -> Tensor:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import torch
+
 from draftwood.model.checkpoint import Checkpoint, expected_shape
 from draftwood.model.config import ModelConfig
 from draftwood.model.rope import refusing_malformed
 from draftwood.nets.layouts.common import misfit, refused
 from draftwood.nets.layouts.files import DrafterFiles
 from draftwood.nets.shared import SHARED, SharedWords
+from draftwood.nets.student import MaskedStudent, Student
 
 
 def student_words(files: DrafterFiles, target: Checkpoint) -> SharedWords:
@@ -30,3 +33,14 @@ def _student_words(files: DrafterFiles, target: Checkpoint) -> SharedWords:
         if not value.isfinite().all():
             raise refused(files, f"{name} holds numbers that are NaN or infinite")
     return SharedWords(files.name, config, own, target)
+
+
+def student_net(files: DrafterFiles, target: Checkpoint) -> Student:
+    """Its layers alone, as they were trained."""
+    words = student_words(files, target)
+    mask, guesses = files.config.get("pard_token"), (files.config.get("draftwood") or {}).get("guesses", 1)
+    net = Student(words.config) if mask is None else MaskedStudent(words.config, mask, guesses)
+    with torch.no_grad():
+        for name, parameter in net.named_parameters():
+            parameter.copy_(words.tensor(name))
+    return net

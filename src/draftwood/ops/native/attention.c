@@ -5,6 +5,7 @@
    whose rounding would depend on where blocks of keys end. */
 #include "attention.h"
 
+#include "packed.h"
 #include "simd.h"
 
 #define MAX_BLOCK_ROWS 16
@@ -14,7 +15,7 @@
 typedef struct {
     const Model *model;
     const Batch *batch;
-    const float *keys, *values; /* of one key head: [slots][head_dim] */
+    const float *keys, *values; /* of one key head: [slots][head_dim]; unpacked: in order, without pages */
     const int64_t *pages;
     int64_t sequence, first_row, num_rows;
     int64_t first_head, num_heads; /* query heads */
@@ -27,9 +28,18 @@ typedef struct {
 
 INLINE int64_t padded(int64_t count) { return (count + LANES - 1) / LANES * LANES; }
 
+INLINE int64_t slot_of(const Block *b, int64_t key) {
+    return b->pages[key / b->batch->page_size] * b->batch->page_size + key % b->batch->page_size;
+}
+
 INLINE const float *at_key(const Block *b, const float *base, int64_t key) {
-    int64_t slot = b->pages[key / b->batch->page_size] * b->batch->page_size + key % b->batch->page_size;
-    return base + slot * b->model->head_dim;
+    return base + (b->batch->packing == PLAIN ? slot_of(b, key) : key) * b->model->head_dim;
+}
+
+/* Keys or values [first, end) of a head, from their codes to a thread's own memory. */
+static void unpack(const Block *b, const char *packed, int64_t first, int64_t end, float *out) {
+    const int64_t dim = b->model->head_dim, bytes = vector_bytes(b->model, b->batch);
+    for (int64_t key = first; key < end; key++) read_vector(b->batch, packed + slot_of(b, key) * bytes, dim, out + key * dim);
 }
 
 static const float *query_of(const Block *b, int64_t index) {
@@ -229,10 +239,26 @@ int64_t attention_scores(const Model *model, int64_t num_keys, int64_t num_nodes
     return one_row > SCORES ? one_row : SCORES;
 }
 
-void attend(const Model *model, const Layer *layer, const float *keys, const float *values, const Batch *batch,
-            const Scratch *scratch, const float *qkv, int64_t stride, float *mixed, int64_t width,
-            const Team *team) {
-    const int64_t group = model->num_heads / model->num_kv_heads, head_size = batch->num_slots * model->head_dim;
+/* Where a block's keys and values are read: in the store, or, packed there, in a thread's own memory. */
+static void open_vectors(Block *b, int64_t layer, int64_t head, const Team *team) {
+    const char *keys = vectors_of(b->model, b->batch, layer, 0, head), *values = vectors_of(b->model, b->batch, layer, 1, head);
+    b->keys = (const float *)keys;
+    b->values = (const float *)values;
+    if (b->batch->packing == PLAIN) return;
+    float *own = b->batch->unpacked + team->index * b->batch->unpacked_size, *second = own + b->batch->unpacked_size / 2;
+    const int64_t base = b->batch->tree_base[b->sequence];
+    unpack(b, keys, 0, b->num_linear, own);
+    unpack(b, values, 0, b->num_linear, second);
+    unpack(b, keys, base, base + b->num_nodes, own);
+    unpack(b, values, base, base + b->num_nodes, second);
+    b->keys = own;
+    b->values = second;
+}
+
+void attend(const Model *model, int64_t index, const Batch *batch, const Scratch *scratch, const float *qkv,
+            int64_t stride, float *mixed, int64_t width, const Team *team) {
+    const Layer *layer = &model->layers[index];
+    const int64_t group = model->num_heads / model->num_kv_heads;
     for (int64_t s = 0; s < batch->num_sequences; s++) {
         const int64_t first = batch->row_offsets[s], end = batch->row_offsets[s + 1], base = batch->tree_base[s];
         const int64_t nodes = batch->num_keys[s] - base, columns = num_columns(base, nodes);
@@ -246,7 +272,6 @@ void attend(const Model *model, const Layer *layer, const float *keys, const flo
             for (int64_t row = begin; row < stop; row++) linear = batch->visible[row] > linear ? batch->visible[row] : linear;
             Block block = {
                 .model = model, .batch = batch, .sequence = s, .first_row = begin, .num_rows = stop - begin,
-                .keys = keys + head / group * head_size, .values = values + head / group * head_size,
                 .pages = batch->block_table + s * batch->pages_per_sequence,
                 .first_head = head, .num_heads = group / split,
                 .queries = qkv + begin * stride + head * model->head_dim, .stride = stride,
@@ -254,6 +279,7 @@ void attend(const Model *model, const Layer *layer, const float *keys, const flo
                 .num_linear = linear, .num_nodes = nodes,
                 .scale = (float)layer->scale, .softcap = (float)layer->softcap,
             };
+            open_vectors(&block, layer->cached, head / group, team);
             attend_block(&block, layer, mixed, width);
         }
     }

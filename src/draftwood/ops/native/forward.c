@@ -1,9 +1,11 @@
 /* One forward of a decoder over the rows of a batch: a single parallel region, a barrier between operations. */
 #include <omp.h>
 
+#include "adapters.h"
 #include "attention.h"
 #include "forward.h"
 #include "mixture.h"
+#include "packed.h"
 #include "simd.h"
 
 #define EXPORT __attribute__((visibility("default")))
@@ -52,23 +54,35 @@ Rows rows_for(const Model *m, const Matrix *w, const Summary *s, const float *va
                   .offsets = s->offsets + at, .stride = stride, .rows = count};
 }
 
+/* A product of a layer, of which adapters may be a part. */
+typedef struct {
+    const Batch *batch;
+    int64_t layer;
+    enum Site site;
+} Place;
+
+static void multiply_at(const Place *at, const Matrix *w, const Rows *rows, Target target, const Team *team) {
+    if (at && at->batch->adapters) adapt(at->batch, at->layer, at->site, w, rows, &target, team);
+    multiply(w, rows, &target, team);
+}
+
 /* Product of rows that lie in `values`. */
-static void plain_product(const Model *m, const Matrix *w, const float *values, const Scratch *s, int64_t count,
-                          Target target, const Team *team) {
+static void plain_product(const Model *m, const Place *at, const Matrix *w, const float *values, const Scratch *s,
+                          int64_t count, Target target, const Team *team) {
     if (takes_sums(m, w)) {
         SHARE(team, row, count) summarise(m, w, &s->summary, values, row);
         meet(team);
     }
     Rows rows = rows_for(m, w, &s->summary, values, 0, count);
-    multiply(w, &rows, &target, team);
+    multiply_at(at, w, &rows, target, team);
 }
 
 /* Norm, summary and product of all rows; the residual stream may be read through `index`. */
-static void normed_product(const Model *m, const Matrix *w, const Norm *norm, const Scratch *s, const int64_t *index,
-                           int64_t count, Target target, const Team *team) {
+static void normed_product(const Model *m, const Place *at, const Matrix *w, const Norm *norm, const Scratch *s,
+                           const int64_t *index, int64_t count, Target target, const Team *team) {
     const int64_t stride = padded(m->hidden);
     if (!norm->weight && !index) {
-        plain_product(m, w, s->hidden, s, count, target, team);
+        plain_product(m, at, w, s->hidden, s, count, target, team);
         return;
     }
     SHARE(team, row, count) {
@@ -78,17 +92,17 @@ static void normed_product(const Model *m, const Matrix *w, const Norm *norm, co
     }
     meet(team);
     Rows rows = rows_for(m, w, &s->summary, s->input, 0, count);
-    multiply(w, &rows, &target, team);
+    multiply_at(at, w, &rows, target, team);
 }
 
 /* The same, added to the residual stream; through a norm, if there is one. */
-static void added_product(const Model *m, const Layer *layer, const Matrix *w, const Norm *norm, const float *values,
-                          const Scratch *s, int64_t count, const Team *team) {
+static void added_product(const Model *m, const Place *at, const Layer *layer, const Matrix *w, const Norm *norm,
+                          const float *values, const Scratch *s, int64_t count, const Team *team) {
     const int64_t stride = padded(m->hidden);
     const float scale = (float)layer->residual_scale;
     Target target = {.kind = ADD, .out = s->hidden, .stride = stride, .limit = stride, .scale = scale};
     if (norm->weight) target.kind = STORE, target.out = s->input;
-    plain_product(m, w, values, s, count, target, team);
+    plain_product(m, at, w, values, s, count, target, team);
     if (!norm->weight) return;
     SHARE(team, row, count) {
         float *made = s->input + row * stride, *out = s->hidden + row * stride;
@@ -148,9 +162,9 @@ static void norm_head(const Model *m, const Layer *layer, int64_t head, float *x
 /* Head norms and rotation of queries and keys, and the write of keys and values to their slots. */
 static void place(const Model *m, const Layer *layer, const Batch *b, const Scratch *s, const Team *team) {
     const int64_t dim = m->head_dim, heads = m->num_heads + 2 * m->num_kv_heads, stride = layer->qkv.outputs;
-    const int64_t first_value = m->num_heads + m->num_kv_heads, head_size = b->num_slots * dim;
+    const int64_t first_value = m->num_heads + m->num_kv_heads, bytes = vector_bytes(m, b);
     const float *table = layer->rotation < 0 ? NULL : b->rotations[layer->rotation];
-    float *store = b->store + layer->cached * 2 * m->num_kv_heads * head_size;
+    char *vectors = vectors_of(m, b, layer->cached, 0, 0); /* values' heads behind keys' */
     if (layer->query_norm.weight && layer->head_norms == WHOLE_ROWS) norm_rows(m, layer, b, s, team);
     SHARE(team, item, b->num_rows * heads) {
         const int64_t row = item / heads, head = item % heads;
@@ -161,61 +175,64 @@ static void place(const Model *m, const Layer *layer, const Batch *b, const Scra
             if (layer->norms_turned) norm_head(m, layer, head, x);
         }
         if (head >= m->num_heads)
-            memcpy(store + (head - m->num_heads) * head_size + b->slots[row] * dim, x, dim * sizeof(float));
+            write_vector(b, x, dim, vectors + ((head - m->num_heads) * b->num_slots + b->slots[row]) * bytes);
     }
     meet(team);
 }
 
 static void run_attention(const Model *m, const Batch *b, const Scratch *s, int64_t index, const Team *team) {
     const Layer *layer = &m->layers[index];
-    const int64_t head_size = b->num_slots * m->head_dim;
-    const float *keys = b->store + layer->cached * 2 * m->num_kv_heads * head_size;
-    const float *values = keys + m->num_kv_heads * head_size;
+    const Place at = {b, layer->cached, QKV};
     Target qkv = {.kind = STORE, .out = s->qkv, .stride = layer->qkv.outputs, .limit = layer->qkv.outputs};
     if (b->wide && index == 0)
-        plain_product(m, &layer->qkv, b->wide, s, b->num_rows, qkv, team);
+        plain_product(m, &at, &layer->qkv, b->wide, s, b->num_rows, qkv, team);
     else
-        normed_product(m, &layer->qkv, &layer->attention_norm, s, NULL, b->num_rows, qkv, team);
+        normed_product(m, &at, &layer->qkv, &layer->attention_norm, s, NULL, b->num_rows, qkv, team);
     place(m, layer, b, s, team);
-    attend(m, layer, keys, values, b, s, s->qkv, layer->qkv.outputs, s->mixed, layer->output.inputs, team);
+    attend(m, index, b, s, s->qkv, layer->qkv.outputs, s->mixed, layer->output.inputs, team);
 }
 
 /* What the MLP reads, or the router in front of several, times a matrix. Beside attention it may read the very norm that
    attention has read, which still lies there. */
-static void mlp_product(const Model *m, const Layer *layer, const Matrix *w, const Scratch *s, int64_t count,
-                        Target target, const Team *team) {
+static void mlp_product(const Model *m, const Place *at, const Layer *layer, const Matrix *w, const Scratch *s,
+                        int64_t count, Target target, const Team *team) {
     if (layer->parallel && !layer->mlp_norm.weight)
-        plain_product(m, w, s->input, s, count, target, team);
+        plain_product(m, at, w, s->input, s, count, target, team);
     else
-        normed_product(m, w, &layer->mlp_norm, s, NULL, count, target, team);
+        normed_product(m, at, w, &layer->mlp_norm, s, NULL, count, target, team);
 }
 
 /* The MLP up to its middle. */
-static void run_up(const Model *m, const Layer *layer, const Batch *b, const Scratch *s, const Team *team) {
-    const int64_t width = layer->down.inputs;
+static void run_up(const Model *m, const Batch *b, const Scratch *s, int64_t index, const Team *team) {
+    const Layer *layer = &m->layers[index];
+    const Place at = {b, layer->cached, GATE_UP};
+    const int64_t width = layer->down.inputs, count = b->num_rows;
     if (layer->mixture) {
-        mlp_product(m, layer, &layer->mixture->router, s, b->num_rows, routes_target(m, layer, s, b->num_rows), team);
-        choose_experts(m, layer, s, b->num_rows, team);
-        run_experts_up(m, layer, layer->mlp_norm.weight || layer->parallel ? s->input : s->hidden, s, b->num_rows, team);
+        mlp_product(m, NULL, layer, &layer->mixture->router, s, count, routes_target(m, layer, s, count), team);
+        choose_experts(m, layer, s, count, team);
+        run_experts_up(m, layer, layer->mlp_norm.weight || layer->parallel ? s->input : s->hidden, s, count, team);
         return;
     }
     Target target = {.kind = layer->gated ? GATED : ACTIVATED, .out = s->gated, .stride = width, .limit = width,
                      .activation = layer->activation};
-    mlp_product(m, layer, &layer->gate_up, s, b->num_rows, target, team);
+    mlp_product(m, &at, layer, &layer->gate_up, s, count, target, team);
 }
 
-static void run_down(const Model *m, const Layer *layer, const Batch *b, const Scratch *s, const Team *team) {
+static void run_down(const Model *m, const Batch *b, const Scratch *s, int64_t index, const Team *team) {
+    const Layer *layer = &m->layers[index];
+    const Place at = {b, layer->cached, DOWN};
     if (layer->mixture) run_experts_down(m, layer, s, b->num_rows, team);
-    else added_product(m, layer, &layer->down, &layer->mlp_output_norm, s->gated, s, b->num_rows, team);
+    else added_product(m, &at, layer, &layer->down, &layer->mlp_output_norm, s->gated, s, b->num_rows, team);
 }
 
 static void run_layer(const Model *m, const Batch *b, const Scratch *s, int64_t index, const Team *team) {
     const Layer *layer = &m->layers[index];
+    const Place at = {b, layer->cached, OUTPUT};
     run_attention(m, b, s, index, team);
-    if (layer->parallel) run_up(m, layer, b, s, team);
-    added_product(m, layer, &layer->output, &layer->attention_output_norm, s->mixed, s, b->num_rows, team);
-    if (!layer->parallel) run_up(m, layer, b, s, team);
-    run_down(m, layer, b, s, team);
+    if (layer->parallel) run_up(m, b, s, index, team);
+    added_product(m, &at, layer, &layer->output, &layer->attention_output_norm, s->mixed, s, b->num_rows, team);
+    if (!layer->parallel) run_up(m, b, s, index, team);
+    run_down(m, b, s, index, team);
 }
 
 /* What the residual stream of a row begins with. */
@@ -270,7 +287,7 @@ EXPORT void dw_forward(const Model *m, const Batch *b, const Scratch *s) {
             copy_features(m, b, s, i, team); /* needs no barrier: nothing is written there before the next product's */
         }
         Target logits = {.kind = STORE, .out = b->logits, .stride = m->vocabulary, .limit = m->vocabulary};
-        if (b->num_logits) normed_product(m, &m->head, &m->final_norm, s, b->logit_rows, b->num_logits, logits, team);
+        if (b->num_logits) normed_product(m, NULL, &m->head, &m->final_norm, s, b->logit_rows, b->num_logits, logits, team);
         if (m->logit_scale != 1 || m->logit_softcap)
             SHARE(team, row, b->num_logits) finish_logits(m, b->logits + row * m->vocabulary);
     }
@@ -301,7 +318,7 @@ EXPORT void dw_products(const Model *m, const Scratch *s, int64_t count, float *
                 multiply(matrices[j], &rows, &target, team);
             }
             if (layer->mixture) {
-                plain_product(m, &layer->mixture->router, s->input, s, count, routes_target(m, layer, s, count), team);
+                plain_product(m, NULL, &layer->mixture->router, s->input, s, count, routes_target(m, layer, s, count), team);
                 take_turns(m, layer, s, count, team);
                 run_experts_up(m, layer, s->input, s, count, team);
                 run_experts_down(m, layer, s, count, team);

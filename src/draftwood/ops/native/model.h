@@ -79,12 +79,22 @@ typedef struct {
     int64_t sections[3]; /* pairs of a head that turn by time, height and width, where rows have `turns` */
 } Model;
 
+enum Packing { PLAIN, PACKED_INT8, PACKED_FP8 }; /* of keys and values: codes of a vector, then its scale in float32 */
+enum Site { QKV, OUTPUT, GATE_UP, DOWN, SITES }; /* of a layer's products */
+
+/* What an adapter adds to a matrix: up times down; nothing if its rank is 0. */
+typedef struct {
+    int64_t rank;
+    const float *down; /* [rank][inputs], padded as the matrix's */
+    const float *up;   /* [rank][outputs], in the order of the matrix's outputs, padded */
+} LowRank;
+
 typedef struct {
     int64_t num_rows, num_sequences, num_words, pages_per_sequence, num_logits;
     const int64_t *tokens, *positions, *slots, *visible, *ancestors;
     const int64_t *row_offsets, *tree_base, *num_keys, *block_table, *logit_rows;
     const float *const *rotations; /* tables [positions][2][rotated / 2]: cosines, then sines */
-    float *store;               /* [layers, 2, kv heads, slots, head_dim] */
+    float *store;               /* [layers, 2, kv heads, slots, head_dim]; packed: bytes, head_dim + 4 of each vector */
     int64_t num_slots, page_size;
     float *logits;              /* [num_logits, vocabulary] */
     const int64_t *wanted;      /* layers whose output is wanted, ascending */
@@ -92,6 +102,14 @@ typedef struct {
     float *features;            /* [num_wanted, num_rows, hidden] */
     const float *residual;      /* [num_rows, hidden] what the stream begins with instead of tokens; or NULL */
     const float *wide;          /* [num_rows, inputs of the first layer's qkv] what it reads instead; or NULL */
+    const int64_t *adapters;    /* which each row has, -1: none; or NULL */
+    const LowRank *low_ranks;   /* [adapters, adapted_layers, SITES] */
+    int64_t adapted_layers, most_ranks;
+    float *shrunk;              /* [num_rows, most_ranks] working memory */
+    float *added;               /* [num_rows, widest outputs] the same */
+    int64_t packing;
+    float *unpacked;            /* packed: working memory, a part of `unpacked_size` numbers for each thread */
+    int64_t unpacked_size;
     const int64_t *turns;       /* [3, num_rows] what rotation goes by; NULL: positions */
     const int64_t *which;       /* [num_rows] which of `embeds` a row begins with, -1: its token's; NULL: all tokens' */
     const float *embeds;        /* [any, hidden] */

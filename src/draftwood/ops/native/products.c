@@ -229,6 +229,11 @@ static void finish(const Matrix *m, int64_t panel, float tile[][PANEL], int64_t 
             a += load(m->bias + column);
             b += load(m->bias + column + LANES);
         }
+        if (t->added && t->adapters[row + r] >= 0) {
+            const float *more = t->added + (row + r) * m->outputs + column;
+            a += load(more);
+            b += load(more + LANES);
+        }
         float *out = t->out + (row + r) * t->stride;
         if (t->kind == GATED) {
             store(out + panel * LANES, pass(a, b, t->activation));

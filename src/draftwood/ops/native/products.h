@@ -19,7 +19,9 @@ typedef struct {
     float *out;
     int64_t stride, limit; /* of `limit` columns */
     int64_t activation;
-    float scale; /* of what is added */
+    float scale; /* of what is added to what is there */
+    const float *added;      /* [rows][outputs of the matrix] added to products of rows that have an adapter; or NULL */
+    const int64_t *adapters; /* which each row has, -1: none */
 } Target;
 
 #ifdef __AVX512F__

@@ -66,6 +66,12 @@ class Model(Structure):
     ]  # fmt: skip
 
 
+class LowRank(Structure):
+    """What an adapter adds to a matrix."""
+
+    _fields_ = [("rank", c_int64), ("down", c_void_p), ("up", c_void_p)]  # fmt: skip
+
+
 class Batch(Structure):
     """The rows of a forward."""
 
@@ -77,7 +83,11 @@ class Batch(Structure):
         ("block_table", c_void_p), ("logit_rows", c_void_p),
         ("rotations", c_void_p), ("store", c_void_p), ("num_slots", c_int64), ("page_size", c_int64),
         ("logits", c_void_p), ("wanted", c_void_p), ("num_wanted", c_int64), ("features", c_void_p),
-        ("residual", c_void_p), ("wide", c_void_p), ("turns", c_void_p), ("which", c_void_p), ("embeds", c_void_p),
+        ("residual", c_void_p), ("wide", c_void_p),
+        ("adapters", c_void_p), ("low_ranks", c_void_p), ("adapted_layers", c_int64), ("most_ranks", c_int64),
+        ("shrunk", c_void_p), ("added", c_void_p),
+        ("packing", c_int64), ("unpacked", c_void_p), ("unpacked_size", c_int64),
+        ("turns", c_void_p), ("which", c_void_p), ("embeds", c_void_p),
     ]  # fmt: skip
 
 

@@ -31,7 +31,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
     async def responses(body: Annotated[ResponsesRequest, Body()], request: Request) -> Response:
         """Answer a conversation, as OpenAI's Responses API does."""
         chat = as_chat(body)
-        writer = ResponseWriter(body, service.config.model_name, service.llm.intake.tokenizer)
+        writer = ResponseWriter(body, service.called(chat), service.llm.intake.tokenizer)
         try:
             return await service.converse(chat, request, writer)
         except ApiError as error:
