@@ -15,7 +15,7 @@ LAYERS = [  # each may import what stands above it
     ("errors",),
     ("links", "entries", "request", "shape", "tree", "joining", "batch", "telemetry", "costs", "machine"),
     ("protocols",),
-    ("rng", "sampling", "cache", "ops", "model", "config"),
+    ("rng", "sampling", "cache", "ops", "model", "config", "ranks"),
     ("drafting",),
     ("faults", "nets"),
     ("growers", "drafters", "verifiers"),

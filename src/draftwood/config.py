@@ -39,6 +39,7 @@ class EngineConfig:
     max_rows: int = 0  # rows of a step: pending tokens and draft nodes; 0: what suits the device
     max_running: int = 0  # sequences at a time; 0: what suits the device
     max_waiting: int = 4096
+    tp: int = 1  # ranks that compute the model together, each with a part of every layer
 
     def __post_init__(self) -> None:
         known = {"dtype": ("auto", *DTYPES), "impl": IMPLEMENTATIONS, "weights": (*FORMATS, *ON_ACCELERATORS)}
@@ -51,7 +52,7 @@ class EngineConfig:
                 f"Weights stored as {self.weights} are computed with in float32, or in bfloat16 on a GPU, not "
                 f"{self.dtype}; leave dtype alone."
             )
-        for name in ("page_size", "max_waiting"):
+        for name in ("page_size", "max_waiting", "tp"):
             if getattr(self, name) < 1:
                 raise InvalidRequest(f"{name} must be at least 1.")
         for name in ("cache_tokens", "max_rows", "max_running"):
@@ -59,18 +60,24 @@ class EngineConfig:
                 raise InvalidRequest(f"{name} must be at least 1, or 0 for what suits the device.")
         if self.capture_seconds < 0:
             raise InvalidRequest("capture_seconds must not be negative.")
+        self._check_processes()
+
+    def _check_processes(self) -> None:
         if self.threads is not None and self.threads < 1:
             raise InvalidRequest("threads must be at least 1.")
+        if self.tp > 1 and self.strict:
+            raise InvalidRequest("strict=True goes with tp=1: sums over ranks do not keep the order of one process.")
 
-    def with_threads(self, threads: int | None) -> EngineConfig:
-        """The same with so many threads, if a number is given; refuses one that contradicts its own."""
-        if threads is None:
-            return self
-        if self.threads not in (None, threads):
-            raise InvalidRequest(
-                f"threads={threads} contradicts the configuration's threads={self.threads}: give only one of them."
-            )
-        return replace(self, threads=threads)
+    def with_numbers(self, *, threads: int | None = None, tp: int | None = None) -> EngineConfig:
+        """The same with these numbers, where they are given; refuses one that contradicts its own."""
+        given = {name: value for name, value in {"threads": threads, "tp": tp}.items() if value is not None}
+        for name, value in given.items():
+            own = getattr(self, name)
+            if own not in (getattr(EngineConfig, name), value):
+                raise InvalidRequest(
+                    f"{name}={value} contradicts the configuration's {name}={own}: give only one of them."
+                )
+        return replace(self, **given)
 
     def settled(self) -> EngineConfig:
         """The same with sizes that suit the device where none are given; a GPU's cache is settled by its memory."""

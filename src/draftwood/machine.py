@@ -126,6 +126,16 @@ def give_back_memory() -> None:
         trim(0)
 
 
+def launched_size() -> int:
+    """Ranks that torchrun, or rank 0 of ours, has started; 0: none."""
+    return int(os.environ.get("WORLD_SIZE", 0)) if "RANK" in os.environ else 0
+
+
+def is_follower(size: int) -> bool:
+    """Whether this process is a rank of `size`, and not the first."""
+    return size > 1 and launched_size() == size and os.environ["RANK"] != "0"
+
+
 def processor_features() -> str:
     """The processor's name and instruction sets, as far as the system tells."""
     try:

@@ -74,6 +74,10 @@ class EngineFlags:
     cache_tokens: Annotated[
         int, _option("Tokens the key-value cache holds; 0: 16384 on a CPU, what fits on a GPU.", "Machine")
     ] = 0
+    tp: Annotated[
+        int,
+        _option("Processes that compute the model together, each on a GPU or on cores of its own.", "Machine"),
+    ] = 1
     eager: Annotated[bool, _option("Launch every GPU kernel by itself: slow, for debugging.", "Machine")] = False
 
     def config(self) -> EngineConfig:
@@ -89,6 +93,7 @@ class EngineFlags:
             threads=self.threads,
             cache_tokens=self.cache_tokens,
             eager=self.eager,
+            tp=self.tp,
         )
 
 

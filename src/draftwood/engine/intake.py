@@ -7,9 +7,11 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from draftwood.drafters.by_request import OfferedDrafters
 from draftwood.engine.engine import check_exact
+from draftwood.engine.orders import params_of, unpacked
 from draftwood.engine.sequence import Sequence as Answer
 from draftwood.engine.text import TextStream
 from draftwood.errors import ContextLengthExceeded, IncompatibleParts, InvalidRequest
@@ -115,6 +117,12 @@ class Intake:
         first = self._answer(request_id, tokens, params, seed, tenant)
         others = range(1, params.n)
         return text, [first, *(self._sibling(first, i, fold_seed(seed, Purpose.SAMPLE, i)) for i in others)]
+
+    def unpacked(self, plain: Mapping[str, Any]) -> Answer:
+        """An answer that another rank's intake has made."""
+        params = params_of(plain)
+        text = TextStream(Detokenizer(self.tokenizer), params.stop)
+        return unpacked(plain, params, text, self._constraint(params))
 
     def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
         """The tokens of a text, of a conversation, or themselves."""

@@ -18,36 +18,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import overload
 
-import torch
-
-from draftwood.assembly import (
-    AUTO,
-    build_drafter,
-    build_verifier,
-    choose_law,
-    is_lookup,
-    load_runner,
-    memory_explained,
-    offer,
-    settle,
-    suited_tree,
-)
-from draftwood.cache.prefill_buffer import SEQUENCES
+from draftwood.assembly import AUTO, build_verifier, settle
 from draftwood.calibration import calibrate, default_controller, known_costs
 from draftwood.config import EngineConfig
 from draftwood.costs import StepCosts
 from draftwood.drafters.by_request import OfferedDrafters
 from draftwood.drafting import Drafter
-from draftwood.engine.engine import Engine, check_exact
+from draftwood.engine.building import Builder, Parts
+from draftwood.engine.followers import spec_of
 from draftwood.engine.intake import Guessers, Intake, Prompt
-from draftwood.engine.scheduler import Scheduler, SchedulerConfig
 from draftwood.engine.sequence import Sequence as Answer
-from draftwood.engine.shapes import MIXED_ROWS
+from draftwood.engine.team import gather, placed
 from draftwood.engine.worker import Companion, ComputeThread, Listener, Pulse, Worker
 from draftwood.errors import DraftwoodError, InvalidRequest
 from draftwood.faults import DrafterHealth
-from draftwood.machine import reading_ahead
-from draftwood.model.checkpoint import Checkpoint, files_of, open_checkpoint
+from draftwood.model.checkpoint import Checkpoint, open_checkpoint
 from draftwood.model.native import Progress
 from draftwood.protocols import Controller, Verifier
 from draftwood.request import (
@@ -59,8 +44,6 @@ from draftwood.request import (
     SpeculationStats,
     TokenLogprob,
 )
-from draftwood.rng import KeyedRng
-from draftwood.warmup import warming_up
 
 
 @dataclass
@@ -112,22 +95,6 @@ class _Answering:
         )
 
 
-@dataclass(frozen=True)
-class Parts:
-    """Who guesses, in what shape, and what is kept."""
-
-    drafter: str | Drafter
-    tree: str | None
-    law: str | Verifier
-    offers: Sequence[str] | None
-
-    @property
-    def offered(self) -> list[str]:
-        """Drafters to be built besides the first."""
-        names = [] if self.offers is None else ["none", *self.offers]
-        return [name for name in dict.fromkeys(names) if name != self.drafter]
-
-
 class LLM:
     """A model with a drafter and an acceptance law.
 
@@ -139,6 +106,9 @@ class LLM:
 
     `offers` are further drafters that requests may name, besides `none`; with them, if only an empty list, requests may
     also bring predictions.
+
+    `tp` processes compute the model together, each with a part of every layer (docs/scale-ranks.md). They are started
+    here, or by torchrun, where this returns on rank 0 alone: the others end with it.
     """
 
     def __init__(
@@ -151,73 +121,43 @@ class LLM:
         tree: str | None = None,
         config: EngineConfig | None = None,
         threads: int | None = None,
+        tp: int | None = None,
         controller: Controller | None = None,
         progress: Progress = lambda *_: None,
         allow_pickle: bool = False,
     ) -> None:
-        config = (config or EngineConfig()).with_threads(threads)
+        config = (config or EngineConfig()).with_numbers(threads=threads, tp=tp)
         self._controller = controller
-        self._allow_pickle = allow_pickle  # of a drafter's files that exist in no other form; tensors only, even then
-        self._progress = progress
         if isinstance(law, str) and law != AUTO:
             build_verifier(law)  # refuse an unknown name before anything is read
         self.checkpoint = open_checkpoint(model, config.impl) if isinstance(model, str | Path) else model
-        self.config = settle(config, self.checkpoint, drafter)
+        names = {"drafter": drafter, "law": law, "tree": tree}
+        self._team = gather(
+            config, self.checkpoint, lambda: spec_of(model, names, config, offers=offers, allow_pickle=allow_pickle)
+        )
+        try:
+            self._set_up(config, Parts(drafter, tree, law, offers), progress, allow_pickle)
+        except BaseException:
+            self._team.close()
+            raise
+
+    def _set_up(self, config: EngineConfig, parts: Parts, progress: Progress, allow_pickle: bool) -> None:
+        config, law = placed(config), parts.law
+        share = self._team.share(self.checkpoint, config)
+        self.config = self._team.agreed(settle(config, share, parts.drafter))
         self.tokenizer = self.checkpoint.tokenizer()
-        parts = Parts(drafter, tree, law, offers)
-        self.engine = ComputeThread.shared().call(lambda: self._build_engine(parts))
+        builder = Builder(self.checkpoint, share, self.config, parts, self._controller, progress, allow_pickle)
+        compute = ComputeThread.shared()
+        self.engine, self.laws = compute.call(builder.build)
         offered = self.engine.drafter if isinstance(self.engine.drafter, OfferedDrafters) else None
         strict = self.engine.target.model.strict
         guessers = Guessers(self.engine.drafter.law, offered, self.laws, suits_itself=law == AUTO, strict=strict)
         self.intake = Intake(self.checkpoint, guessers, self.max_length, self.engine.scheduler.tables.capacity)
-        self._worker = Worker(self.engine)
+        if self._team.follows:
+            compute.call(lambda: self._team.follow(self.engine, self.intake.unpacked))
+            raise SystemExit  # what comes behind, in a program that torchrun has started, is for rank 0
+        self._worker = Worker(self.engine, compute.call(lambda: self._team.drive(self.engine, config.capture_seconds)))
         gc.freeze()  # looking for garbage in all that was loaded takes a tenth of a second each time, and steps wait
-
-    def _build_engine(self, parts: Parts) -> Engine:
-        if self.config.torch_device().type != "cuda":
-            return self._assemble(parts)
-        explained = memory_explained(self.config, self.checkpoint, parts.drafter)
-        rehearsed = warming_up(self.checkpoint.config, self.config, parts.drafter, parts.tree)
-        with explained, rehearsed, reading_ahead(files_of(self.checkpoint)):
-            engine = self._assemble(parts)
-        engine.prepare(self.config.capture_seconds)
-        return engine
-
-    def _assemble(self, parts: Parts) -> Engine:
-        config = self.config
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
-        drafter = self._drafter(parts.drafter, parts)
-        self.laws = choose_law(parts.law, drafter.law, config.torch_device())
-        check_exact(self.laws.default, drafter.law)  # before the weights are read
-        offered = {name: self._drafter(name, parts) for name in parts.offered}
-        target = load_runner(self.checkpoint, config, self._progress)
-        if parts.offers is not None:
-            own = {parts.drafter: drafter} if isinstance(parts.drafter, str) else {}
-            drafter = offer(drafter, own | offered)
-        on_gpu = target.device.type == "cuda"
-        captures = on_gpu and not config.eager
-        limits = SchedulerConfig(
-            config.max_rows,
-            config.max_running,
-            config.max_waiting,
-            asynchronous=on_gpu,
-            prefill_sizes=MIXED_ROWS if captures else (),
-            max_pieces=SEQUENCES,
-        )
-        scheduler = Scheduler(target.cache.tables, limits)
-        controller = self._controller or default_controller(target, drafter)
-        name = parts.drafter if isinstance(parts.drafter, str) else None
-        return Engine(
-            target, drafter, self.laws, controller, scheduler, KeyedRng(), captures=captures, drafter_name=name
-        )
-
-    def _drafter(self, drafter: str | Drafter, parts: Parts) -> Drafter:
-        if not isinstance(drafter, str):
-            return drafter
-        takes_tree = not is_lookup(drafter) or drafter == parts.drafter
-        tree = (parts.tree or suited_tree(drafter, parts.law)) if takes_tree else None
-        return build_drafter(drafter, tree, self.checkpoint, self.config, allow_pickle=self._allow_pickle)
 
     @property
     def max_length(self) -> int:
@@ -229,6 +169,7 @@ class LLM:
 
         A table of a busy machine (`StepCosts.doubt` says why) is not used.
         """
+        self._require_one_rank("Calibrating")
 
         def measure() -> StepCosts:
             if self.engine.scheduler.has_work:
@@ -249,11 +190,18 @@ class LLM:
 
     def accompany(self, companion: Companion | None) -> None:
         """Let a companion hear how answers end and work between steps; None: none any more."""
+        self._require_one_rank("Learning from answers")
         self._worker.accompany(companion)
+
+    def _require_one_rank(self, what: str) -> None:
+        if self.config.tp > 1:
+            raise InvalidRequest(f"{what} works with one rank only, and this engine has {self.config.tp}.")
 
     def close(self) -> None:
         """Cancel everything and free the engine's thread."""
         self._worker.close()
+        ComputeThread.shared().call(self._team.dismiss)
+        self._team.close()
         gc.unfreeze()  # now it may be garbage
 
     def __enter__(self) -> LLM:
@@ -330,7 +278,7 @@ class LLM:
     @property
     def alive(self) -> bool:
         """Whether there is still a thread to compute on."""
-        return self._worker.alive
+        return self._worker.alive and self._team.lost is None
 
     async def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncGenerator[Event, None]:
         """`stream` for an event loop. Leaving the loop early, or being cancelled, cancels the request."""

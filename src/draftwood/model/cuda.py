@@ -22,6 +22,7 @@ from draftwood.model.cuda_loading import DENSE, CudaLoader
 from draftwood.model.layers import Rotary, softcapped, write_over
 from draftwood.model.native import Progress
 from draftwood.model.rope import RopeConfig
+from draftwood.model.sharding import ranks_of
 from draftwood.model.spec import LayerSpec, Wiring
 from draftwood.model.weights import FORMATS, ON_ACCELERATORS, WeightFormat
 from draftwood.ops import cuda
@@ -70,6 +71,7 @@ class CudaTransformer:
         self.strict = strict
         self.implementation = implementation()
         self._specs = config.layer_specs
+        self._ranks = ranks_of(checkpoint)
         loader = self._loader(checkpoint, progress)
         # The largest first: rounding them needs a second copy, which costs least while nothing else is there.
         self._head, self._embedding = loader.head_and_embedding()
@@ -137,7 +139,7 @@ class CudaTransformer:
     def _fused(self, i: int) -> bool:
         """Whether nothing stands between a layer's products and the sums they are part of."""
         spec = self._specs[i]
-        return spec.wiring == Wiring.PRE and spec.residual_scale == 1.0
+        return spec.wiring == Wiring.PRE and spec.residual_scale == 1.0 and self._ranks.size == 1
 
     def _run_plain(self, i: int, stream: Stream, read: Stream, turning: Turning, attention: _Attention) -> Stream:
         """A layer whose products end with the sum and begin with the norm; each asks for the next one's weights."""
@@ -151,12 +153,12 @@ class CudaTransformer:
         return layer.down.add_to(stream.hidden, wide, next_norm, following.beginning(ahead.next_layer))
 
     def _run_apart(self, i: int, stream: Stream, read: Stream, turning: Turning, attention: _Attention) -> Stream:
-        """A layer with norms or a scale behind its products."""
+        """A layer with norms, a scale or a sum over ranks behind its products."""
         layer, scale = self._layers[i], self._specs[i].residual_scale
         mixed = attention.run(i, layer.qkv.turned(read, turning))
-        made = layer.output(Stream(mixed))
+        made = self._ranks.sum(layer.output(Stream(mixed)))
         stream = Stream(_added(stream.hidden, made, layer.attention_output_norm, scale), layer.mlp_norm)
-        made = layer.down(Stream(layer.gate_up.gated(stream, self.config.activation)))
+        made = self._ranks.sum(layer.down(Stream(layer.gate_up.gated(stream, self.config.activation))))
         return Stream(_added(stream.hidden, made, layer.mlp_output_norm, scale), self._behind(i)[0])
 
     def _behind(self, i: int) -> tuple[Norm | None, CudaLinear]:
@@ -171,6 +173,8 @@ class CudaTransformer:
 
     def _logits(self, stream: Stream) -> Tensor:
         logits, around = self._head(stream, torch.float32), self.config.stream
+        if logits.shape[1] < self.config.vocab_size:
+            logits = self._ranks.side_by_side(logits)[:, : self.config.vocab_size]
         if around.logit_scale != 1.0:
             logits = logits * around.logit_scale
         return logits if around.logit_softcap is None else softcapped(logits, around.logit_softcap)

@@ -17,6 +17,7 @@ from draftwood.model.experts import Experts
 from draftwood.model.layers import ACTIVATIONS, Norm, Rotary, gated, rotate, softcapped, tensors_of, write_over
 from draftwood.model.loading import WeightLoader
 from draftwood.model.rope import RopeConfig
+from draftwood.model.sharding import ranks_of
 from draftwood.model.spec import (
     ATTENTION_NORM,
     ATTENTION_OUTPUT_NORM,
@@ -81,6 +82,7 @@ class Transformer:
         self.device = device
         self.weights = weights
         self.specs = config.layer_specs
+        self._ranks = ranks_of(checkpoint)
         loader = WeightLoader(checkpoint, dtype, device, weights)
         # The largest tensors first: reading them needs a second copy, which costs least while nothing else is there.
         self.head, self.embedding = loader.head_and_embedding()
@@ -134,6 +136,8 @@ class Transformer:
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits, stream = self.head(hidden), self.config.stream
+        if logits.shape[1] < self.config.vocab_size:
+            logits = self._ranks.side_by_side(logits)[:, : self.config.vocab_size]
         if stream.logit_scale != 1.0:
             logits = logits * stream.logit_scale
         return logits if stream.logit_softcap is None else softcapped(logits, stream.logit_softcap)
@@ -215,7 +219,7 @@ def _layer(loader: WeightLoader, i: int, spec: LayerSpec) -> Layer:
         qkv=loader.qkv(f"{name}.self_attn", spec.attention),
         head_norm=loader.head_norm(f"{name}.self_attn", spec.attention),
         sinks=loader.tensor(f"{name}.self_attn.sinks.weight") if spec.attention.sinks else None,
-        output=loader.linear_of(f"{name}.self_attn.o_proj", spec.attention.output_bias),
+        output=loader.summed(f"{name}.self_attn.o_proj", spec.attention.output_bias),
         attention_output_norm=norm(ATTENTION_OUTPUT_NORM),
         mlp_norm=norm(MLP_NORM),
         mlp=_mlp(loader, f"{name}.mlp", spec),
@@ -227,4 +231,4 @@ def _mlp(loader: WeightLoader, name: str, spec: LayerSpec) -> Mlp | Experts:
     mlp = spec.mlp
     if isinstance(mlp, ExpertsSpec):
         return loader.experts(name, mlp)
-    return Mlp(loader.gate_up(name, mlp), loader.linear_of(f"{name}.down_proj", mlp.bias), mlp.activation, mlp.gated)
+    return Mlp(loader.gate_up(name, mlp), loader.summed(f"{name}.down_proj", mlp.bias), mlp.activation, mlp.gated)

@@ -1,0 +1,45 @@
+"""Answers in the making as plain data: what rank 0 tells the others of a request."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from draftwood.engine.sequence import Sequence
+from draftwood.engine.text import TextStream
+from draftwood.protocols import Constraint
+from draftwood.request import SamplingParams
+
+_MADE_THERE = ("text", "constraint", "params", "stop_ids")
+
+
+def packed(answer: Sequence) -> dict[str, Any]:
+    """An answer that has not begun."""
+    plain = {f.name: getattr(answer, f.name) for f in fields(answer) if f.init and f.name not in _MADE_THERE}
+    params = {f.name: getattr(answer.params, f.name) for f in fields(answer.params)}
+    params["logit_bias"] = list(answer.params.logit_bias.items())  # JSON has no numbers as keys
+    return plain | {"params": params, "stop_ids": sorted(answer.stop_ids)}
+
+
+def params_of(plain: Mapping[str, Any]) -> SamplingParams:
+    """How the answer is sampled."""
+    params = dict(plain["params"])
+    return SamplingParams(**params | {"logit_bias": dict(map(tuple, params["logit_bias"]))})
+
+
+def unpacked(
+    plain: Mapping[str, Any], params: SamplingParams, text: TextStream, constraint: Constraint | None
+) -> Sequence:
+    """The same answer on another rank."""
+    return Sequence(
+        **dict(plain)
+        | {
+            "params": params,
+            "stop_ids": frozenset(plain["stop_ids"]),
+            "bad_words": tuple(map(tuple, plain["bad_words"])),
+            "prediction": tuple(plain["prediction"]),
+            "text": text,
+            "constraint": constraint,
+        }
+    )
