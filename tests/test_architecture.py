@@ -19,7 +19,7 @@ LAYERS = [  # each may import what stands above it
     ("drafting",),
     ("faults", "nets"),
     ("growers", "drafters", "verifiers"),
-    ("engine", "assembly", "calibration", "warmup"),
+    ("engine", "assembly", "settling", "calibration", "warmup"),
     ("lab", "train", "server"),
     ("cli", "__main__", "__init__", "extend"),
 ]

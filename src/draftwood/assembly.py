@@ -5,9 +5,8 @@ A name may carry settings behind a colon, separated by commas; `draftwood parts`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +24,10 @@ from draftwood.drafters.points import HostDrafter
 from draftwood.drafters.predicted import PredictedDrafter
 from draftwood.drafters.recycling import RecyclingDrafter
 from draftwood.drafters.student import StudentDrafter
+from draftwood.drafters.substitute import SubstituteDrafter
 from draftwood.drafters.suffix import SuffixDrafter
 from draftwood.drafters.trained import drafter_of
 from draftwood.drafting import Drafter, Grower
-from draftwood.engine.memory import (
-    automatic_cache_tokens,
-    check,
-    device_memory,
-    explain_out_of_memory,
-    plan_memory,
-)
 from draftwood.entries import Entry, split_spec
 from draftwood.errors import IncompatibleParts, InvalidRequest
 from draftwood.growers import (
@@ -51,10 +44,9 @@ from draftwood.growers import (
 )
 from draftwood.machine import give_back_memory
 from draftwood.model.checkpoint import HUB_ID, Checkpoint, open_checkpoint
-from draftwood.model.config import ModelConfig
 from draftwood.model.native import Progress
 from draftwood.model.runner import ModelRunner, require_strict
-from draftwood.model.universal_folder import UniversalCheckpoint, require_supported
+from draftwood.model.weights import FORMATS
 from draftwood.nets.dflash import BlockNet
 from draftwood.nets.eagle import Eagle3
 from draftwood.nets.embeddings import TargetEmbeddings
@@ -170,6 +162,8 @@ LOOKUPS: Mapping[str, Entry] = {
     ),
 }
 MODEL_DRAFTER = "model:NAME"
+SUBSTITUTE = "subspec"  # the target's own layers, low-bit copies of those that are away
+SUBSTITUTED = ("int4", "int8")
 
 
 def is_lookup(drafter: str) -> bool:
@@ -223,16 +217,31 @@ def build_drafter(
     if spec.startswith("model:"):
         return load_model_drafter(open_checkpoint(spec.removeprefix("model:"), config.impl), tree, target, config)
     name, _, _ = spec.partition(":")
-    trained = _trained_folder(spec)
+    if name == SUBSTITUTE:
+        return _substitute(spec, tree, target, config)
+    trained = trained_folder(spec)
     if name not in LOOKUPS and (trained.is_dir() or HUB_ID.fullmatch(spec)):
         return load_trained(trained if trained.is_dir() else spec, tree, target, config, allow_pickle=allow_pickle)
-    entry = _entry("drafter", LOOKUPS, name, (*SHIPPED, MODEL_DRAFTER, "a folder"))
+    entry = _entry("drafter", LOOKUPS, name, (*SHIPPED, MODEL_DRAFTER, SUBSTITUTE, "a folder"))
     if tree is not None:
         raise InvalidRequest(
             f"The drafter '{name}' makes its own trees; --tree goes with models and trained networks. "
             f"Its settings are: {', '.join(entry.defaults) or 'none'}."
         )
     return build_lookup(spec, config.torch_device())
+
+
+def _substitute(spec: str, tree: str | None, target: Checkpoint, config: EngineConfig) -> SubstituteDrafter:
+    _, settings = split_spec(spec)
+    weights = settings.pop("weights", SUBSTITUTED[0])
+    if settings or weights not in SUBSTITUTED:
+        raise InvalidRequest(
+            f"'{spec}': the drafter '{SUBSTITUTE}' has the setting weights, {' or '.join(SUBSTITUTED)}."
+        )
+    if not config.offload:
+        raise InvalidRequest(f"'{SUBSTITUTE}' drafts with the layers that --offload leaves on the device; give that.")
+    grower = build_grower(tree or usual_tree(SubstituteDrafter, config.torch_device()))
+    return SubstituteDrafter(target, FORMATS[weights], grower)
 
 
 def build_lookup(spec: str, device: torch.device) -> Drafter:
@@ -248,7 +257,7 @@ def offer(default: Drafter, by_name: Mapping[str, Drafter]) -> OfferedDrafters:
     return OfferedDrafters(predicted[id(default)], {name: predicted[id(d)] for name, d in by_name.items()})
 
 
-def _trained_folder(spec: str) -> Path:
+def trained_folder(spec: str) -> Path:
     """Where a trained drafter of this name would lie: in the package, or wherever the user says."""
     return TRAINED / spec if spec in SHIPPED else Path(spec).expanduser()
 
@@ -295,6 +304,7 @@ USUAL: Mapping[type, UsualTree] = {
     ParallelEagle: UsualTree("chain:depth=8", "chain:depth=8"),
     Kangaroo: UsualTree("chain:depth=5", "chain:depth=5"),
     MaskedStudent: UsualTree("chain:depth=8", "chain:depth=8"),
+    SubstituteDrafter: UsualTree("best-first:nodes=64,width=8,forwards=8", "best-first:nodes=512,width=32,forwards=16"),
 }
 
 
@@ -332,8 +342,14 @@ def student_drafter(student: SharedWords, tree: str | None, config: EngineConfig
     return StudentDrafter(student, load_runner(student, config), grower)
 
 
-def load_runner(checkpoint: Checkpoint, config: EngineConfig, progress: Progress = lambda *_: None) -> ModelRunner:
-    """A model with a cache, as the configuration wants both."""
+def load_runner(
+    checkpoint: Checkpoint, config: EngineConfig, progress: Progress = lambda *_: None, offload: float = 0.0
+) -> ModelRunner:
+    """A model with a cache, as the configuration wants both; of a target, layers may be away."""
+    if offload and config.strict and config.torch_device().type == "cpu":
+        raise InvalidRequest(
+            "Strict mode on a CPU needs our own kernels, which keep all layers in memory; leave offload."
+        )
     runner = ModelRunner.load(
         checkpoint,
         config.torch_dtype(),
@@ -343,55 +359,13 @@ def load_runner(checkpoint: Checkpoint, config: EngineConfig, progress: Progress
         config.weight_format(),
         progress,
         config.strict,
+        offload,
     )
     checkpoint.forget()
     give_back_memory()
     if config.strict:
         require_strict(runner.model)
     return runner
-
-
-def settle(config: EngineConfig, target: Checkpoint, drafter: str | Drafter) -> EngineConfig:
-    """Sizes that suit the device where none are asked for; refuses, with the plan, what a GPU has no memory for."""
-    config = config.settled()
-    if isinstance(target, UniversalCheckpoint):  # before memory is planned
-        require_supported(target.name, config.torch_dtype(), config.torch_device(), config.weight_format())
-    if config.torch_device().type != "cuda":
-        return config
-    draft, (free, total) = _draft_config(drafter, target.config), device_memory(config.torch_device())
-    if not config.cache_tokens:
-        tokens = automatic_cache_tokens(target.config, draft, config, free, total)
-        config = replace(config, cache_tokens=tokens)
-    check(plan_memory(target.config, draft, config, free, total))
-    return config
-
-
-def _draft_config(drafter: str | Drafter, target: ModelConfig) -> ModelConfig | None:
-    """A model that needs about as much memory as the drafter will; a network counts for four of the target's layers."""
-    if not isinstance(drafter, str):
-        return None
-    if drafter.startswith("model:"):
-        return open_checkpoint(drafter.removeprefix("model:")).config
-    folder = _trained_folder(drafter)
-    if not (folder / "config.json").is_file():
-        return None
-    if any(folder.glob("*.safetensors")):
-        files = open_drafter(folder)
-        if recognise(files) in (Layout.STUDENT, Layout.MASKED_STUDENT, Layout.LANGUAGE_MODEL, Layout.PARD):
-            return ModelConfig.from_hf(files.config)
-    return target.with_layers(4)
-
-
-@contextmanager
-def memory_explained(config: EngineConfig, target: Checkpoint, drafter: str | Drafter) -> Iterator[None]:
-    """Say what needs how much where a GPU's memory runs out although the plan had room for everything."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        give_back_memory()
-        free, total = device_memory(config.torch_device())
-        plan = plan_memory(target.config, _draft_config(drafter, target.config), config, free, total)
-        raise explain_out_of_memory(error, plan) from error
 
 
 def check_same_vocabulary(draft: Checkpoint, target: Checkpoint) -> None:

@@ -70,9 +70,14 @@ def known_costs(target: ModelRunner) -> StepCosts | None:
     return costs if costs is not None and costs.doubt is None else None
 
 
-def default_controller(target: ModelRunner, drafter: Drafter, costs: StepCosts | None = None) -> Controller:
-    """By costs that are given or known, on a GPU else by those of another; without any as much as the drafter likes."""
-    costs = costs or known_costs(target) or (LIKE_OTHER_GPUS if target.device.type == "cuda" else None)
+def default_controller(
+    target: ModelRunner, drafter: Drafter, costs: StepCosts | None = None, *, assumed: bool = True
+) -> Controller:
+    """By costs that are given or known, on a GPU else (`assumed`) by those of another; without any as much as the
+    drafter likes.
+    """
+    others = LIKE_OTHER_GPUS if assumed and target.device.type == "cuda" else None
+    costs = costs or known_costs(target) or others
     if costs is None or drafter.max_nodes == 0:
         return FixedBudget(drafter.max_nodes)
     kind = MeasuredBudget if drafter.law.chain else MeasuredTreeBudget

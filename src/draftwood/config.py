@@ -18,6 +18,7 @@ DTYPES = {
 
 IMPLEMENTATIONS = ("auto", "own", "transformers")
 CACHE_TOKENS = 16384  # on a CPU
+ROWS_OF_LARGE_TREES = 4096  # where a step waits for its weights anyway
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,13 @@ class EngineConfig:
     eager: bool = False  # launch every kernel by itself instead of replaying graphs: slow, and easy to look into
     capture_seconds: float = 8.0  # for capturing steps at start; more of them are captured while the engine is idle
     cache_tokens: int = 0  # committed tokens and draft nodes that all sequences share; 0: what suits the device
+    cache_host_tokens: int = 0  # that host memory holds of prefixes which had to make room in the cache
     page_size: int = 64
     max_rows: int = 0  # rows of a step: pending tokens and draft nodes; 0: what suits the device
     max_running: int = 0  # sequences at a time; 0: what suits the device
     max_waiting: int = 4096
+    # Of the layers' weights, what is not kept on the device: a share (up to 1), or so many bytes.
+    offload: float = 0.0
     tp: int = 1  # ranks that compute the model together, each with a part of every layer
 
     def __post_init__(self) -> None:
@@ -65,6 +69,10 @@ class EngineConfig:
     def _check_processes(self) -> None:
         if self.threads is not None and self.threads < 1:
             raise InvalidRequest("threads must be at least 1.")
+        if self.cache_host_tokens < 0:
+            raise InvalidRequest("cache_host_tokens must not be negative.")
+        if self.offload < 0:
+            raise InvalidRequest("offload must be a share of the layers (0 to 1), or a number of bytes.")
         if self.tp > 1 and self.strict:
             raise InvalidRequest("strict=True goes with tp=1: sums over ranks do not keep the order of one process.")
 
@@ -85,7 +93,7 @@ class EngineConfig:
         return replace(
             self,
             cache_tokens=self.cache_tokens or (0 if on_gpu else CACHE_TOKENS),
-            max_rows=self.max_rows or (8192 if on_gpu else 512),
+            max_rows=self.max_rows or (8192 if on_gpu else ROWS_OF_LARGE_TREES if self.offload else 512),
             max_running=self.max_running or (256 if on_gpu else 64),
         )
 

@@ -9,8 +9,29 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 Address = tuple[int | str, tuple[int, ...]]  # key of the page before (at the start: the salt), and the tokens
+
+
+class Tier(Protocol):
+    """Where pages go that have to make room, by the key of their content."""
+
+    def save(self, page: int, key: int) -> int | None:
+        """Keep what a page holds; returns the key of what had to go for it, if something had to."""
+        ...
+
+    def load(self, key: int, page: int) -> None:
+        """Put what is kept into a page, and keep it no longer."""
+        ...
+
+    def touch(self, key: int) -> None:
+        """What has this key goes last."""
+        ...
+
+    def drop(self, key: int) -> None:
+        """Keep it no longer."""
+        ...
 
 
 class PagePool:
@@ -19,6 +40,11 @@ class PagePool:
     def __init__(self, num_pages: int) -> None:
         if num_pages < 1:
             raise ValueError("a cache needs at least one page")
+        self.tier: Tier | None = None
+        self._saved: dict[Address, int] = {}  # what the tier keeps -> its key
+        self._saved_at: dict[int, Address] = {}  # the same, by key
+        self.num_saved = self.num_restored = 0  # pages, so far
+        self._news: list[int] = []  # pages that were restored
         self.num_pages = num_pages
         self._uses = [0] * num_pages
         self._free = set(range(num_pages))
@@ -69,10 +95,52 @@ class PagePool:
     def _claim(self, page: int) -> None:
         if page in self._resting:
             del self._resting[page]
+            self._save(page)
             self._forget(page)
         else:
             self._free.remove(page)
         self._uses[page] = 1
+
+    def _save(self, page: int) -> None:
+        """Its key names the content as long as the tier keeps it, so that what follows it is still found."""
+        if self.tier is None:
+            return
+        address, key = self._address[page], self._key[page]
+        self._saved[address], self._saved_at[key] = key, address
+        self.num_saved += 1
+        dropped = self.tier.save(page, key)
+        if dropped is not None:
+            del self._saved[self._saved_at.pop(dropped)]
+
+    def _no_longer_saved(self, address: Address) -> int:
+        key = self._saved.pop(address)
+        del self._saved_at[key]
+        return key
+
+    def restore(self, previous: int | None, tokens: tuple[int, ...], salt: str = "") -> int | None:
+        """The page that `find` would give, out of the tier, with one user; None if it is not there or has no room."""
+        address = (salt if previous is None else self._key.get(previous, -1), tokens)
+        if self.tier is None or address not in self._saved:
+            return None
+        self.tier.touch(self._saved[address])
+        taken = self.take(1, previous)
+        if taken is None:
+            return None
+        (page,) = taken
+        if address not in self._saved:  # the page that made room here was all that the tier has room for
+            self.give_back(page)
+            return None
+        key = self._no_longer_saved(address)
+        self.tier.load(key, page)
+        self._content[address], self._address[page], self._key[page] = page, address, key
+        self._news.append(page)
+        self.num_restored += 1
+        return page
+
+    def restored(self) -> list[int]:
+        """Pages that were restored since this was asked last: only the target's part of them is as it was."""
+        news, self._news = self._news, []
+        return news
 
     def _forget(self, page: int) -> None:
         del self._content[self._address.pop(page)]
@@ -98,6 +166,10 @@ class PagePool:
             return
         self._content[(key, tokens)] = page
         self._address[page] = (key, tokens)
+        if self.tier is not None and (key, tokens) in self._saved:  # it was made again: what follows it is still found
+            self._key[page] = self._no_longer_saved((key, tokens))
+            self.tier.drop(self._key[page])
+            return
         self._key[page] = self._next_key
         self._next_key += 1
 
@@ -123,6 +195,8 @@ class PagePool:
             assert page not in self._free or page not in self._key, f"free page {page} can still be found"
         assert self._content == {v: k for k, v in self._address.items()}, "content index and addresses differ"
         assert set(self._address) == set(self._key), "a page has a name but no content, or the reverse"
+        assert self._saved == {v: k for k, v in self._saved_at.items()}, "saved contents and their keys differ"
+        assert not self._saved_at.keys() & set(self._key.values()), "a content is on the device and away"
 
 
 @dataclass(slots=True)
@@ -177,15 +251,22 @@ class PageTables:
         table = self._tables[seq_id] = Table(salt=salt)
         previous: int | None = None
         for start in range(0, len(tokens) - self.page_size, self.page_size):
-            page = self.pool.find(previous, tuple(tokens[start : start + self.page_size]), salt)
+            page = self._found(previous, tuple(tokens[start : start + self.page_size]), salt)
             if page is None:
                 break
-            self.pool.share(page)
             table.pages.append(page)
             previous = page
         table.num_remembered = len(table.pages)
         table.num_cached = len(table.pages) * self.page_size
         return table.num_cached
+
+    def _found(self, previous: int | None, tokens: tuple[int, ...], salt: str) -> int | None:
+        """A page with one more user, on the device already or restored."""
+        page = self.pool.find(previous, tokens, salt)
+        if page is None:
+            return self.pool.restore(previous, tokens, salt)
+        self.pool.share(page)
+        return page
 
     def reserve(self, seq_id: int, length: int) -> bool:
         """Make room for `length` tokens in all; False, and nothing changed, if there are too few pages."""

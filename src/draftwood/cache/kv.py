@@ -21,6 +21,7 @@ from torch import Tensor
 
 from draftwood.batch import ForwardBatch, Pages
 from draftwood.cache.blocks import PageTables
+from draftwood.cache.tier import HostTier
 from draftwood.errors import InvalidRequest
 from draftwood.links import may_look
 from draftwood.machine import zeroed_memory
@@ -52,6 +53,10 @@ class KVCache:
     def num_bytes(self) -> int:
         """Memory of all pages."""
         return self.memory.store.numel() * self.memory.store.element_size()
+
+    def keep_evicted(self, num_pages: int) -> None:
+        """Keep so many pages that had to make room in host memory."""
+        self.tables.pool.tier = HostTier(self.memory, num_pages)
 
     @property
     def scratch_page(self) -> int:

@@ -22,13 +22,14 @@ def models_table() -> Table:
 
 def parts_tables() -> Iterator[Table]:
     """Drafters, trees, weight formats and laws."""
-    from draftwood.assembly import LOOKUPS, MODEL_DRAFTER, SHIPPED, SHIPPED_SAYS, TREES
+    from draftwood.assembly import LOOKUPS, MODEL_DRAFTER, SHIPPED, SHIPPED_SAYS, SUBSTITUTE, TREES
     from draftwood.model.weights import FORMATS, ON_ACCELERATORS
 
     drafters = _table("Name", "Settings", "Guesses", title="Drafters (--drafter)")
     for name, entry in LOOKUPS.items():
         drafters.add_row(name, _settings(entry.defaults, entry.on_gpu), entry.description)
     drafters.add_row(MODEL_DRAFTER, "--tree", "what a smaller model of the same vocabulary says")
+    drafters.add_row(SUBSTITUTE, "weights=int4, --tree", "the target itself, offloaded layers in low bits")
     for name in SHIPPED:
         drafters.add_row(name, "--tree", f"{SHIPPED_SAYS[name]}; in this package, trained for smollm2")
     drafters.add_row("FOLDER or hub id", "--tree", "a trained network in any of the published layouts")

@@ -13,7 +13,6 @@ from draftwood.assembly import (
     choose_law,
     is_lookup,
     load_runner,
-    memory_explained,
     offer,
     suited_tree,
 )
@@ -29,6 +28,7 @@ from draftwood.model.checkpoint import Checkpoint, files_of
 from draftwood.model.native import Progress
 from draftwood.protocols import Controller, Verifier
 from draftwood.rng import KeyedRng
+from draftwood.settling import memory_explained
 from draftwood.verifiers import ByRequest
 from draftwood.warmup import warming_up
 
@@ -84,12 +84,14 @@ class Builder:
         laws = choose_law(parts.law, drafter.law, config.torch_device())
         check_exact(laws.default, drafter.law)  # before the weights are read
         offered = {name: self._drafter(name) for name in parts.offered}
-        target = load_runner(self.share, config, self.progress)
+        target = load_runner(self.share, config, self.progress, config.offload)
+        if config.cache_host_tokens:
+            target.cache.keep_evicted(-(-config.cache_host_tokens // config.page_size))
         if parts.offers is not None:
             own = {parts.drafter: drafter} if isinstance(parts.drafter, str) else {}
             drafter = offer(drafter, own | offered)
         on_gpu = target.device.type == "cuda"
-        captures = on_gpu and not config.eager
+        captures = on_gpu and not config.eager and not config.offload
         limits = SchedulerConfig(
             config.max_rows,
             config.max_running,
@@ -99,7 +101,7 @@ class Builder:
             max_pieces=SEQUENCES,
         )
         scheduler = Scheduler(target.cache.tables, limits)
-        controller = self.controller or default_controller(target, drafter)
+        controller = self.controller or default_controller(target, drafter, assumed=not config.offload)
         name = parts.drafter if isinstance(parts.drafter, str) else None
         engine = Engine(target, drafter, laws, controller, scheduler, KeyedRng(), captures=captures, drafter_name=name)
         return engine, laws

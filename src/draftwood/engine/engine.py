@@ -106,6 +106,7 @@ class Engine:
         budget = self._budget()
         room = self.runner.shapes.proposed(2, budget.max_nodes)  # for the tree of any sequence of several
         prompts, ready = self.scheduler.schedule(budget, self._ahead, room)
+        self._unread.update(self.scheduler.tables.pool.restored())
         scored, prompts = prompts.parted()
         self._release_preempted()
         for item in prompts.items + scored.items:

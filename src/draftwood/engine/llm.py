@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import overload
 
-from draftwood.assembly import AUTO, build_verifier, settle
+from draftwood.assembly import AUTO, build_verifier
 from draftwood.calibration import calibrate, default_controller, known_costs
 from draftwood.config import EngineConfig
 from draftwood.costs import StepCosts
@@ -44,6 +44,7 @@ from draftwood.request import (
     SpeculationStats,
     TokenLogprob,
 )
+from draftwood.settling import settle
 
 
 @dataclass

@@ -64,6 +64,15 @@ class Sliceable(Model, Protocol):
 
 
 @runtime_checkable
+class Streamed(Model, Protocol):
+    """A model of which some layers may not be on the device."""
+
+    def substituted(self, checkpoint: Checkpoint, weights: WeightFormat) -> Model:
+        """The same with layers in another format in place of those."""
+        ...
+
+
+@runtime_checkable
 class Refreshable(Model, Protocol):
     """A model whose weights can be replaced."""
 
@@ -82,22 +91,27 @@ def load_model(
     weights: WeightFormat = FORMATS["stored"],
     progress: Progress = lambda *_: None,
     strict: bool = False,
+    offload: float = 0.0,
 ) -> Model:
     """The fastest decoder there is for this device and dtype that can run the model."""
     if isinstance(checkpoint, UniversalCheckpoint):
+        if offload:
+            raise InvalidRequest(
+                "Only our own decoder takes its layers from elsewhere; this model runs on transformers'."
+            )
         return _universal(checkpoint, dtype, device, weights)
     on_gpu = device.type == "cuda" and dtype != torch.float64
     if on_gpu and _is_taken("GPU", gpu_refuses(checkpoint.config), checkpoint):
         from draftwood.model.cuda import CudaTransformer  # Triton is there where CUDA is
 
-        return CudaTransformer(checkpoint, dtype, device, weights, strict, progress)
-    alone = ranks_of(checkpoint).size == 1  # our CPU kernels run a whole forward in one call, with no sums between
-    library = kernels() if alone and device.type == "cpu" and dtype == torch.float32 else None
+        return CudaTransformer(checkpoint, dtype, device, weights, strict, progress, offload)
+    at_once = ranks_of(checkpoint).size == 1 and not offload  # as our CPU kernels run a forward: in one call
+    library = kernels() if at_once and device.type == "cpu" and dtype == torch.float32 else None
     if library is not None and _is_taken("CPU", native.refuses(checkpoint.config), checkpoint):
         return NativeTransformer(library, checkpoint, weights, progress)
     if dtype == torch.bfloat16 and device.type == "cpu":
         avoid_broken_amx()
-    return Transformer(checkpoint, dtype, device, weights)
+    return Transformer(checkpoint, dtype, device, weights, offload)
 
 
 def _universal(
@@ -163,9 +177,10 @@ class ModelRunner:
         weights: WeightFormat = FORMATS["stored"],
         progress: Progress = lambda *_: None,
         strict: bool = False,
+        offload: float = 0.0,
     ) -> ModelRunner:
         """Read the weights and set the cache up."""
-        model = load_model(checkpoint, dtype, device, weights, progress, strict)
+        model = load_model(checkpoint, dtype, device, weights, progress, strict, offload)
         return cls(model, num_pages, page_size)
 
     @property

@@ -27,6 +27,7 @@ from draftwood.model.spec import (
     ExpertsSpec,
     LayerSpec,
 )
+from draftwood.model.streaming import ResidentLayers, load_layers
 from draftwood.model.weights import FORMATS, WeightFormat
 from draftwood.ops import Attention, plan_attention
 from draftwood.ops.linear import Linear
@@ -76,6 +77,7 @@ class Transformer:
         dtype: torch.dtype,
         device: torch.device,
         weights: WeightFormat = FORMATS["stored"],
+        offload: float = 0.0,
     ) -> None:
         self.config = config = checkpoint.config
         self.dtype = dtype
@@ -87,27 +89,39 @@ class Transformer:
         # The largest tensors first: reading them needs a second copy, which costs least while nothing else is there.
         self.head, self.embedding = loader.head_and_embedding()
         self.positions = loader.positions()
-        self.layers = [_layer(loader, i, spec) for i, spec in enumerate(self.specs)]
+        self.layers = load_layers(lambda i: _layer(loader, i, self.specs[i]), len(self.specs), offload, device)
         self.final_norm = loader.norm("model.norm", config.final_norm)
         self.rotaries = {turn: self._rotary(*turn) for turn in map(_turning, self.specs) if turn is not None}
 
     @property
     def num_bytes(self) -> int:
         """Memory of all weights."""
-        tensors = list(tensors_of([self.head, self.final_norm, self.embedding, self.positions, *self.layers]))
+        tensors = list(tensors_of([self.head, self.final_norm, self.embedding, self.positions, *self.layers.held]))
         return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
 
     def first(self, count: int) -> Transformer:
         """Its first layers as a model, in the same memory."""
         part = copy.copy(self)
-        part.config, part.layers, part.specs = self.config.first(count), self.layers[:count], self.specs[:count]
+        part.config, part.layers, part.specs = self.config.first(count), self.layers.first(count), self.specs[:count]
+        return part
+
+    def substituted(self, checkpoint: Checkpoint, weights: WeightFormat) -> Transformer:
+        """The same with layers in another format in place of those that are not on the device."""
+        loader = WeightLoader(checkpoint, self.dtype, self.device, weights)
+        resident = self.layers.resident
+        others = [_layer(loader, i, self.specs[i]) for i in range(len(resident), len(self.specs))]
+        part = copy.copy(self)
+        part.layers = ResidentLayers([*resident, *others])
         return part
 
     def refresh(self, checkpoint: Checkpoint) -> None:
         """Compute with the layers and the last norm of `checkpoint` from now on; words stay."""
         loader = WeightLoader(checkpoint, self.dtype, self.device, self.weights)
         fresh = [_layer(loader, i, spec) for i, spec in enumerate(self.specs)]
-        write_over([*self.layers, self.final_norm], [*fresh, loader.norm("model.norm", self.config.final_norm)])
+        write_over(
+            [*self.layers.first(len(self.specs)).resident, self.final_norm],
+            [*fresh, loader.norm("model.norm", self.config.final_norm)],
+        )
 
     def forward(self, batch: ForwardBatch, cache: Pages, needs: frozenset[int] = frozenset()) -> ForwardOutput:
         """Run the rows of `batch`, writing their keys and values to `cache`."""
@@ -116,7 +130,9 @@ class Transformer:
         rotations = {turn: self._rotations(rotary, batch) for turn, rotary in self.rotaries.items()}
         hidden = self._begin(batch)
         features: dict[int, Tensor] = {}
-        for i, (layer, spec) in enumerate(zip(self.layers, self.specs, strict=True)):
+        for i, spec in enumerate(self.specs):
+            layer = self.layers.get(i)
+            self.layers.prefetch(i + 1)
             turn = _turning(spec)
             read = hidden if layer.attention_norm is None else layer.attention_norm(hidden)
             query, key_value = self._project(layer, spec, read, None if turn is None else rotations[turn])
