@@ -52,7 +52,7 @@ clean:
 	touch $@
 
 # Peers of the CPU benchmark, in an environment of their own; one that cannot be installed is reported as missing.
-# AMX is announced by machines that fault on it, so nobody uses it here, and a compiler told "native" has to be stopped.
+# AMX is announced by machines that fault on it, so it is not used here, and compilers told "native" are kept from it.
 PEERS := .venv-peers/bin/pip install -q --disable-pip-version-check
 NO_AMX := $(shell grep -qs amx_tile /proc/cpuinfo && echo -mno-amx-tile -mno-amx-int8 -mno-amx-bf16)
 

@@ -244,7 +244,7 @@ def test_bad_words_are_never_written(llm: LLM) -> None:
         (
             {"drafter": "psychic"},
             InvalidRequest,
-            "none, ngram, suffix, combined, block, eagle3, hydra, medusa, student, model:NAME",
+            "none, ngram, suffix, recycling, combined, block, eagle3, hydra, medusa, student, model:NAME",
         ),
         ({"drafter": "ngram:colour=3"}, InvalidRequest, "no setting 'colour'"),
         ({"drafter": "ngram:nodes=many"}, InvalidRequest, "another kind of value"),

@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from draftwood.errors import CheckpointError
 from draftwood.model import store
-from draftwood.model.checkpoint import expected_shape, files_of, gguf_name, open_checkpoint
+from draftwood.model.checkpoint import expected_shape, files_of, open_checkpoint
+from draftwood.model.families import FAMILIES
 
 from .conftest import hf_tensors
 
@@ -111,9 +112,11 @@ def test_gguf_llama3_factors_are_read_from_their_tensor(write_gguf: Write) -> No
 def test_every_name_has_a_shape_and_a_gguf_name(write_folder: Write) -> None:
     folder, tensors = write_folder(attention_bias=True)
     config = open_checkpoint(folder).config
+    form = FAMILIES[config.family].gguf
+    assert form is not None
     for name, tensor in tensors.items():
         assert expected_shape(name, config) == tuple(tensor.shape)
-        assert gguf_name(name) is not None
+        assert form.place(name, config) is not None
     assert expected_shape("model.layers.0.self_attn.k_proj.bias", config) == (32,)
     assert expected_shape("model.layers.0.self_attn.q_norm.weight", config) == (16,)
     assert expected_shape("unheard.of", config) is None

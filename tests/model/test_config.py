@@ -182,7 +182,7 @@ def test_gguf_rope_factors_give_llama3_frequencies() -> None:
     expected, _ = hf(rope_scaling=llama3).rope.inverse_frequencies(16)
     plain, _ = RopeConfig().inverse_frequencies(16)
     factors = (plain / expected).tolist()
-    config = ModelConfig.from_gguf(GGUF_FIELDS, ["rope_freqs.weight"], factors)
+    config = ModelConfig.from_gguf(GGUF_FIELDS, [], {"rope_freqs.weight": factors})
     frequencies, attention = config.rope.inverse_frequencies(16)
     torch.testing.assert_close(frequencies, expected)
     assert attention == 1.0
@@ -204,9 +204,10 @@ def test_gguf_yarn_has_the_scale_of_hugging_face_yarn() -> None:
     ("changes", "reason"),
     [
         ({"general.architecture": "mamba"}, "architecture is 'mamba'"),
-        ({"llama.expert_count": 8}, "mixture of experts"),
+        ({"llama.expert_count": 8}, "expert_used_count = None"),
+        ({"general.architecture": "granite", "expert_count": 8}, "mixture of experts"),
         ({"llama.attention.head_count_kv": [2, 1]}, "one whole number"),
-        ({"llama.rope.dimension_count": 8}, "8 of 16"),
+        ({"llama.rope.dimension_count": 8}, "50% of each head"),
         ({"llama.rope.scaling.type": "spiral"}, "'spiral'"),
     ],
 )

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import pytest
 import torch
 
 from draftwood.errors import InvalidRequest
 from draftwood.model.config import ModelConfig
+from draftwood.model.families.base import with_layers_changed
 from draftwood.model.native import NativeTransformer, refuses
 from draftwood.model.runner import load_model, require_strict
+from draftwood.model.spec import CLAMPED, MlpSpec
 from draftwood.model.transformer import Transformer
 from draftwood.model.weights import FORMATS
 from draftwood.ops.native import kernels
@@ -20,7 +23,7 @@ from tiny import CPU, TinyCheckpoint
 from .test_native import as_branch, batched, in_chunks, runner_of, same, texts
 
 CONFIGS = {name: ModelConfig.from_hf(raw) for name, raw in FAMILIES.items()}
-DENSE = [name for name, config in CONFIGS.items() if refuses(config) is None]
+COMPUTED = [name for name, config in CONFIGS.items() if refuses(config) is None]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +34,7 @@ def library():
     return found
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", COMPUTED)
 def test_logits_are_the_references(library, name: str) -> None:
     checkpoint, tokens = TinyCheckpoint(CONFIGS[name]), texts(13)[0]
     want = in_chunks(runner_of(Transformer(checkpoint, torch.float64, CPU)), tokens, same(64))
@@ -39,7 +42,7 @@ def test_logits_are_the_references(library, name: str) -> None:
     assert (in_chunks(native, tokens, same(64)) - want).abs().max() <= 5e-5 * max(1.0, float(want.abs().max()))
 
 
-@pytest.mark.parametrize("name", DENSE)
+@pytest.mark.parametrize("name", COMPUTED)
 def test_rows_are_the_same_bits_in_any_company(library, name: str) -> None:
     runner = runner_of(NativeTransformer(library, TinyCheckpoint(CONFIGS[name]), FORMATS["int8"]))
     asked = texts(13)
@@ -50,7 +53,7 @@ def test_rows_are_the_same_bits_in_any_company(library, name: str) -> None:
 
 
 @pytest.mark.parametrize("weights", ["int4", "w8a8"])
-@pytest.mark.parametrize("name", ["gemma2", "olmo2", "cohere"])
+@pytest.mark.parametrize("name", ["gemma2", "olmo2", "cohere", "qwen2_moe", "gpt_oss"])
 def test_rounded_weights_are_those_of_the_format(library, name: str, weights: str) -> None:
     checkpoint = TinyCheckpoint(CONFIGS[name])
     native = runner_of(NativeTransformer(library, checkpoint, FORMATS[weights]))
@@ -62,12 +65,18 @@ def test_rounded_weights_are_those_of_the_format(library, name: str, weights: st
     assert sorted(worst)[len(worst) // 2] <= 1e-4  # inputs rounded to bytes fall on two sides of a step now and then
 
 
+def clamped_without_a_gate() -> ModelConfig:
+    config = CONFIGS["nemotron"]
+    mlp = MlpSpec(config.intermediate_size, CLAMPED, gated=False)
+    return with_layers_changed(config, lambda i, layer: replace(layer, mlp=mlp))
+
+
 def test_what_the_kernels_do_not_know_runs_on_torch_and_is_said(caplog: pytest.LogCaptureFixture) -> None:
     if kernels() is None:
         pytest.skip("no kernels here")
     with caplog.at_level(logging.WARNING, logger="draftwood.model.runner"):
-        model = load_model(TinyCheckpoint(CONFIGS["mixtral"]), torch.float32, CPU)
+        model = load_model(TinyCheckpoint(clamped_without_a_gate()), torch.float32, CPU)
     assert isinstance(model, Transformer)
-    assert "do not know mixtures of experts; it runs on torch's own operations" in caplog.text
-    with pytest.raises(InvalidRequest, match="do not know mixtures of experts"):
+    assert "do not know clamped activations without a gate; it runs on torch's own operations" in caplog.text
+    with pytest.raises(InvalidRequest, match="do not know clamped activations without a gate"):
         require_strict(model)

@@ -22,7 +22,7 @@ def test_values_are_bit_for_bit_those_of_the_gguf_package(write_gguf: Write, kin
     file = read_gguf(path)
     for tensor in GGUFReader(path).tensors:
         expected = np.ascontiguousarray(dequantize(tensor.data, tensor.tensor_type))
-        ours = file.dequantize(tensor.name)
+        ours = file.dequantize(file.tensors[tensor.name])
         assert ours.shape == tuple(int(size) for size in reversed(tensor.shape))
         assert ours.dtype == np.float32
         assert ours.tobytes() == expected.tobytes(), tensor.name
@@ -99,5 +99,6 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 def test_a_type_without_dequantisation_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "int.gguf"
     path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1, 0) + struct.pack("<Q1sIQIQ", 1, b"t", 1, 4, 26, 0) + bytes(64))
+    file = read_gguf(path)
     with pytest.raises(CheckpointError, match="I32, which cannot be dequantised"):
-        read_gguf(path).dequantize("t")
+        file.dequantize(file.tensors["t"])

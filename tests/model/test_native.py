@@ -322,7 +322,7 @@ def test_folders_of_other_users_are_refused_with_advice(kept: Path, monkeypatch:
 
 def test_a_home_that_everyone_writes_to_is_refused_with_advice(kept: Path, tmp_path: Path) -> None:
     (tmp_path / "home").chmod(0o777)
-    with pytest.raises(library.BuildError, match=r"home can be written to by everyone.*DRAFTWOOD_HOME"):
+    with pytest.raises(library.BuildError, match=r"home can be written to by every user.*DRAFTWOOD_HOME"):
         library.build(QUICK)
     (tmp_path / "home").chmod(0o1777)  # as /tmp, where nobody can rename what is ours
     assert library.build(QUICK) == kept

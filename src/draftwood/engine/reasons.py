@@ -11,7 +11,7 @@ class Outlook(NamedTuple):
 
     tokens: float  # on average
     seconds: float
-    assumed: bool  # of the time: nobody has measured it
+    assumed: bool  # the time is assumed, not measured
 
     @property
     def rate(self) -> float:

@@ -51,8 +51,8 @@ class Blocks:
         missing = -self.inputs % GROUP
         return self.data.shape[1] + missing * _PLAIN[self.kind] if missing else self.data.shape[1]
 
-    def __getitem__(self, rows: slice | np.ndarray) -> Blocks:
-        return Blocks(self.kind, self.data[rows], self.inputs)
+    def __getitem__(self, rows: slice | Tensor) -> Blocks:
+        return Blocks(self.kind, self.data[rows.numpy() if isinstance(rows, Tensor) else rows], self.inputs)
 
     def numbers(self, library: Kernels) -> Tensor:
         """All of it decoded: float32 [out, in]."""

@@ -8,6 +8,7 @@ not in a forward. Pickles are never read: loading one runs its code.
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,10 +24,10 @@ from . import store
 from .blocks import NUMBERS, Blocks, warn_of_expanded
 from .config import ModelConfig
 from .families import FAMILIES, Place
-from .families.base import LAYER_NAME
+from .families.base import Change
 from .files import read_object
 from .folder import first_line, open_safetensors, tensor_files
-from .gguf import GgufFile, read_groups
+from .gguf import GgufFile, GgufTensor, read_groups
 from .gguf_split import part_paths, read_whole_gguf
 from .names import expected_shape
 from .quantised import Scaled, read_scaled, scheme_of, stored_under
@@ -207,9 +208,13 @@ class SafetensorsCheckpoint:
         place = self._place(name)
         if place is None:
             raise _missing(name, self.name)
+        stored = self._stored(place)
         with refusing_malformed(f"its tensor {place.names[0]}"):
-            stored = [self._read(theirs, place.entry) for theirs in place.names]
             return stored[0] if place.change is None else place.change(self.config, *stored)
+
+    def _stored(self, place: Place) -> list[Tensor]:
+        with refusing_malformed(f"its tensor {place.names[0]}"):
+            return [self._read(theirs, place.entry) for theirs in place.names]
 
     def _quantised_name(self, name: str) -> str | None:
         """What the file calls a quantised matrix of ours; None if there is none, or if it is a part of one there."""
@@ -224,9 +229,13 @@ class SafetensorsCheckpoint:
 
     def blocks(self, name: str) -> Blocks | None:
         """A quantised or float16 matrix for our kernels, None where it is neither or does not fit into blocks."""
-        scaled = self._scaled(name)
+        scaled, place = self._scaled(name), self._place(name)
         if scaled is not None:
             return scaled.blocks()
+        if place is not None and place.blocks is not None:
+            found = place.blocks(self.config, *self._stored(place))
+            _check_shape(name, found.shape, self.config)
+            return found
         value = self.tensor(name)
         if value.dtype != torch.float16 or value.dim() != 2:
             return None
@@ -276,9 +285,13 @@ class GgufCheckpoint:
         self._path, self._file = path, read_whole_gguf(path)
         self._warned = False
         tensors = self._file.tensors
-        factors = self._file.dequantize("rope_freqs.weight").tolist() if "rope_freqs.weight" in tensors else None
+        vectors = {name: self._file.dequantize(own).tolist() for name, own in tensors.items() if name in ROPE_VECTORS}
         fields = {"vocab_size": _embedding_rows(self._file), **self._file.fields}
-        self.config = ModelConfig.from_gguf(fields, tensors.keys(), factors)
+        self.config = ModelConfig.from_gguf(fields, tensors.keys(), vectors)
+        form = FAMILIES[self.config.family].gguf
+        if form is None:
+            raise CheckpointError(f"GGUF files of {self.config.family} models are not read.")
+        self._form = form
 
     @property
     def files(self) -> list[Path]:
@@ -287,41 +300,55 @@ class GgufCheckpoint:
 
     def has(self, name: str) -> bool:
         """Whether the file has the tensor, under its own name for it."""
-        return gguf_name(name) in self._file.tensors
+        place = self._form.place(name, self.config)
+        return place is not None and place.name in self._file.tensors
+
+    def _find(self, name: str) -> tuple[GgufTensor, tuple[Change, ...]]:
+        """Where a tensor of ours lies, and which of its rows are ours."""
+        place = self._form.place(name, self.config)
+        stored = None if place is None else self._file.tensors.get(place.name)
+        if place is None or stored is None:
+            raise _missing(name, self.name)
+        return (stored if place.entry is None else stored.entry(place.entry)), place.picks
 
     def tensor(self, name: str) -> Tensor:
         """Read and dequantise one tensor; 16-bit tensors keep their type."""
-        stored = self._file.tensors.get(gguf_name(name) or "")
-        if stored is None:
-            raise _missing(name, self.name)
-        value = torch.from_numpy(self._file.dequantize(stored.name))
+        stored, picks = self._find(name)
+        value = torch.from_numpy(self._file.dequantize(stored))
         value = value.to(_STORED_TYPES.get(stored.type, torch.float32))
-        value = _checked(name, value, self.config)
-        order = _row_order(name, self.config)
-        return value if order is None else value[order]
+        expected = expected_shape(name, self.config)
+        if expected is not None and value.dim() != len(expected) and value.numel() == math.prod(expected):
+            value = value.view(expected)  # GGUF writes a matrix of one row as a vector, and norms of heads as matrices
+        return _checked(name, self._picked(name, value, picks), self.config)
 
     def matrix(self, name: str) -> Matrix:
         """A quantised tensor as it is, if its blocks are groups of ours; else the tensor."""
-        stored = self._file.tensors.get(gguf_name(name) or "")
-        groups = None if stored is None else read_groups(stored)
+        stored, picks = self._find(name)
+        groups = read_groups(stored)
         if groups is None:
             return self.tensor(name)
-        _checked(name, groups.codes, self.config)
-        order = _row_order(name, self.config)
-        return groups if order is None else groups[order]
+        picked = self._picked(name, groups, picks)
+        _check_shape(name, tuple(picked.shape), self.config)
+        return picked
 
     def blocks(self, name: str) -> Blocks | None:
         """A matrix in the file's own bytes; None where our kernels do not multiply its type."""
         if not self._warned:
             self._warned = True
             warn_of_expanded(self.name, self._file.tensors.values())
-        stored = self._file.tensors.get(gguf_name(name) or "")
-        if stored is None or len(stored.shape) != 2 or stored.type not in NUMBERS:
+        stored, picks = self._find(name)
+        if len(stored.shape) != 2 or stored.type not in NUMBERS:
             return None
-        _check_shape(name, stored.shape, self.config)
-        found = Blocks(stored.type, stored.data, stored.shape[1])
-        order = _row_order(name, self.config)
-        return found if order is None else found[order.numpy()]
+        picked = self._picked(name, Blocks(stored.type, stored.data, stored.shape[1]), picks)
+        _check_shape(name, picked.shape, self.config)
+        return picked
+
+    def _picked(self, name: str, rows: Any, picks: Sequence[Change]) -> Any:
+        """Of whichever form rows are in."""
+        with refusing_malformed(f"its tensor {name}"):
+            for pick in picks:
+                rows = pick(self.config, rows)
+        return rows
 
     def forget(self) -> None:
         """Unload the file's pages."""
@@ -335,52 +362,12 @@ class GgufCheckpoint:
 
 
 _STORED_TYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
-_GGUF_TOP = {
-    "model.embed_tokens.weight": "token_embd.weight",
-    "model.norm.weight": "output_norm.weight",
-    "lm_head.weight": "output.weight",
-}
-_GGUF_LAYER = {
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "attention_output_norm": "post_attention_norm",
-    "mlp_output_norm": "post_ffw_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
-
-
-def gguf_name(name: str) -> str | None:
-    """The GGUF name of a Hugging Face tensor name, None where GGUF has no such thing."""
-    match = LAYER_NAME.fullmatch(name)
-    if match is None:
-        return _GGUF_TOP.get(name)
-    layer, module, kind = match.groups()
-    return f"blk.{layer}.{_GGUF_LAYER[module]}.{kind}" if module in _GGUF_LAYER else None
+ROPE_VECTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
 def _embedding_rows(file: GgufFile) -> int | None:
     embedding = file.tensors.get("token_embd.weight")
     return embedding.shape[0] if embedding else None
-
-
-def _row_order(name: str, config: ModelConfig) -> Tensor | None:
-    """Which row of a GGUF tensor each row of ours is, None if that is the same.
-
-    llama.cpp rotates neighbouring rows (0, 1), (2, 3) ... of a Llama head, Hugging Face rows i and i + d/2;
-    its converter therefore interleaves the two halves of each q and k head. Qwen's files keep the order.
-    """
-    heads = {"q_proj": config.num_heads, "k_proj": config.num_kv_heads}.get(name.split(".")[-2])
-    if config.family != "llama" or heads is None:
-        return None
-    return torch.arange(heads * config.head_dim).view(heads, -1, 2).transpose(1, 2).flatten()
 
 
 def _missing(name: str, where: str) -> CheckpointError:

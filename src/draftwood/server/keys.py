@@ -124,7 +124,7 @@ class KeyRing:
         self._digests = [hashlib.sha256(key.key.encode()).digest() for key in keys]
 
     def caller_of(self, given: bytes) -> Caller | None:
-        """Whose key it is; None: no one's. Where there are no keys, every request has the same caller."""
+        """Whose key it is; None: no key matches. Where there are no keys, every request has the same caller."""
         if not self._digests:
             return self.callers[0]
         digest = hashlib.sha256(given).digest()

@@ -139,7 +139,7 @@ def _params(
 
 
 def check_fields(given: Mapping[str, Any], not_offered: NotOffered = NOT_OFFERED) -> None:
-    """Refuse fields that would change the answer's meaning, by name: an answer to another question helps no one."""
+    """Refuse fields that would change the answer's meaning, by name: an answer that ignores them would be wrong."""
     for name, (neutral, instead) in not_offered.items():
         value = given.get(name)
         if value is not None and value not in neutral:

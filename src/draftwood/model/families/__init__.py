@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from ..rope import require, shown
 from . import (
     cohere,
@@ -32,6 +35,7 @@ from . import (
     starcoder2,
 )
 from .base import Family, Place
+from .in_gguf import GgufForm
 
 __all__ = ["FAMILIES", "Family", "Place", "family_of", "gguf_family"]
 
@@ -67,7 +71,6 @@ _ALL = (
     nemotron.FAMILY,
 )
 FAMILIES = {family.name: family for family in _ALL}
-_GGUF = {family.gguf: family for family in _ALL if family.gguf}
 
 
 def family_of(name: object) -> Family:
@@ -76,10 +79,17 @@ def family_of(name: object) -> Family:
     return FAMILIES[str(name)]
 
 
-def gguf_family(name: object) -> Family:
-    """The family of a GGUF file's `general.architecture`."""
-    require(isinstance(name, str) and name in _GGUF, _unsupported(name, [str(known) for known in _GGUF]))
-    return _GGUF[str(name)]
+def gguf_family(fields: Mapping[str, Any]) -> tuple[Family, GgufForm, dict[str, Any]]:
+    """The family of a GGUF file's metadata, its form there, and the metadata that are its own."""
+    name = fields.get("general.architecture")
+    own = {key.removeprefix(f"{name}."): value for key, value in fields.items()}
+    forms = [(family, family.gguf) for family in _ALL if family.gguf]
+    known = list(dict.fromkeys(form.architecture for _, form in forms))
+    require(isinstance(name, str) and name in known, _unsupported(name, known))
+    found = next(((family, form) for family, form in forms if form.architecture == name and form.fits(own)), None)
+    require(found is not None, f"its architecture is {shown(name)} as a mixture of experts, which is not known")
+    assert found is not None
+    return *found, own
 
 
 def _unsupported(name: object, known: list[str]) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -35,8 +35,12 @@ from ..reading import (
 from ..rope import RopeConfig, require
 from ..spec import LayerSpec, MlpSpec, NormSpec, StreamSpec
 
+if TYPE_CHECKING:
+    from ..blocks import Blocks
+    from .in_gguf import GgufForm
+
 LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
-_EXPERT = re.compile(r"\.experts\.(\d+)\.")
+EXPERT = re.compile(r"\.experts\.(\d+)\.")
 Change = Callable[..., Tensor]  # (config, *tensors as stored) -> our tensor
 
 
@@ -47,6 +51,7 @@ class Stored:
     names: tuple[str, ...]
     change: Change
     of_expert: bool = False  # only the entry of our expert's number is read
+    blocks: Callable[..., Blocks] | None = None  # the same for our kernels, without loss; takes what `change` takes
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,7 @@ class Place:
     names: tuple[str, ...]
     entry: int | None = None
     change: Change | None = None
+    blocks: Callable[..., Blocks] | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -65,10 +71,6 @@ class Place:
 
 Spelling = str | Stored
 Tensors = Mapping[str, Spelling | tuple[Spelling, ...]]
-
-
-def _unchanged(config: ModelConfig, own: Mapping[str, Any]) -> ModelConfig:
-    return config
 
 
 @dataclass(frozen=True)
@@ -81,12 +83,11 @@ class Family:
     tensors: Tensors = field(default_factory=dict)  # of a layer
     top: Tensors = field(default_factory=dict)  # of the rest
     prefixes: tuple[str, ...] = ("",)  # what all names may begin with
-    norm_offset: float = 0.0  # added to the weights of norms; GGUF files have them added already
+    norm_offset: float = 0.0  # added to the weights of norms
     interleaved: bool = False  # rotates neighbours, 0 with 1, where we turn i with i + rotated / 2
     reads_quantised: str | None = None  # the `quant_method` it can read
+    gguf: GgufForm | None = None
     within: str | None = None  # the entry of the configuration that describes the text model, where it has others too
-    gguf: str | None = None  # its name in GGUF files
-    read_gguf: Callable[[ModelConfig, Mapping[str, Any]], ModelConfig] = _unchanged
 
     def places(self, name: str, config: ModelConfig) -> list[Place]:
         """Where a tensor of ours may lie in a checkpoint, likeliest first."""
@@ -96,9 +97,9 @@ class Family:
         if match is not None:
             number, module, kind = match.groups()
             table, begin = self.tensors, self.layer.format(number)
-        expert = _EXPERT.search(f".{module}.")
+        expert = EXPERT.search(f".{module}.")
         which = None if expert is None else int(expert[1])
-        pattern = module if which is None else _EXPERT.sub(".experts.*.", f".{module}.").strip(".")
+        pattern = module if which is None else EXPERT.sub(".experts.*.", f".{module}.").strip(".")
         spelled = table.get(f"{pattern}.{kind}", table.get(pattern, pattern))
         changes = [change for change in (self._folded(module, kind), self._ordered(module, kind, config)) if change]
         return [
@@ -115,13 +116,13 @@ class Family:
 
     def _ordered(self, module: str, kind: str, config: ModelConfig) -> Change | None:
         """Rows of queries and keys in the order in which we turn them."""
-        if not self.interleaved or module not in _TURNED:
+        if not self.interleaved or module not in TURNED:
             return None
         match = config.layer_specs[0].attention
         return lambda config, rows: halves_of_pairs(rows, config.head_dim, match.rotated)
 
 
-_TURNED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.q_norm", "self_attn.k_norm")
+TURNED = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.q_norm", "self_attn.k_norm")
 
 
 def _place(begin: str, spelling: Spelling, kind: str, expert: int | None, changes: Sequence[Change]) -> Place:
@@ -129,7 +130,8 @@ def _place(begin: str, spelling: Spelling, kind: str, expert: int | None, change
         theirs = spelling if expert is None else spelling.replace("*", str(expert))
         return Place((f"{begin}{theirs}.{kind}",), None, _in_turn(changes))
     names = tuple(begin + (name if expert is None else name.replace("*", str(expert))) for name in spelling.names)
-    return Place(names, expert if spelling.of_expert else None, _in_turn([spelling.change, *changes]))
+    entry = expert if spelling.of_expert else None
+    return Place(names, entry, _in_turn([spelling.change, *changes]), None if changes else spelling.blocks)
 
 
 def _in_turn(changes: Sequence[Change]) -> Change | None:
@@ -169,12 +171,12 @@ def value_rows(config: ModelConfig, fused: Tensor) -> Tensor:
 
 def upper_half(config: ModelConfig, fused: Tensor) -> Tensor:
     """The first half of the rows: gates, where gates and ups lie one below the other."""
-    return fused[: len(fused) // 2]
+    return fused[: fused.shape[0] // 2]
 
 
 def lower_half(config: ModelConfig, fused: Tensor) -> Tensor:
     """The second half of the rows."""
-    return fused[len(fused) // 2 :]
+    return fused[fused.shape[0] // 2 :]
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from ..config import ModelConfig
 from ..reading import every_nth_full, integer, layer_count, number
 from ..spec import HeadNorms, HeadNormSpec, LayerSpec, Wiring
 from .base import Family, PlainChoices, Stored, layer_normed, plain, renamed, with_layers_changed
+from .in_gguf import GgufForm
 
 DEFAULTS = {"layer_norm_eps": 1e-5, "tie_word_embeddings": True, "logit_scale": 0.0625}
 _PATTERN = 4  # the last of so many layers sees all, and turns nothing
@@ -56,8 +57,14 @@ def _by_heads(config: ModelConfig, weight: Tensor) -> Tensor:
     return weight.flatten()
 
 
+def _entries(own: Mapping[str, Any]) -> dict[str, Any]:
+    return {"logit_scale": number(own, "logit_scale", 0.0625)}
+
+
 _TENSORS = {
     f"self_attn.{part}_norm.weight": Stored((f"self_attn.{part}_norm.weight",), _by_heads) for part in "qk"
 }  # fmt: skip
-FAMILY = Family("cohere", _read, tensors=_TENSORS, interleaved=True)
-SECOND = Family("cohere2", _read_second, interleaved=True)
+FAMILY = Family(
+    "cohere", _read, tensors=_TENSORS, interleaved=True, gguf=GgufForm("command-r", _entries, interleaved=True)
+)  # fmt: skip
+SECOND = Family("cohere2", _read_second, interleaved=True, gguf=GgufForm("cohere2", _entries, interleaved=True))

@@ -11,6 +11,7 @@ from ..reading import every_nth_full, layer_count
 from ..rope import require, shown
 from ..spec import LayerSpec, Wiring
 from .base import Family, PlainChoices, plain, with_layers_changed
+from .in_gguf import GgufForm
 from .olmo2 import TENSORS
 
 DEFAULTS = {"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4}
@@ -38,4 +39,11 @@ def _pattern(config: Mapping[str, Any]) -> int:
     return pattern
 
 
-FAMILY = Family("exaone4", _read, tensors=TENSORS)
+def _entries(own: Mapping[str, Any]) -> dict[str, Any]:
+    slides = own.get("attention.sliding_window_pattern")
+    if not isinstance(slides, list):
+        return {}
+    return {"layer_types": ["sliding_attention" if slide else "full_attention" for slide in slides]}
+
+
+FAMILY = Family("exaone4", _read, tensors=TENSORS, gguf=GgufForm("exaone4", _entries))

@@ -9,6 +9,7 @@ from typing import Any
 from ..config import ModelConfig
 from ..spec import StreamSpec
 from .base import Family, PlainChoices, plain
+from .in_gguf import GgufForm
 
 DEFAULTS = {"tie_word_embeddings": True, "rms_norm_eps": 1e-6}
 
@@ -21,4 +22,4 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
     return replace(decoder, stream=StreamSpec(embedding_scale=decoder.hidden_size**0.5))
 
 
-FAMILY = Family("gemma", _read, norm_offset=1.0)
+FAMILY = Family("gemma", _read, norm_offset=1.0, gguf=GgufForm("gemma"))

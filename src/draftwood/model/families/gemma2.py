@@ -10,6 +10,7 @@ from ..config import ModelConfig
 from ..reading import every_nth_full, integer, layer_count, number, optional_number
 from ..spec import ATTENTION_OUTPUT_NORM, MLP_NORM, MLP_OUTPUT_NORM, LayerSpec, StreamSpec, Wiring
 from .base import Family, PlainChoices, plain, with_layers_changed
+from .in_gguf import GgufForm
 
 DEFAULTS = {
     "tie_word_embeddings": True,
@@ -48,17 +49,25 @@ def _of(decoder: ModelConfig, scale: float, softcap: float | None, logit_softcap
     return with_layers_changed(decoder, change, stream)
 
 
-def _read_gguf(decoder: ModelConfig, own: Mapping[str, Any]) -> ModelConfig:
-    window = integer(own, "attention.sliding_window", 4096)
-    windows = tuple(None if i % 2 else window for i in range(decoder.num_layers))
-    decoder = replace(decoder, windows=windows, activation="gelu_pytorch_tanh")
-    per_head = decoder.hidden_size // decoder.num_heads if decoder.num_layers == _LAYERS_OF_27B else decoder.head_dim
-    softcap, capped = (number(own, f"{kind}_logit_softcapping", usual) for kind, usual in (("attn", 50), ("final", 30)))
-    return _of(decoder, per_head**-0.5, softcap, capped)
+def _entries(own: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "query_pre_attn_scalar": score_divisor(own, _LAYERS_OF_27B),
+        "attn_logit_softcapping": number(own, "attn_logit_softcapping", 50.0),
+        "final_logit_softcapping": number(own, "final_logit_softcapping", 30.0),
+        "sliding_window": integer(own, "attention.sliding_window", 4096),
+    }
 
 
-_LAYERS_OF_27B = 46  # which divides scores by √(hidden / heads), and its files do not say so
+def score_divisor(own: Mapping[str, Any], layers_of_27b: int) -> float:
+    """What scores are divided by the root of: the size of a head, but for the models of 27 B, which do not say so."""
+    hidden, heads = integer(own, "embedding_length"), integer(own, "attention.head_count")
+    per_head = hidden / max(heads, 1)
+    large = layer_count(own, "block_count") == layers_of_27b
+    return per_head if large else number(own, "attention.key_length", per_head)
+
+
+_LAYERS_OF_27B = 46
 
 FAMILY = Family(
-    "gemma2", _read, tensors=TENSORS, norm_offset=1.0, gguf="gemma2", read_gguf=_read_gguf
+    "gemma2", _read, tensors=TENSORS, norm_offset=1.0, gguf=GgufForm("gemma2", _entries)
 )  # fmt: skip

@@ -10,11 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 from ..config import ModelConfig
-from ..reading import every_nth_full, hf_rope, integer, layer_count, number, optional_integer, optional_number
+from ..reading import every_nth_full, hf_rope, integer, layer_count, number, optional_number
 from ..rope import RopeConfig, require
 from ..spec import LayerSpec, StreamSpec, Wiring
 from .base import Family, PlainChoices, plain, with_layers_changed
-from .gemma2 import TENSORS
+from .gemma2 import TENSORS, score_divisor
+from .in_gguf import GgufForm
 
 DEFAULTS = {
     "tie_word_embeddings": True,
@@ -71,16 +72,16 @@ def _of(
     return with_layers_changed(decoder, change, stream)
 
 
-def _read_gguf(decoder: ModelConfig, own: Mapping[str, Any]) -> ModelConfig:
-    window = optional_integer(own, "attention.sliding_window")
-    windows = tuple(window if (i + 1) % _PATTERN else None for i in range(decoder.num_layers))
-    per_head = decoder.hidden_size // decoder.num_heads if decoder.num_layers == _LAYERS_OF_27B else decoder.head_dim
-    local = RopeConfig(number(own, "rope.freq_base_swa", _LOCAL_THETA), max_positions=decoder.max_positions)
-    decoder = replace(decoder, windows=windows, activation="gelu_pytorch_tanh")
-    return _of(decoder, local, per_head**-0.5, None, optional_number(own, "final_logit_softcapping"))
+def _entries(own: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "query_pre_attn_scalar": score_divisor(own, _LAYERS_OF_27B),
+        "rope_local_base_freq": number(own, "rope.freq_base_swa", _LOCAL_THETA),
+        "final_logit_softcapping": optional_number(own, "final_logit_softcapping"),
+        "rms_norm_eps": number(own, "attention.layer_norm_rms_epsilon", None),
+    }
 
 
-_LAYERS_OF_27B = 62  # which divides scores by √(hidden / heads), and its files do not say so
+_LAYERS_OF_27B = 62
 
 # Published models that see images, too: their text model alone.
 _TOP = {"model.embed_tokens": "embed_tokens", "model.norm": "norm"}
@@ -95,5 +96,5 @@ WITH_IMAGES = Family(
     within="text_config",
 )
 FAMILY = Family(
-    "gemma3_text", _read, tensors=TENSORS, norm_offset=1.0, gguf="gemma3", read_gguf=_read_gguf
+    "gemma3_text", _read, tensors=TENSORS, norm_offset=1.0, gguf=GgufForm("gemma3", _entries)
 )  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any
 from ..config import ModelConfig
 from ..spec import ATTENTION_OUTPUT_NORM, MLP_OUTPUT_NORM, Wiring
 from .base import Family, PlainChoices, plain, with_layers_changed
+from .in_gguf import FUSED_GATE_UP, GgufForm
 from .phi3 import GATE_UP
 
 DEFAULTS = {"partial_rotary_factor": 0.5, "attention_bias": True, "rms_norm_eps": 1.5625e-07}
@@ -30,5 +31,10 @@ def _read_fourth(config: Mapping[str, Any]) -> ModelConfig:
     return with_layers_changed(decoder, lambda i, layer: replace(layer, wiring=Wiring.SANDWICH))
 
 
-FAMILY = Family("glm", _read, tensors=GATE_UP, interleaved=True)
-FOURTH = Family("glm4", _read_fourth, tensors=_TENSORS, interleaved=True)
+FAMILY = Family(
+    "glm", _read, tensors=GATE_UP, interleaved=True, gguf=GgufForm("chatglm", tensors=FUSED_GATE_UP, interleaved=True)
+)  # fmt: skip
+FOURTH = Family(
+    "glm4", _read_fourth, tensors=_TENSORS, interleaved=True,
+    gguf=GgufForm("glm4", tensors=FUSED_GATE_UP, interleaved=True),
+)  # fmt: skip

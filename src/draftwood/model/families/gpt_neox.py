@@ -10,7 +10,21 @@ from torch import Tensor
 
 from ..config import ModelConfig
 from ..spec import Wiring
-from .base import Change, Family, PlainChoices, Stored, layer_normed, plain, plain_mlp, renamed, with_layers_changed
+from .base import (
+    Change,
+    Family,
+    PlainChoices,
+    Stored,
+    key_rows,
+    layer_normed,
+    plain,
+    plain_mlp,
+    query_rows,
+    renamed,
+    value_rows,
+    with_layers_changed,
+)
+from .in_gguf import GgufForm, Rows
 
 DEFAULTS = {"layer_norm_eps": 1e-5, "hidden_act": "gelu", "rotary_emb_base": 10_000.0, "rotary_pct": 0.25}
 _USUAL = {"layer_norm_eps": "rms_norm_eps"}
@@ -54,4 +68,18 @@ _TOP = {
     "model.norm": "gpt_neox.final_layer_norm",
     "lm_head": ("embed_out", "lm_head"),
 }
-FAMILY = Family("gpt_neox", _read, layer="gpt_neox.layers.{}.", tensors=_TENSORS, top=_TOP)
+
+
+def _entries(own: Mapping[str, Any]) -> dict[str, Any]:
+    return {"use_parallel_residual": own.get("use_parallel_residual", True)}
+
+
+_IN_GGUF = {
+    f"self_attn.{part}_proj": Rows("attn_qkv", pick)
+    for part, pick in (("q", query_rows), ("k", key_rows), ("v", value_rows))
+}
+
+FAMILY = Family(
+    "gpt_neox", _read, layer="gpt_neox.layers.{}.", tensors=_TENSORS, top=_TOP,
+    gguf=GgufForm("gptneox", _entries, tensors=_IN_GGUF),
+)  # fmt: skip

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..blocks import Blocks
 from ..config import ModelConfig
 from ..reading import every_nth_full, integer, layer_count, number
 from ..rope import require
-from ..spec import CLAMPED, ExpertsSpec, LayerSpec, MlpSpec
+from ..spec import CLAMPED, MLP_NORM, ExpertsSpec, LayerSpec, MlpSpec
 from .base import Change, Family, PlainChoices, Spelling, Stored, plain, with_layers_changed
+from .in_gguf import GgufForm, has_experts
 
 DEFAULTS = {
     "rms_norm_eps": 1e-5,
@@ -40,6 +42,9 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
         config["rope_parameters"] = _YARN
     for name, known in (("swiglu_alpha", 1.702), ("swiglu_limit", 7.0)):
         require(number(config, name, known) == known, f"its {name} is not {known}")
+    rope = config.get("rope_scaling")
+    if isinstance(rope, Mapping):  # GGUF files do not say it, and there is no model of the family that differs
+        config["rope_scaling"] = {"truncate": False, **rope}
     windows = every_nth_full(config, layer_count(config, "num_hidden_layers"), 2)
     biases = bool(config.get("attention_bias"))
     decoder = plain(config, "gpt_oss", PlainChoices(64, biases, biases, experts=True), windows)
@@ -70,6 +75,18 @@ def _unpacked(rows: slice) -> Change:
     return lambda config, blocks, scales: dequantise_mxfp4(blocks[rows], scales[rows])
 
 
+def _packed(rows: slice) -> Callable[..., Blocks]:
+    """The same in the blocks of GGUF files: the exponent, then numbers 0 to 15 in low and 16 to 31 in high nibbles."""
+
+    def pack(config: ModelConfig, blocks: Tensor, scales: Tensor) -> Blocks:
+        blocks, scales = blocks[rows], scales[rows]
+        codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)  # [out, groups, 32]
+        data = torch.cat([scales[..., None], codes[..., :16] | codes[..., 16:] << 4], -1).flatten(1)
+        return Blocks("MXFP4", data.numpy(), 32 * blocks.shape[1])
+
+    return pack
+
+
 def _columns(columns: slice) -> Change:
     return lambda config, weight: weight[:, columns].t()
 
@@ -85,7 +102,7 @@ _FUSED = {"gate": ("gate_up_proj", _EVEN), "up": ("gate_up_proj", _ODD), "down":
 def _expert(name: str, rows: slice) -> tuple[Spelling, ...]:
     packed = (f"mlp.experts.{name}_blocks", f"mlp.experts.{name}_scales")
     return (
-        Stored(packed, _unpacked(rows), of_expert=True),
+        Stored(packed, _unpacked(rows), of_expert=True, blocks=_packed(rows)),
         Stored((f"mlp.experts.{name}",), _columns(rows), of_expert=True),
     )
 
@@ -98,4 +115,17 @@ _TENSORS: dict[str, Spelling | tuple[Spelling, ...]] = {
     },
     "self_attn.sinks.weight": Stored(("self_attn.sinks",), _entries(_ALL)),
 }
-FAMILY = Family("gpt_oss", _read, tensors=_TENSORS, reads_quantised="mxfp4")
+
+
+def _in_gguf(own: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "intermediate_size": integer(own, "expert_feed_forward_length"),
+        "num_local_experts": integer(own, "expert_count"),
+        "num_experts_per_tok": integer(own, "expert_used_count"),
+    }
+
+
+FAMILY = Family(
+    "gpt_oss", _read, tensors=_TENSORS, reads_quantised="mxfp4",
+    gguf=GgufForm("gpt-oss", _in_gguf, tensors={MLP_NORM: "post_attention_norm"}, fits=has_experts),
+)  # fmt: skip

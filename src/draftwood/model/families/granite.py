@@ -11,6 +11,7 @@ from ..reading import number
 from ..rope import require
 from ..spec import LayerSpec, StreamSpec
 from .base import Family, PlainChoices, plain, with_layers_changed
+from .in_gguf import GgufForm
 
 
 def _read(config: Mapping[str, Any]) -> ModelConfig:
@@ -28,4 +29,13 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
     return with_layers_changed(decoder, change, stream)
 
 
-FAMILY = Family("granite", _read)
+def _entries(own: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "attention_multiplier": number(own, "attention.scale", 1.0),
+        "embedding_multiplier": number(own, "embedding_scale", 1.0),
+        "residual_multiplier": number(own, "residual_scale", 1.0),
+        "logits_scaling": number(own, "logit_scale", 1.0),
+    }
+
+
+FAMILY = Family("granite", _read, gguf=GgufForm("granite", _entries, interleaved=True))

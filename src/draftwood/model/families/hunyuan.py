@@ -10,6 +10,7 @@ from ..config import ModelConfig
 from ..rope import require
 from ..spec import HeadNormSpec, LayerSpec
 from .base import Family, PlainChoices, plain, with_layers_changed
+from .in_gguf import GgufForm
 
 _TENSORS = {"self_attn.q_norm": "self_attn.query_layernorm", "self_attn.k_norm": "self_attn.key_layernorm"}
 
@@ -32,4 +33,4 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
     return with_layers_changed(decoder, change)
 
 
-FAMILY = Family("hunyuan_v1_dense", _read, tensors=_TENSORS)
+FAMILY = Family("hunyuan_v1_dense", _read, tensors=_TENSORS, gguf=GgufForm("hunyuan-dense"))

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..config import ModelConfig
 from .base import Family, PlainChoices, plain
+from .in_gguf import GgufForm
 
 
 def _read(config: Mapping[str, Any]) -> ModelConfig:
@@ -15,4 +16,8 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
     return plain(config, "llama", choices)
 
 
-FAMILY = Family("llama", _read, gguf="llama")
+def _sees_all(own: Mapping[str, Any]) -> bool:
+    return not own.get("expert_count") and not own.get("attention.sliding_window")
+
+
+FAMILY = Family("llama", _read, gguf=GgufForm("llama", interleaved=True, fits=_sees_all))

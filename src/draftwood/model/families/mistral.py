@@ -8,6 +8,7 @@ from typing import Any
 from ..config import ModelConfig
 from ..reading import layer_count, optional_integer
 from .base import Family, plain
+from .in_gguf import GgufForm
 
 
 def _read(config: Mapping[str, Any]) -> ModelConfig:
@@ -15,4 +16,8 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
     return plain(config, "mistral", windows=(window,) * layer_count(config, "num_hidden_layers"))
 
 
-FAMILY = Family("mistral", _read)
+def _slides(own: Mapping[str, Any]) -> bool:
+    return not own.get("expert_count") and bool(own.get("attention.sliding_window"))
+
+
+FAMILY = Family("mistral", _read, gguf=GgufForm("llama", interleaved=True, fits=_slides))

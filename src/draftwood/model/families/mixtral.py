@@ -12,6 +12,7 @@ from ..config import ModelConfig
 from ..reading import integer, layer_count, optional_integer
 from ..spec import ExpertsSpec, LayerSpec, MlpSpec
 from .base import Family, PlainChoices, Spelling, Stored, lower_half, plain, upper_half, with_layers_changed
+from .in_gguf import GgufForm, has_experts
 
 DEFAULTS = {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0, "num_local_experts": 8, "num_experts_per_tok": 2}
 
@@ -47,6 +48,15 @@ def expert_tensors(
     }
 
 
+def _entries(own: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "num_local_experts": integer(own, "expert_count"),
+        "num_experts_per_tok": integer(own, "expert_used_count"),
+    }
+
+
 _APART = {part: f"block_sparse_moe.experts.*.{name}" for part, name in (("gate", "w1"), ("up", "w3"), ("down", "w2"))}
 _TENSORS = {**expert_tensors(_APART), "mlp.router": ("block_sparse_moe.gate", "mlp.gate")}
-FAMILY = Family("mixtral", _read, tensors=_TENSORS)
+FAMILY = Family(
+    "mixtral", _read, tensors=_TENSORS, gguf=GgufForm("llama", _entries, interleaved=True, fits=has_experts)
+)

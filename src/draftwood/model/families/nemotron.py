@@ -7,6 +7,7 @@ from typing import Any
 
 from ..config import ModelConfig
 from .base import Family, PlainChoices, layer_normed, plain, plain_mlp, renamed
+from .in_gguf import GgufForm
 
 DEFAULTS = {"norm_eps": 1e-5, "hidden_act": "relu2", "partial_rotary_factor": 0.5}
 
@@ -18,4 +19,4 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
     return plain_mlp(layer_normed(plain(config, "nemotron", choices)))
 
 
-FAMILY = Family("nemotron", _read, norm_offset=1.0)
+FAMILY = Family("nemotron", _read, norm_offset=1.0, gguf=GgufForm("nemotron"))

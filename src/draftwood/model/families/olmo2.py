@@ -9,6 +9,7 @@ from typing import Any
 from ..config import ModelConfig
 from ..spec import ATTENTION_OUTPUT_NORM, MLP_OUTPUT_NORM, HeadNorms, HeadNormSpec, LayerSpec, Wiring
 from .base import Family, PlainChoices, plain, with_layers_changed
+from .in_gguf import GgufForm
 
 TENSORS = {
     ATTENTION_OUTPUT_NORM: "post_attention_layernorm",
@@ -28,4 +29,4 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
     return with_layers_changed(decoder, change)
 
 
-FAMILY = Family("olmo2", _read, tensors=TENSORS)
+FAMILY = Family("olmo2", _read, tensors=TENSORS, gguf=GgufForm("olmo2"))

@@ -18,6 +18,7 @@ from .base import (
     upper_half,
     value_rows,
 )
+from .in_gguf import FUSED_GATE_UP, GgufForm, Rows
 
 GATE_UP = {
     "mlp.gate_proj.weight": Stored(("mlp.gate_up_proj.weight",), upper_half),
@@ -38,4 +39,11 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
     return plain(config, "phi3", PlainChoices(partial_rotary=True), windows)
 
 
-FAMILY = Family("phi3", _read, tensors=_TENSORS)
+_IN_GGUF = {
+    "self_attn.q_proj": Rows("attn_qkv", query_rows),
+    "self_attn.k_proj": Rows("attn_qkv", key_rows),
+    "self_attn.v_proj": Rows("attn_qkv", value_rows),
+    **FUSED_GATE_UP,
+}
+
+FAMILY = Family("phi3", _read, tensors=_TENSORS, gguf=GgufForm("phi3", tensors=_IN_GGUF))

@@ -8,6 +8,7 @@ from typing import Any
 from ..config import ModelConfig
 from ..reading import integer, layer_count, layer_kinds, optional_integer
 from .base import Family, PlainChoices, plain
+from .in_gguf import GgufForm
 
 
 def upper_windows(config: Mapping[str, Any]) -> tuple[int | None, ...]:
@@ -27,4 +28,9 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
     return plain(config, "qwen2", PlainChoices(qkv_bias=True), upper_windows(config))
 
 
-FAMILY = Family("qwen2", _read, gguf="qwen2")
+def entries(own: Mapping[str, Any]) -> dict[str, Any]:
+    """Where a file states a window, all layers have it."""
+    return {"use_sliding_window": bool(own.get("attention.sliding_window")), "max_window_layers": 0}
+
+
+FAMILY = Family("qwen2", _read, gguf=GgufForm("qwen2", entries))

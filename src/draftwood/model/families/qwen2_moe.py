@@ -11,6 +11,7 @@ from ..reading import integer
 from ..rope import require, shown
 from ..spec import ExpertsSpec, LayerSpec, MlpSpec
 from .base import Family, PlainChoices, plain, with_layers_changed
+from .in_gguf import GgufForm, has_experts
 from .mixtral import expert_tensors
 from .qwen2 import upper_windows
 
@@ -42,9 +43,26 @@ def with_experts(config: Mapping[str, Any], decoder: ModelConfig, shared: MlpSpe
     return with_layers_changed(decoder, change)
 
 
+def experts_in_gguf(own: Mapping[str, Any]) -> dict[str, Any]:
+    """How many experts, and how large."""
+    return {
+        "num_experts": integer(own, "expert_count"),
+        "num_experts_per_tok": integer(own, "expert_used_count"),
+        "moe_intermediate_size": integer(own, "expert_feed_forward_length"),
+    }
+
+
+def _entries(own: Mapping[str, Any]) -> dict[str, Any]:
+    shared = integer(own, "expert_shared_feed_forward_length")
+    return experts_in_gguf(own) | {"norm_topk_prob": False, "shared_expert_intermediate_size": shared}
+
+
 TENSORS = {
     **expert_tensors({part: f"mlp.experts.*.{part}_proj" for part in ("gate", "up", "down")}),
     "mlp.router": "mlp.gate",
 }
 _SHARED = {f"mlp.shared.{part}_proj": f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")}
-FAMILY = Family("qwen2_moe", _read, tensors={**TENSORS, **_SHARED, "mlp.shared_gate": "mlp.shared_expert_gate"})
+FAMILY = Family(
+    "qwen2_moe", _read, tensors={**TENSORS, **_SHARED, "mlp.shared_gate": "mlp.shared_expert_gate"},
+    gguf=GgufForm("qwen2moe", _entries, fits=has_experts),
+)  # fmt: skip

@@ -7,7 +7,8 @@ from typing import Any
 
 from ..config import ModelConfig
 from .base import Family, PlainChoices, plain
-from .qwen2 import upper_windows
+from .in_gguf import GgufForm
+from .qwen2 import entries, upper_windows
 
 
 def _read(config: Mapping[str, Any]) -> ModelConfig:
@@ -16,4 +17,4 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
     return plain(config, "qwen3", choices, upper_windows(config))
 
 
-FAMILY = Family("qwen3", _read, gguf="qwen3")
+FAMILY = Family("qwen3", _read, gguf=GgufForm("qwen3", entries))

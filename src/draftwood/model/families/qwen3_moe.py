@@ -8,7 +8,8 @@ from typing import Any
 from ..config import ModelConfig
 from ..reading import layer_count, optional_integer
 from .base import Family, PlainChoices, plain
-from .qwen2_moe import TENSORS, with_experts
+from .in_gguf import GgufForm, has_experts
+from .qwen2_moe import TENSORS, experts_in_gguf, with_experts
 
 DEFAULTS = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 
@@ -24,4 +25,8 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
     return with_experts(config, plain(config, "qwen3_moe", choices, windows), None)
 
 
-FAMILY = Family("qwen3_moe", _read, tensors=TENSORS)
+def _entries(own: Mapping[str, Any]) -> dict[str, Any]:
+    return experts_in_gguf(own) | {"norm_topk_prob": True}
+
+
+FAMILY = Family("qwen3_moe", _read, tensors=TENSORS, gguf=GgufForm("qwen3moe", _entries, fits=has_experts))

@@ -6,7 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config import ModelConfig
+from ..spec import MLP_NORM
 from .base import Family, PlainChoices, plain
+from .in_gguf import GgufForm
 
 
 def _read(config: Mapping[str, Any]) -> ModelConfig:
@@ -19,4 +21,4 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
     return plain(config, "seed_oss", choices)
 
 
-FAMILY = Family("seed_oss", _read)
+FAMILY = Family("seed_oss", _read, gguf=GgufForm("seed_oss", tensors={MLP_NORM: "post_attention_norm"}))

@@ -11,6 +11,7 @@ from ..reading import integer, layer_count, layer_kinds, optional_integer
 from ..rope import require, shown
 from ..spec import LayerSpec
 from .base import Family, PlainChoices, plain, with_layers_changed
+from .in_gguf import GgufForm
 
 DEFAULTS = {"rope_theta": 2_000_000.0, "num_key_value_heads": 4, "tie_word_embeddings": True}
 
@@ -48,4 +49,4 @@ def _windows(config: Mapping[str, Any], turns: tuple[bool, ...]) -> tuple[int | 
     return tuple(window if slides else None for slides in kinds)
 
 
-FAMILY = Family("smollm3", _read)
+FAMILY = Family("smollm3", _read, gguf=GgufForm("smollm3", interleaved=True))

@@ -10,6 +10,7 @@ from ..config import ModelConfig
 from ..rope import require
 from ..spec import Wiring
 from .base import Family, PlainChoices, layer_normed, plain, renamed, with_layers_changed
+from .in_gguf import GgufForm
 
 DEFAULTS = {"layer_norm_eps": 1e-5, "partial_rotary_factor": 0.25}
 
@@ -24,4 +25,8 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
     return with_layers_changed(decoder, lambda i, layer: replace(layer, wiring=Wiring.PARALLEL_SHARED))
 
 
-FAMILY = Family("stablelm", _read)
+def _entries(own: Mapping[str, Any]) -> dict[str, Any]:
+    return {"use_parallel_residual": own.get("use_parallel_residual")}
+
+
+FAMILY = Family("stablelm", _read, gguf=GgufForm("stablelm", _entries))

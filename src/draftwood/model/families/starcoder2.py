@@ -8,6 +8,7 @@ from typing import Any
 from ..config import ModelConfig
 from ..reading import layer_count, optional_integer
 from .base import Family, PlainChoices, layer_normed, plain, plain_mlp, renamed
+from .in_gguf import GgufForm
 
 DEFAULTS = {"norm_epsilon": 1e-5, "hidden_act": "gelu_pytorch_tanh", "tie_word_embeddings": True}
 _TENSORS = {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}
@@ -21,4 +22,4 @@ def _read(config: Mapping[str, Any]) -> ModelConfig:
     return plain_mlp(layer_normed(decoder))
 
 
-FAMILY = Family("starcoder2", _read, tensors=_TENSORS)
+FAMILY = Family("starcoder2", _read, tensors=_TENSORS, gguf=GgufForm("starcoder2"))

@@ -119,8 +119,9 @@ static Path follow_path(const Block *b, int64_t row, float *scores, int64_t *nod
     return path;
 }
 
-/* e^(score - largest) in place, zero outside of [oldest, length), to the end of `width`; returns one over their sum. */
-static float soften(float *scores, Path path, int64_t width) {
+/* e^(score - largest) in place, zero outside of [oldest, length), to the end of `width`; returns one over their sum.
+   A sink takes part in both and stands nowhere; or null. */
+static float soften(float *scores, Path path, int64_t width, const float *sink) {
     for (int64_t i = 0; i < path.oldest; i++) scores[i] = -INFINITY;
     for (int64_t i = path.length; i < width; i++) scores[i] = -INFINITY;
     vf largest = splat(-INFINITY), sum = splat(0);
@@ -128,14 +129,16 @@ static float soften(float *scores, Path path, int64_t width) {
         vf s = load(scores + i);
         largest = either(s > largest, s, largest);
     }
-    const vf top = splat(max16(largest));
+    float most = max16(largest);
+    if (sink && *sink > most) most = *sink;
+    const vf top = splat(most);
     for (int64_t i = 0; i < padded(path.length); i += LANES) {
         vf weight = exp16(load(scores + i) - top);
         store(scores + i, weight);
         sum += weight;
     }
     for (int64_t i = padded(path.length); i < width; i += LANES) store(scores + i, splat(0));
-    return 1.0f / sum16(sum);
+    return 1.0f / (sum16(sum) + (sink ? exp16(splat(*sink) - top)[0] : 0.0f));
 }
 
 /* out[i] += weight[i][key] value[key] over keys [0, end), for Q queries and 16 * V numbers of each value. */
@@ -190,7 +193,7 @@ static void attend_block(const Block *b, const Layer *layer, float *mixed, int64
             out[i] = mixed + row * width + head * dim;
             memset(out[i], 0, dim * sizeof(float));
             path[i] = follow_path(b, row, weights[i], nodes[i], layer->window);
-            inverse[i] = soften(weights[i], path[i], row_width);
+            inverse[i] = soften(weights[i], path[i], row_width, layer->sinks ? layer->sinks + head : NULL);
             end = path[i].linear > end ? path[i].linear : end;
         }
         /* Beyond its own path a row's weights are zero; but its ancestors' weights lie there, so they step aside. */

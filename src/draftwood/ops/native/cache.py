@@ -65,7 +65,7 @@ def _check_above(folder: Path) -> None:
     mode = folder.stat().st_mode
     if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
         raise BuildError(
-            f"{folder} can be written to by everyone, so no code is loaded from there. Run `chmod o-w` on it, or set "
+            f"{folder} can be written to by every user, so no code is loaded from there. Run `chmod o-w` on it, or set "
             "DRAFTWOOD_HOME to a folder of your own"
         )
 

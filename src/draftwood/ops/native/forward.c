@@ -2,14 +2,13 @@
 #include <omp.h>
 
 #include "attention.h"
-#include "products.h"
+#include "forward.h"
+#include "mixture.h"
 #include "simd.h"
 
 #define EXPORT __attribute__((visibility("default")))
 
-static int64_t padded(int64_t size) { return (size + GROUP - 1) / GROUP * GROUP; }
-
-static void norm_row(const float *x, const Norm *norm, int64_t at, int64_t size, float *out) {
+void norm_row(const float *x, const Norm *norm, int64_t at, int64_t size, float *out) {
     const float *weight = norm->weight + at;
     float mean = 0, rest = 0;
     vf sum = splat(0);
@@ -33,11 +32,12 @@ static void norm_row(const float *x, const Norm *norm, int64_t at, int64_t size,
         for (i = 0; i < size; i++) out[i] += norm->bias[at + i];
 }
 
-/* Whether products with this matrix take bytes, or the sums of groups. */
+/* Whether products with this matrix take bytes. */
 static int takes_bytes(const Model *m, const Matrix *w) { return m->byte_activations && in_groups(w); }
-static int takes_sums(const Model *m, const Matrix *w) { return takes_bytes(m, w) || w->storage == INT4; }
 
-static void summarise(const Model *m, const Matrix *w, const Scratch *s, const float *values, int64_t row) {
+int takes_sums(const Model *m, const Matrix *w) { return takes_bytes(m, w) || w->storage == INT4; }
+
+void summarise(const Model *m, const Matrix *w, const Summary *s, const float *values, int64_t row) {
     if (!takes_sums(m, w)) return;
     const int64_t stride = w->inputs, groups = stride / GROUP;
     int8_t *bytes = takes_bytes(m, w) ? s->bytes + row * stride : NULL;
@@ -45,20 +45,21 @@ static void summarise(const Model *m, const Matrix *w, const Scratch *s, const f
                   s->offsets + row * groups);
 }
 
-static Rows rows_for(const Model *m, const Matrix *w, const Scratch *s, const float *values, int64_t count) {
-    const int8_t *bytes = takes_bytes(m, w) ? s->bytes : NULL;
-    return (Rows){.values = values, .bytes = bytes, .scale = s->scale, .sums = s->sums, .offsets = s->offsets,
-                  .stride = w->inputs, .rows = count};
+Rows rows_for(const Model *m, const Matrix *w, const Summary *s, const float *values, int64_t first, int64_t count) {
+    const int64_t stride = w->inputs, at = first * (stride / GROUP);
+    int8_t *bytes = takes_bytes(m, w) ? s->bytes + first * stride : NULL;
+    return (Rows){.values = values + first * stride, .bytes = bytes, .scale = s->scale + at, .sums = s->sums + at,
+                  .offsets = s->offsets + at, .stride = stride, .rows = count};
 }
 
 /* Product of rows that lie in `values`. */
 static void plain_product(const Model *m, const Matrix *w, const float *values, const Scratch *s, int64_t count,
                           Target target, const Team *team) {
     if (takes_sums(m, w)) {
-        SHARE(team, row, count) summarise(m, w, s, values, row);
+        SHARE(team, row, count) summarise(m, w, &s->summary, values, row);
         meet(team);
     }
-    Rows rows = rows_for(m, w, s, values, count);
+    Rows rows = rows_for(m, w, &s->summary, values, 0, count);
     multiply(w, &rows, &target, team);
 }
 
@@ -73,10 +74,10 @@ static void normed_product(const Model *m, const Matrix *w, const Norm *norm, co
     SHARE(team, row, count) {
         const int64_t from = index ? index[row] : row;
         norm_row(s->hidden + from * stride, norm, 0, m->hidden, s->input + row * stride);
-        summarise(m, w, s, s->input, row);
+        summarise(m, w, &s->summary, s->input, row);
     }
     meet(team);
-    Rows rows = rows_for(m, w, s, s->input, count);
+    Rows rows = rows_for(m, w, &s->summary, s->input, 0, count);
     multiply(w, &rows, &target, team);
 }
 
@@ -159,15 +160,33 @@ static void run_attention(const Model *m, const Batch *b, const Scratch *s, int6
     attend(m, layer, keys, values, b, s, s->qkv, layer->qkv.outputs, s->mixed, layer->output.inputs, team);
 }
 
-/* The MLP up to its middle. Beside attention it may read the very norm that attention has read, which still lies there. */
+/* What the MLP reads, or the router in front of several, times a matrix. Beside attention it may read the very norm that
+   attention has read, which still lies there. */
+static void mlp_product(const Model *m, const Layer *layer, const Matrix *w, const Scratch *s, int64_t count,
+                        Target target, const Team *team) {
+    if (layer->parallel && !layer->mlp_norm.weight)
+        plain_product(m, w, s->input, s, count, target, team);
+    else
+        normed_product(m, w, &layer->mlp_norm, s, NULL, count, target, team);
+}
+
+/* The MLP up to its middle. */
 static void run_up(const Model *m, const Layer *layer, const Batch *b, const Scratch *s, const Team *team) {
     const int64_t width = layer->down.inputs;
+    if (layer->mixture) {
+        mlp_product(m, layer, &layer->mixture->router, s, b->num_rows, routes_target(m, layer, s, b->num_rows), team);
+        choose_experts(m, layer, s, b->num_rows, team);
+        run_experts_up(m, layer, layer->mlp_norm.weight || layer->parallel ? s->input : s->hidden, s, b->num_rows, team);
+        return;
+    }
     Target target = {.kind = layer->gated ? GATED : ACTIVATED, .out = s->gated, .stride = width, .limit = width,
                      .activation = layer->activation};
-    if (layer->parallel && !layer->mlp_norm.weight)
-        plain_product(m, &layer->gate_up, s->input, s, b->num_rows, target, team);
-    else
-        normed_product(m, &layer->gate_up, &layer->mlp_norm, s, NULL, b->num_rows, target, team);
+    mlp_product(m, layer, &layer->gate_up, s, b->num_rows, target, team);
+}
+
+static void run_down(const Model *m, const Layer *layer, const Batch *b, const Scratch *s, const Team *team) {
+    if (layer->mixture) run_experts_down(m, layer, s, b->num_rows, team);
+    else added_product(m, layer, &layer->down, &layer->mlp_output_norm, s->gated, s, b->num_rows, team);
 }
 
 static void run_layer(const Model *m, const Batch *b, const Scratch *s, int64_t index, const Team *team) {
@@ -176,7 +195,7 @@ static void run_layer(const Model *m, const Batch *b, const Scratch *s, int64_t 
     if (layer->parallel) run_up(m, layer, b, s, team);
     added_product(m, layer, &layer->output, &layer->attention_output_norm, s->mixed, s, b->num_rows, team);
     if (!layer->parallel) run_up(m, layer, b, s, team);
-    added_product(m, layer, &layer->down, &layer->mlp_output_norm, s->gated, s, b->num_rows, team);
+    run_down(m, layer, b, s, team);
 }
 
 /* What the residual stream of a row begins with. */
@@ -237,7 +256,10 @@ EXPORT int64_t dw_attention_scores(const Model *m, int64_t num_keys, int64_t num
     return attention_scores(m, num_keys, num_nodes);
 }
 
-/* All matrix products of a forward and nothing else: what benchmarks measure a step against. */
+EXPORT int64_t dw_mixture_bytes(const Model *m, int64_t rows) { return mixture_bytes(m, rows); }
+
+/* All matrix products of a forward and nothing else: what benchmarks measure a step against. Rows of a mixture go to
+   experts in turn. */
 EXPORT void dw_products(const Model *m, const Scratch *s, int64_t count, float *logits) {
 #pragma omp parallel num_threads(s->threads)
     {
@@ -247,15 +269,21 @@ EXPORT void dw_products(const Model *m, const Scratch *s, int64_t count, float *
         for (int64_t i = 0; i < m->num_layers; i++) {
             const Layer *layer = &m->layers[i];
             const Matrix *matrices[] = {&layer->qkv, &layer->output, &layer->gate_up, &layer->down};
-            for (int64_t j = 0; j < 4; j++) {
-                Rows rows = rows_for(m, matrices[j], s, inputs[j], count);
+            for (int64_t j = 0; j < (layer->mixture ? 2 : 4); j++) {
+                Rows rows = rows_for(m, matrices[j], &s->summary, inputs[j], 0, count);
                 const int64_t width = j == 2 ? layer->down.inputs : matrices[j]->outputs;
                 const enum Epilogue kind = j != 2 ? STORE : layer->gated ? GATED : ACTIVATED;
                 Target target = {.kind = kind, .out = outputs[j], .stride = width, .limit = width};
                 multiply(matrices[j], &rows, &target, team);
             }
+            if (layer->mixture) {
+                plain_product(m, &layer->mixture->router, s->input, s, count, routes_target(m, layer, s, count), team);
+                take_turns(m, layer, s, count, team);
+                run_experts_up(m, layer, s->input, s, count, team);
+                run_experts_down(m, layer, s, count, team);
+            }
         }
-        Rows rows = rows_for(m, &m->head, s, s->input, count);
+        Rows rows = rows_for(m, &m->head, &s->summary, s->input, 0, count);
         Target target = {.kind = STORE, .out = logits, .stride = m->vocabulary, .limit = m->vocabulary};
         multiply(&m->head, &rows, &target, team);
     }

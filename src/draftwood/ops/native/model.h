@@ -7,7 +7,7 @@
 #define GROUP 32 /* inputs that share a scale */
 
 enum Storage { FLOAT32, BFLOAT16, INT8, INT4, BLOCKS = 5 }; /* 4 is on accelerators alone */
-enum Activation { SILU, GELU, GELU_TANH, RELU, RELU_SQUARED };
+enum Activation { SILU, GELU, GELU_TANH, RELU, RELU_SQUARED, CLAMPED }; /* clamped: of gated MLPs alone */
 enum Epilogue { STORE, ADD, GATED, ACTIVATED };
 enum HeadNorms { EACH_HEAD, OWN_WEIGHTS, WHOLE_ROWS };
 
@@ -37,6 +37,20 @@ typedef struct {
     double eps;
 } Norm;
 
+/* One of the MLPs of a mixture; gated. */
+typedef struct {
+    Matrix gate_up, down;
+} Expert;
+
+/* A mixture of experts: a router picks `top_k` of them for each row and weighs what they give. */
+typedef struct {
+    Matrix router;
+    Matrix shared_gate; /* one output, which weighs the layer's own MLP, if that runs beside them; or no outputs */
+    const Expert *experts;
+    int64_t count, top_k;
+    int64_t normalised; /* weights of those that were picked add up to one */
+} Mixture;
+
 typedef struct {
     Matrix qkv, output, gate_up, down; /* gate_up: sixteen of gate, sixteen of up, in turn; not gated: up alone */
     Norm attention_norm, attention_output_norm, mlp_norm, mlp_output_norm;
@@ -49,6 +63,8 @@ typedef struct {
     int64_t parallel;             /* the MLP reads what attention has read, or the stream before it */
     double scale, softcap;        /* of scores; softcap 0: none */
     double residual_scale;        /* of what attention and MLP add */
+    const float *sinks;           /* [num_heads] a score of each head behind which no value stands; or null */
+    const Mixture *mixture;       /* instead of one MLP, or around it; or null */
 } Layer;
 
 typedef struct {
@@ -76,15 +92,21 @@ typedef struct {
     const float *wide;          /* [num_rows, inputs of the first layer's qkv] what it reads instead; or NULL */
 } Batch;
 
+/* What products with matrices in groups read of rows, beside the rows. */
+typedef struct {
+    int8_t *bytes;    /* rows x widest input */
+    float *scale;     /* rows x groups of the widest input */
+    float *sums;      /* the same */
+    int32_t *offsets; /* the same */
+} Summary;
+
 typedef struct {
     int64_t threads;
     /* Every buffer's rows are padded to multiples of 32 numbers; padding stays zero. */
     float *hidden, *input, *qkv, *mixed, *gated;
-    int8_t *bytes;   /* rows x widest input */
-    float *scale;    /* rows x groups of the widest input */
-    float *sums;     /* the same */
-    int32_t *offsets; /* the same */
+    Summary summary;
     float *scores;   /* one part for each thread */
     void *barrier;   /* see team.h */
     int64_t score_size;
+    void *mixture;   /* see mixture.h */
 } Scratch;

@@ -212,6 +212,15 @@ INLINE vf activate(vf x, int64_t kind) {
     return out;
 }
 
+/* What a gated MLP makes of gate and up. */
+INLINE vf pass(vf gate, vf up, int64_t kind) {
+    if (kind != CLAMPED) return activate(gate, kind) * up;
+    const vf limit = splat(7.0f);
+    gate = either(gate > limit, limit, gate);
+    up = either(up > limit, limit, either(up < -limit, -limit, up));
+    return gate / (1.0f + exp16(gate * -1.702f)) * (up + 1.0f);
+}
+
 static void finish(const Matrix *m, int64_t panel, float tile[][PANEL], int64_t row, int64_t count, const Target *t) {
     const int64_t column = panel * PANEL;
     for (int64_t r = 0; r < count; r++) {
@@ -222,7 +231,7 @@ static void finish(const Matrix *m, int64_t panel, float tile[][PANEL], int64_t 
         }
         float *out = t->out + (row + r) * t->stride;
         if (t->kind == GATED) {
-            store(out + panel * LANES, activate(a, t->activation) * b);
+            store(out + panel * LANES, pass(a, b, t->activation));
             continue;
         }
         out += column;
@@ -245,19 +254,50 @@ static void finish(const Matrix *m, int64_t panel, float tile[][PANEL], int64_t 
     }
 }
 
-void multiply(const Matrix *m, const Rows *x, const Target *t, const Team *team) {
-    Tile *const *tiles = tiles_for(m, x);
+/* Into how many parts the rows are cut. */
+static int64_t parts_of(const Matrix *m, const Rows *x) {
     const int64_t most = x->bytes && in_groups(m) ? MAX_BYTE_ROWS : MAX_ROWS;
-    const int64_t parts = (x->rows + most - 1) / most;
+    return (x->rows + most - 1) / most;
+}
+
+static int64_t pieces_of(const Product *p) { return p->matrix->outputs / PANEL * parts_of(p->matrix, &p->rows); }
+
+/* One panel of outputs with one part of the rows. */
+static void multiply_piece(const Product *p, int64_t piece) {
+    const Matrix *m = p->matrix;
+    const int64_t parts = parts_of(m, &p->rows), panel = piece / parts, part = piece % parts;
+    const int64_t row = p->rows.rows * part / parts, count = p->rows.rows * (part + 1) / parts - row;
+    float tile[MAX_ROWS][PANEL];
+    tiles_for(m, &p->rows)[count - 1](m, panel, &p->rows, row, tile);
+    finish(m, panel, tile, row, count, &p->target);
+}
+
+void line_up(Product *products, int64_t count) {
+    int64_t first = 0;
+    for (int64_t i = 0; i < count; i++) {
+        products[i].first = first;
+        first += pieces_of(products + i);
+    }
+}
+
+void multiply_all(const Product *products, int64_t count, const Team *team) {
+    const int64_t pieces = products[count - 1].first + pieces_of(products + count - 1);
     int64_t helped = 0;
-    for (int64_t item; (item = take(team, m->outputs / PANEL * parts, &helped)) >= 0;) {
-        const int64_t panel = item / parts, part = item % parts;
-        const int64_t row = x->rows * part / parts, count = x->rows * (part + 1) / parts - row;
-        float tile[MAX_ROWS][PANEL];
-        tiles[count - 1](m, panel, x, row, tile);
-        finish(m, panel, tile, row, count, t);
+    for (int64_t piece; (piece = take(team, pieces, &helped)) >= 0;) {
+        int64_t low = 0, high = count - 1; /* the last product that begins at or before the piece */
+        while (low < high) {
+            const int64_t middle = (low + high + 1) / 2;
+            if (products[middle].first <= piece) low = middle;
+            else high = middle - 1;
+        }
+        multiply_piece(products + low, piece - products[low].first);
     }
     meet(team);
+}
+
+void multiply(const Matrix *m, const Rows *x, const Target *t, const Team *team) {
+    const Product alone = {.matrix = m, .rows = *x, .target = *t};
+    multiply_all(&alone, 1, team);
 }
 
 void summarise_row(const float *values, int64_t stride, int8_t *bytes, float *scale, float *sums, int32_t *offsets) {

@@ -33,7 +33,19 @@ typedef struct {
 /* Up to MAX_ROWS rows times the outputs of one panel. */
 typedef void Tile(const Matrix *, int64_t panel, const Rows *, int64_t row, float out[][PANEL]);
 
+/* One of several products that are made together. */
+typedef struct {
+    const Matrix *matrix;
+    Rows rows;
+    Target target;
+    int64_t first; /* pieces of work of the products before it */
+} Product;
+
+/* Fill in what products made together need to know of each other. */
+void line_up(Product *products, int64_t count);
+
 /* Called by every thread of a team; they share the work, and none returns before all are done. */
+void multiply_all(const Product *products, int64_t count, const Team *team);
 void multiply(const Matrix *matrix, const Rows *rows, const Target *target, const Team *team);
 
 /* Fill in what products with quantised weights need of rows [values, stride]; one row, by one thread. */

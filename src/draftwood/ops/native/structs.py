@@ -24,6 +24,21 @@ class Norm(Structure):
     _fields_ = [("weight", c_void_p), ("bias", c_void_p), ("centred", c_int64), ("eps", c_double)]  # fmt: skip
 
 
+class Expert(Structure):
+    """One of the MLPs of a mixture."""
+
+    _fields_ = [("gate_up", Matrix), ("down", Matrix)]  # fmt: skip
+
+
+class Mixture(Structure):
+    """A mixture of experts."""
+
+    _fields_ = [
+        ("router", Matrix), ("shared_gate", Matrix), ("experts", POINTER(Expert)), ("count", c_int64),
+        ("top_k", c_int64), ("normalised", c_int64),
+    ]  # fmt: skip
+
+
 class Layer(Structure):
     """A decoder layer."""
 
@@ -34,6 +49,7 @@ class Layer(Structure):
         ("window", c_int64), ("rotation", c_int64), ("rotated", c_int64),
         ("gated", c_int64), ("activation", c_int64), ("parallel", c_int64),
         ("scale", c_double), ("softcap", c_double), ("residual_scale", c_double),
+        ("sinks", c_void_p), ("mixture", POINTER(Mixture)),
     ]  # fmt: skip
 
 
@@ -71,7 +87,7 @@ class Scratch(Structure):
         ("threads", c_int64),
         ("hidden", c_void_p), ("input", c_void_p), ("qkv", c_void_p), ("mixed", c_void_p), ("gated", c_void_p),
         ("bytes", c_void_p), ("scale", c_void_p), ("sums", c_void_p), ("offsets", c_void_p), ("scores", c_void_p),
-        ("barrier", c_void_p), ("score_size", c_int64),
+        ("barrier", c_void_p), ("score_size", c_int64), ("mixture", c_void_p),
     ]  # fmt: skip
 
 
@@ -91,6 +107,7 @@ class VerdictCall(Structure):
 SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "dw_forward": (None, [c_void_p, c_void_p, c_void_p]),
     "dw_attention_scores": (c_int64, [c_void_p, c_int64, c_int64]),
+    "dw_mixture_bytes": (c_int64, [c_void_p, c_int64]),
     "dw_products": (None, [c_void_p, c_void_p, c_int64, c_void_p]),
     "dw_pack_floats": (None, [c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64]),
     "dw_residual_mass": (None, [c_void_p, c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 6]),

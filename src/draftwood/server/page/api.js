@@ -67,7 +67,7 @@ export async function* events(body) {
       }
     }
   } finally {
-    // Whoever stops listening hangs up.
+    // A consumer that stops iterating closes the connection.
     reader.cancel().catch(() => {});
   }
 }
@@ -96,7 +96,7 @@ async function reason(response) {
   }
 }
 
-/** Whether somebody stopped the request. @param {unknown} error */
+/** Whether the request was aborted. @param {unknown} error */
 export function isAbort(error) {
   return error instanceof DOMException && error.name === "AbortError";
 }

@@ -126,7 +126,7 @@ export class Chat {
 
   /** @param {Article} article @param {AbortController} asking */
   #done(article, asking) {
-    // Cleared meanwhile: nobody waits for this any more.
+    // The conversation was cleared meanwhile: drop the answer.
     if (this.asking === asking) this.#busy(null);
     if (!this.turns.includes(article.turn)) return;
     const { content, note, error } = article.turn;

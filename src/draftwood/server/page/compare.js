@@ -4,7 +4,7 @@
 const FEWEST = 16; // tokens of an answer that says something about speed
 const SHORTEST = 0.05; // seconds; below that a clock and a scheduler say more than the engine
 const MARGIN = 1.05; // a speculative step takes no less time than a plain one: beyond its tokens a ratio is noise
-const CLOSE = 1.02; // times as fast that are nobody's victory
+const CLOSE = 1.02; // ratios up to this count as a draw
 
 /**
  * @typedef {object} Run

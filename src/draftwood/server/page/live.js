@@ -1,5 +1,5 @@
 // @ts-check
-/** What the server does right now: an event every half second, while somebody looks. */
+/** What the server does right now: an event every half second, while the page is visible. */
 
 /** @import { LastStep, Live } from "./types.js" */
 

@@ -57,7 +57,7 @@ export class Settings extends EventTarget {
     return this.#field("drafter").value || this.defaultDrafter;
   }
 
-  /** Choose something, as if somebody had in the form. @param {string} name @param {string} value */
+  /** Set a field of the form, as a user would. @param {string} name @param {string} value */
   use(name, value) {
     this.#field(name).value = value;
     this.#changed();

@@ -185,7 +185,7 @@ export class TokenText {
 
   /** @param {EventTarget | null} target */
   #click(target) {
-    // Somebody who marks text to copy it does not mean the tree.
+    // A selection made for copying is not a click on the tree.
     if (!getSelection()?.isCollapsed || (target instanceof Element && target.closest("a, button"))) return;
     const mark = this.#markOf(target);
     if (mark < 0) return;

@@ -10,7 +10,7 @@ import { EXAMPLE } from "./example.js";
 import { BOX, COLUMN_GAP, layout } from "./layout.js";
 import { hideTip, showTip } from "./tip.js";
 
-const SMALLEST = 0.62; // below that nobody reads a label: the picture scrolls instead
+const SMALLEST = 0.62; // labels are unreadable below that: the picture scrolls instead
 const CALM = matchMedia("(prefers-reduced-motion: reduce)").matches ? 600 : 150; // milliseconds between pictures
 
 const NAMES = {
@@ -22,7 +22,7 @@ const NAMES = {
   plain: "plain token",
 };
 
-/** Shows one step of one answer; follows the newest until somebody looks at another. */
+/** Shows one step of one answer; follows the newest until the user selects another. */
 export class TreePanel {
   constructor() {
     this.picture = byId("tree-picture");
@@ -61,7 +61,7 @@ export class TreePanel {
     else this.#buttons();
   }
 
-  /** Somebody wants to see this one. @param {Step[]} steps @param {number} index */
+  /** Show this step. @param {Step[]} steps @param {number} index */
   pick(steps, index) {
     this.following = false;
     this.#jump(steps, index);
