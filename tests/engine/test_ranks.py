@@ -6,22 +6,30 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from draftwood import LLM, EngineConfig, SamplingParams
 from draftwood.drafters.none import NoDrafter
 from draftwood.errors import InvalidRequest
 from draftwood.model.config import ModelConfig
-from draftwood.model.sharding import sharded
+from draftwood.model.runner import Model, ModelRunner
+from draftwood.model.sharding import ShardedCheckpoint, sharded
+from draftwood.model.transformer import Transformer
 from draftwood.model.weights import FORMATS
+from draftwood.protocols import Span
 from draftwood.request import FinishReason
 from families import FAMILIES
 from spmd import CASES, STARVED
-from tiny import tiny_config, tiny_folder
+from staging import text_batch
+from tiny import TinyCheckpoint, hf_config, tiny_config, tiny_folder
 
 TESTS = Path(__file__).parent.parent
 
@@ -84,6 +92,71 @@ def test_ranks_that_diverge_stop(found: dict[str, Any]) -> None:
 def test_what_does_not_divide_is_refused(family: str, size: int, weights: str, reason: str) -> None:
     with pytest.raises(InvalidRequest, match=reason):
         sharded(ModelConfig.from_hf(FAMILIES[family]), size, FORMATS[weights])
+
+
+class InTurn:
+    """Two ranks that are threads of this process, one of which runs at a time: Triton's interpreter wants that."""
+
+    size = 2
+
+    def __init__(self, rank: int, state: dict[str, Any]) -> None:
+        self.rank, self._state = rank, state
+
+    def _all(self, part: Tensor) -> list[Tensor]:
+        state, condition = self._state, self._state["condition"]
+        with condition:
+            parts = state["parts"] if self.rank else state.__setitem__("parts", []) or state["parts"]
+            parts.append(part.clone())
+            self.pass_on()
+            condition.wait_for(lambda: state["turn"] == self.rank, timeout=60)
+        return parts
+
+    def pass_on(self) -> None:
+        with self._state["condition"]:
+            self._state["turn"] = 1 - self.rank
+            self._state["condition"].notify_all()
+
+    def sum(self, part: Tensor) -> Tensor:
+        return torch.stack(self._all(part)).sum(0)
+
+    def side_by_side(self, part: Tensor) -> Tensor:
+        return torch.cat(self._all(part), -1)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_gpu_kernels_sum_over_ranks(family: str) -> None:
+    """In Triton's interpreter, a layer of which is fused elsewhere and one with norms behind its products."""
+    pytest.importorskip("triton")
+    from draftwood.model.cuda import CudaTransformer
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    sizes = {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    checkpoint = TinyCheckpoint(ModelConfig.from_hf(hf_config(family, **sizes)))
+    plain = Transformer(checkpoint, torch.float32, device)
+    state: dict[str, Any] = {"turn": 0, "condition": threading.Condition()}
+
+    def logits(rank: int) -> Tensor:
+        ranks = InTurn(rank, state)
+        with state["condition"]:
+            state["condition"].wait_for(lambda: state["turn"] == rank, timeout=60)
+        try:
+            part = ShardedCheckpoint(checkpoint, ranks, FORMATS["stored"])
+            return logits_of(CudaTransformer(part, torch.float32, device))
+        finally:
+            ranks.pass_on()
+
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(logits, range(2)))
+    assert torch.equal(found[0], found[1])
+    assert (found[0] - logits_of(plain)).abs().max() <= 1e-4
+
+
+def logits_of(model: Model) -> Tensor:
+    runner, tokens = ModelRunner(model, 8, 16), [5, 3, 9, 12, 0, 1, 7]
+    runner.cache.tables.open(0, tokens)
+    runner.cache.tables.reserve(0, len(tokens))
+    with torch.inference_mode():
+        return runner.forward(text_batch(runner, [Span(0, tokens, 0, 7)])).logits
 
 
 def test_what_cannot_be_told_to_another_process_is_refused(tmp_path: Path) -> None:
