@@ -346,10 +346,6 @@ def load_runner(
     checkpoint: Checkpoint, config: EngineConfig, progress: Progress = lambda *_: None, offload: float = 0.0
 ) -> ModelRunner:
     """A model with a cache, as the configuration wants both; of a target, layers may be away."""
-    if offload and config.strict and config.torch_device().type == "cpu":
-        raise InvalidRequest(
-            "Strict mode on a CPU needs our own kernels, which keep all layers in memory; leave offload."
-        )
     runner = ModelRunner.load(
         checkpoint,
         config.torch_dtype(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,8 @@ from draftwood.growers import Best, BestFirst, Independent, Levels
 from draftwood.model import streaming
 from draftwood.model.config import ModelConfig
 from draftwood.model.layers import tensors_of
-from draftwood.model.runner import Model, ModelRunner
+from draftwood.model.native_streamed import StreamedNative
+from draftwood.model.runner import Model, ModelRunner, load_model
 from draftwood.model.streaming import HostCopies, StreamedLayers, load_layers
 from draftwood.model.transformer import Transformer
 from draftwood.model.weights import FORMATS
@@ -61,12 +63,33 @@ def asks(temperature: float, count: int = 3) -> list[Ask]:
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "qwen2"])
 @pytest.mark.parametrize("offload", [0.2, 0.6, 1.0, 4e4])
-def test_the_same_bits(family: str, offload: float) -> None:
+def test_the_same_bits_in_torch(family: str, offload: float) -> None:
     checkpoint = checkpoint_of(family)
     whole = Transformer(checkpoint, torch.float32, CPU)
     part = Transformer(checkpoint, torch.float32, CPU, offload=offload)
     assert isinstance(part.layers, StreamedLayers)
     assert torch.equal(logits_of(whole), logits_of(part))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "qwen2"])
+@pytest.mark.parametrize("weights", ["stored", "w4a8"])
+@pytest.mark.parametrize("offload", [0.2, 0.6, 1.0, 4e4])
+def test_the_same_bits_on_cpu_kernels(family: str, weights: str, offload: float) -> None:
+    checkpoint, needs = checkpoint_of(family), frozenset({0, 3, LAYERS - 1})
+    whole, part = (
+        load_model(checkpoint, torch.float32, CPU, FORMATS[weights], offload=share) for share in (0.0, offload)
+    )
+    assert isinstance(part, StreamedNative)
+    assert part.strict
+    assert torch.equal(logits_of(whole), logits_of(part))
+    assert part.num_bytes < whole.num_bytes
+    found = []
+    for model in (whole, part):
+        runner = runner_of(model)
+        runner.cache.tables.open(0, [1, 2, 3])
+        runner.cache.tables.reserve(0, 3)
+        found.append(runner.forward(text_batch(runner, [Span(0, [1, 2, 3], 0, 3)]), needs).features)
+    assert all(torch.equal(found[0][layer], found[1][layer]) for layer in needs)
 
 
 def test_the_same_bits_on_gpu_kernels() -> None:
@@ -82,7 +105,7 @@ def test_the_same_bits_on_gpu_kernels() -> None:
 
 def test_memory_is_that_of_the_resident_layers_and_two_places() -> None:
     whole = Transformer(checkpoint_of(), torch.float64, CPU)
-    layer = len(streaming._taken_away(whole.layers.get(0), streaming._Spill()).data)
+    layer = len(streaming._taken_away(whole.layers.get(0), streaming._spilled).data)
     for away in (2, 3, 4):
         part = Transformer(checkpoint_of(), torch.float64, CPU, offload=away / LAYERS)
         assert len(part.layers.resident) == LAYERS - away
@@ -141,22 +164,37 @@ def test_a_copy_that_fails_is_an_error_of_the_step_and_not_its_end() -> None:
     assert len(whole) == 2
 
 
+def test_a_full_disk_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(num_bytes: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(streaming, "spilled_memory", full)
+    for dtype in (torch.float32, torch.float64):
+        with pytest.raises(InvalidRequest, match=r"disk is full.*DRAFTWOOD_HOME"):
+            load_model(checkpoint_of(), dtype, CPU, offload=0.5)
+
+
 TREES = {
     "chosen": (Levels((3, 2, 1), Best()), "match", 0.8),
     "drawn": (Levels((2, 2), Independent()), "match", 0.8),
     "best-first": (BestFirst(nodes=40, width=6, forwards=5), "match", 0.0),
-    "massive": (BestFirst(nodes=2048, width=64, forwards=8), "match", 0.8),
+    "massive": (BestFirst(nodes=2048, width=128, forwards=4), "match", 0.8),
 }
 
+SLOW = "massive", torch.float64
 
-@pytest.mark.parametrize("tree", TREES)
-def test_tokens_equal_plain_decoding_where_the_target_drafts_for_itself(tree: str) -> None:
+
+@pytest.mark.parametrize(
+    ("tree", "dtype"),
+    [(tree, dtype) for tree in TREES for dtype in (torch.float32, torch.float64) if (tree, dtype) != SLOW],
+)
+def test_tokens_equal_plain_decoding_where_the_target_drafts_for_itself(tree: str, dtype: torch.dtype) -> None:
     grower, law, temperature = TREES[tree]
     wanted_asks: Sequence[Ask] = asks(temperature, 1 if tree == "massive" else 3)
     checkpoint = checkpoint_of()
-    whole = runner_of(Transformer(checkpoint, torch.float64, CPU))
-    wanted = generated(Harness(whole, no_drafter(torch.float64), LAWS["match"](), ROWS).run(wanted_asks))
-    target = runner_of(Transformer(checkpoint, torch.float64, CPU, offload=0.6))
+    whole = runner_of(load_model(checkpoint, dtype, CPU))
+    wanted = generated(Harness(whole, no_drafter(dtype), LAWS["match"](), ROWS).run(wanted_asks))
+    target = runner_of(load_model(checkpoint, dtype, CPU, offload=0.6))
     drafter = SubstituteDrafter(checkpoint, FORMATS["int8"], grower)
     answers = Harness(target, drafter, LAWS[law](), ROWS).run(wanted_asks)
     assert generated(answers) == wanted
@@ -174,13 +212,14 @@ def test_resident_layers_are_shared_and_not_copied() -> None:
         target.first(3)
 
 
-def test_an_llm_with_layers_on_disk(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_an_llm_with_layers_on_disk(tmp_path: Path, dtype: str) -> None:
     folder = tiny_folder(tmp_path / "model", num_hidden_layers=4)
     params = [SamplingParams(max_tokens=20), SamplingParams(max_tokens=20, temperature=0.8, seed=3)]
     prompts = ["hello", "abc abc"]
-    with LLM(folder, config=EngineConfig(cache_tokens=4096, dtype="float64", threads=1)) as whole:
+    with LLM(folder, config=EngineConfig(cache_tokens=4096, dtype=dtype, threads=1)) as whole:
         wanted = [result.token_ids for result in whole.generate(prompts, params)]
-    config = EngineConfig(cache_tokens=4096, dtype="float64", threads=1, offload=0.5, cache_host_tokens=512)
+    config = EngineConfig(cache_tokens=4096, dtype=dtype, threads=1, offload=0.5, cache_host_tokens=512)
     with LLM(folder, drafter="subspec", config=config) as llm:
         assert [result.token_ids for result in llm.generate(prompts, params)] == wanted
         assert llm.config.max_rows == 4096

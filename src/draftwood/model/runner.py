@@ -16,6 +16,7 @@ from draftwood.model.config import ModelConfig
 from draftwood.model.gpu_limits import refuses as gpu_refuses
 from draftwood.model.isa import avoid_broken_amx
 from draftwood.model.native import NativeTransformer, Progress
+from draftwood.model.native_streamed import StreamedNative
 from draftwood.model.sharding import ranks_of
 from draftwood.model.transformer import Transformer
 from draftwood.model.universal_folder import UniversalCheckpoint, UniversalConfig, require_supported
@@ -105,9 +106,11 @@ def load_model(
         from draftwood.model.cuda import CudaTransformer  # Triton is there where CUDA is
 
         return CudaTransformer(checkpoint, dtype, device, weights, strict, progress, offload)
-    at_once = ranks_of(checkpoint).size == 1 and not offload  # as our CPU kernels run a forward: in one call
-    library = kernels() if at_once and device.type == "cpu" and dtype == torch.float32 else None
+    alone = ranks_of(checkpoint).size == 1  # our CPU kernels run layers in one call, with no sums between
+    library = kernels() if alone and device.type == "cpu" and dtype == torch.float32 else None
     if library is not None and _is_taken("CPU", native.refuses(checkpoint.config), checkpoint):
+        if offload:
+            return StreamedNative(library, checkpoint, weights, progress, offload)
         return NativeTransformer(library, checkpoint, weights, progress)
     if dtype == torch.bfloat16 and device.type == "cpu":
         avoid_broken_amx()

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import copy
 import mmap
-import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -21,7 +19,7 @@ import torch
 from torch import Tensor
 
 from draftwood.errors import InvalidRequest
-from draftwood.machine import advise_home, home
+from draftwood.machine import advise_home, spilled_memory
 from draftwood.model.layers import tensors_of
 
 L = TypeVar("L")
@@ -199,7 +197,7 @@ def load_layers(make: Callable[[int], L], count: int, offload: float, device: to
     """
     if not offload:
         return ResidentLayers([make(i) for i in range(count)])
-    store = _pinned if device.type == "cuda" else _Spill()
+    store = _pinned if device.type == "cuda" else _spilled
     away: list[_Away] = []
     wanted = round(offload * count) if offload <= 1 else count
     while len(away) < max(1, wanted) and (offload <= 1 or sum(len(layer.data) for layer in away) < offload):
@@ -257,24 +255,14 @@ def _pinned(num_bytes: int) -> Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
-def _allocate(file: int, num_bytes: int) -> None:
-    """A full disk is an error here, and would end the process when the mapping is written to."""
-    allocate = getattr(os, "posix_fallocate", None)  # not on macOS
-    if allocate is None:
-        os.truncate(file, num_bytes)
-    else:
-        allocate(file, 0, num_bytes)
+def _spilled(num_bytes: int) -> Tensor:
+    """Memory that may leave for the disk."""
+    return torch.frombuffer(spilled(num_bytes), dtype=torch.uint8)
 
 
-class _Spill:
-    """Mapped files without a name, in our folder: gone with the process, and read again by the system when needed."""
-
-    def __call__(self, num_bytes: int) -> Tensor:
-        folder = home() / "layers"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder) as file:
-                _allocate(file.fileno(), num_bytes)
-                return torch.frombuffer(mmap.mmap(file.fileno(), num_bytes), dtype=torch.uint8)
-        except OSError as error:
-            raise InvalidRequest(f"Layers could not be written to disk: {advise_home(error)}.") from error
+def spilled(num_bytes: int) -> mmap.mmap:
+    """The same as a mapping, what goes wrong in the user's words."""
+    try:
+        return spilled_memory(num_bytes)
+    except OSError as error:
+        raise InvalidRequest(f"Layers could not be written to disk: {advise_home(error)}.") from error
