@@ -66,6 +66,7 @@ class Case:
     config: ModelConfig = LLAMA
     weights: str = "stored"
     dtype: torch.dtype = torch.float64
+    offload: float = 0.0
 
 
 def every_pair(tokens: Sequence[int]) -> list[list[int]]:
@@ -124,6 +125,7 @@ CASES: dict[str, Case] = {
     "int8": Case(
         requests(0.8)[:4], BUSHY, config=tiny_config(hidden_size=64, head_dim=32, intermediate_size=64), weights="int8"
     ),
+    "layers-away": Case(requests(0.8)[:4], BUSHY, offload=0.5),
     "uneven-vocabulary-float32": Case(requests(0.0), BUSHY, dtype=torch.float32),
 }
 
@@ -132,7 +134,8 @@ def harness(case: Case, ranks: ProcessRanks | None, rng: KeyedRng | None = None)
     whole, regime = TinyCheckpoint(case.config), case.regime
     checkpoint = whole if ranks is None else ShardedCheckpoint(whole, ranks, FORMATS[case.weights])
     pages = regime.num_pages, regime.page_size
-    target = ModelRunner.load(checkpoint, case.dtype, CPU, *pages, FORMATS[case.weights])
+    away = case.offload if ranks is not None else 0.0
+    target = ModelRunner.load(checkpoint, case.dtype, CPU, *pages, FORMATS[case.weights], offload=away)
     return Harness(target, case.drafter(case.dtype), LAWS[case.law](), regime, rng)
 
 

@@ -16,7 +16,7 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
+import torch.distributed
 from torch import Tensor
 
 from draftwood.errors import DraftwoodError, InvalidRequest
@@ -26,6 +26,8 @@ FOREVER = timedelta(days=30)  # an idle engine sends no orders
 SHORT = 2040  # bytes of an order that travels in one piece
 TOGETHER = 600.0  # seconds that ranks wait for each other at start
 log = logging.getLogger(__name__)
+dist: Any = torch.distributed  # the types that come with it lack most of what its groups can do
+Store = Any
 _LOST = "lost"  # the store's key for why a rank has ended
 
 
@@ -70,14 +72,15 @@ ALONE = Alone()
 class ProcessRanks:
     """Ranks that are processes and know each other by a store."""
 
-    def __init__(self, store: dist.Store, rank: int, size: int, device: torch.device) -> None:
+    def __init__(self, store: Store, rank: int, size: int, device: torch.device) -> None:
         self.rank, self.size = rank, size
         self._store = dist.PrefixStore("draftwood", store)
         self._orders = dist.ProcessGroupGloo(dist.PrefixStore("orders", self._store), rank, size, FOREVER)
         self._tensors = self._orders if device.type == "cpu" else self._between_gpus()
 
     def _between_gpus(self) -> Any:
-        return dist.ProcessGroupNCCL(dist.PrefixStore("tensors", self._store), self.rank, self.size)
+        store, options = dist.PrefixStore("tensors", self._store), dist.ProcessGroupNCCL.Options()
+        return dist.ProcessGroupNCCL(store, self.rank, self.size, options)
 
     def sum(self, part: Tensor) -> Tensor:
         """By an all-reduce, in place; within a CUDA graph it is captured with the kernels around it."""
@@ -161,7 +164,7 @@ def join(size: int, device: torch.device) -> ProcessRanks:
 
 
 def meet(
-    store: dist.Store, rank: int, size: int, device: torch.device, check: Callable[[], None] = lambda: None
+    store: Store, rank: int, size: int, device: torch.device, check: Callable[[], None] = lambda: None
 ) -> ProcessRanks:
     """Wait until every rank is there; `check` raises if one cannot come any more."""
     store.set(f"here/{rank}", "")

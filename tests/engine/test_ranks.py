@@ -39,7 +39,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What every case gave, of both ranks: two processes for all of them."""
     folder = tmp_path_factory.mktemp("ranks")
     paths = os.pathsep.join([str(TESTS), *sys.path])
-    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "DRAFTWOOD_HOME": str(folder / "home")}
     command = [sys.executable, "-W", "error", str(TESTS / "spmd.py")]
     both = [subprocess.Popen([*command, str(rank), str(folder)], env=environment) for rank in range(2)]
     try:

@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from draftwood.config import EngineConfig
 from draftwood.errors import DraftwoodError, InvalidRequest
-from draftwood.ranks import ProcessRanks, RankLost, meet
+from draftwood.ranks import ProcessRanks, RankLost, dist, meet
 
 HERE = "127.0.0.1"
 PATIENCE = 10.0  # seconds that a follower has to end by itself

@@ -24,8 +24,9 @@ def packed(answer: Sequence) -> dict[str, Any]:
 
 def params_of(plain: Mapping[str, Any]) -> SamplingParams:
     """How the answer is sampled."""
-    params = dict(plain["params"])
-    return SamplingParams(**params | {"logit_bias": dict(map(tuple, params["logit_bias"]))})
+    params: dict[str, Any] = dict(plain["params"])
+    params["logit_bias"] = dict(map(tuple, params["logit_bias"]))
+    return SamplingParams(**params)
 
 
 def unpacked(

@@ -73,9 +73,9 @@ class Arena:
 
     def will_need(self) -> None:
         """Have the system read what is not in memory, without waiting for it."""
-        advice = getattr(mmap, "MADV_WILLNEED", None)
-        for mapped in self._mapped if advice is not None else ():
-            mapped.madvise(advice)
+        if hasattr(mmap, "MADV_WILLNEED"):
+            for mapped in self._mapped:
+                mapped.madvise(mmap.MADV_WILLNEED)
 
 
 class Packer:

@@ -23,13 +23,14 @@ from draftwood.machine import advise_home, spilled_memory
 from draftwood.model.layers import tensors_of
 
 L = TypeVar("L")
+L_co = TypeVar("L_co", covariant=True)
 ALIGNED = 256  # bytes; kernels read wide words
 
 
-class Layers(Protocol[L]):
+class Layers(Protocol[L_co]):
     """The layers of a model, in order."""
 
-    def get(self, i: int) -> L:
+    def get(self, i: int) -> L_co:
         """The i-th layer, on the device, until the layer after the next is asked for."""
         ...
 
@@ -37,12 +38,12 @@ class Layers(Protocol[L]):
         """The i-th layer will be asked for next; behind the last comes the first again."""
         ...
 
-    def first(self, count: int) -> Layers[L]:
+    def first(self, count: int) -> Layers[L_co]:
         """The first so many."""
         ...
 
     @property
-    def resident(self) -> Sequence[L]:
+    def resident(self) -> Sequence[L_co]:
         """Those that are always on the device: the first ones."""
         ...
 
