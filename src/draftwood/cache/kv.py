@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from draftwood.batch import ForwardBatch, Pages
 from draftwood.cache.blocks import PageTables
-from draftwood.cache.tier import HostTier
+from draftwood.cache.tier import HostTier, Slotted
 from draftwood.errors import InvalidRequest
 from draftwood.links import may_look
 from draftwood.machine import zeroed_memory
@@ -43,6 +43,8 @@ class KVCache:
         self.memory = Pages(_zeros(shape, dtype, device), page_size)
         self.tables = PageTables(num_pages, page_size)
         self.device = device
+        self._parts = [Slotted(self.memory.store, 3)]
+        self._before_moves: list[Callable[[], None]] = []
 
     @property
     def page_size(self) -> int:
@@ -56,7 +58,15 @@ class KVCache:
 
     def keep_evicted(self, num_pages: int) -> None:
         """Keep so many pages that had to make room in host memory."""
-        self.tables.pool.tier = HostTier(self.memory, num_pages)
+        self.tables.pool.tier = HostTier(self._parts, self._before_moves, self.page_size, num_pages)
+
+    def lay_beside(self, memory: Tensor, dim: int) -> None:
+        """Other memory under the same slots, counted by `dim`: it leaves the device with a page, and comes back."""
+        self._parts.append(Slotted(memory, dim))
+
+    def before_moves(self, write: Callable[[], None]) -> None:
+        """Call this before a page leaves or comes back: it writes what waits to be written under its slots."""
+        self._before_moves.append(write)
 
     @property
     def scratch_page(self) -> int:
