@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from draftwood.drafters.substitute import SubstituteDrafter
 from draftwood.engine.lockstep import Leader, follow
 from draftwood.engine.orders import params_of, unpacked
 from draftwood.engine.sequence import Sequence as Answer
@@ -52,6 +53,7 @@ from tiny import (
 
 V = 13
 LLAMA = tiny_config()
+WIDE = tiny_config(hidden_size=64, head_dim=32, intermediate_size=64)
 STARVED = Regime(max_rows=24, num_pages=16)
 
 
@@ -106,6 +108,10 @@ def of_family(name: str) -> ModelConfig:
     return ModelConfig.from_hf(FAMILIES[name])
 
 
+def substitute(dtype: torch.dtype) -> SubstituteDrafter:
+    return SubstituteDrafter(TinyCheckpoint(WIDE), FORMATS["int8"], Levels((3, 2, 1), WithoutReplacement()))
+
+
 BUSHY = scripted(every_pair, 200, False)
 EAGLE = with_net("eagle3", Levels((3, 2, 1), WithoutReplacement()))
 CASES: dict[str, Case] = {
@@ -122,9 +128,8 @@ CASES: dict[str, Case] = {
         name: Case(requests(0.8)[:4], BUSHY, config=of_family(name))
         for name in ("gemma2", "gpt_oss", "qwen2_moe", "starcoder2", "gpt_neox", "phi4-mini")
     },
-    "int8": Case(
-        requests(0.8)[:4], BUSHY, config=tiny_config(hidden_size=64, head_dim=32, intermediate_size=64), weights="int8"
-    ),
+    "int8": Case(requests(0.8)[:4], BUSHY, config=WIDE, weights="int8"),
+    "drafts-for-itself": Case(requests(0.8)[:4], substitute, config=WIDE, offload=0.5),
     "layers-away": Case(requests(0.8)[:4], BUSHY, offload=0.5),
     "uneven-vocabulary-float32": Case(requests(0.0), BUSHY, dtype=torch.float32),
 }

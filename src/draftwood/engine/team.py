@@ -14,7 +14,7 @@ from draftwood.engine.lockstep import Leader, Unpack, follow
 from draftwood.engine.worker import Driver
 from draftwood.machine import launched_size
 from draftwood.model.checkpoint import Checkpoint
-from draftwood.model.sharding import ShardedCheckpoint, sharded
+from draftwood.model.sharding import sharded, share_of
 from draftwood.ranks import join, own_device
 
 
@@ -66,7 +66,7 @@ class _Ranked(Team):
 
     def share(self, checkpoint: Checkpoint, config: EngineConfig) -> Checkpoint:
         """This rank's part of every layer."""
-        return ShardedCheckpoint(checkpoint, self.group, config.weight_format())
+        return share_of(checkpoint, self.group, config.weight_format())
 
     def agreed(self, config: EngineConfig) -> EngineConfig:
         """Caches of the same size."""

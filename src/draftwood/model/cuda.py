@@ -22,7 +22,7 @@ from draftwood.model.cuda_loading import DENSE, CudaLoader, Layer
 from draftwood.model.layers import Rotary, softcapped, write_over
 from draftwood.model.native import Progress
 from draftwood.model.rope import RopeConfig
-from draftwood.model.sharding import ranks_of
+from draftwood.model.sharding import ranks_of, share_of
 from draftwood.model.spec import LayerSpec, Wiring
 from draftwood.model.streaming import ResidentLayers, load_layers
 from draftwood.model.weights import FORMATS, ON_ACCELERATORS, WeightFormat
@@ -115,7 +115,8 @@ class CudaTransformer:
 
     def substituted(self, checkpoint: Checkpoint, weights: WeightFormat) -> CudaTransformer:
         """The same with layers in another format in place of those that are not on the device."""
-        loader = CudaLoader(checkpoint, self.dtype, self.device, weights, self.strict, lambda *_: None)
+        share = share_of(checkpoint, self._ranks, weights)
+        loader = CudaLoader(share, self.dtype, self.device, weights, self.strict, lambda *_: None)
         resident = self._layers.resident
         others = [loader.layer(i) for i in range(len(resident), len(self._specs))]
         part = copy.copy(self)

@@ -71,6 +71,11 @@ class ShardedCheckpoint:
         return self._whole.tokenizer()
 
 
+def share_of(checkpoint: Checkpoint, ranks: Ranks, weights: WeightFormat) -> Checkpoint:
+    """What a rank loads of a checkpoint: all of it, where there is only one."""
+    return checkpoint if ranks.size == 1 else ShardedCheckpoint(checkpoint, ranks, weights)
+
+
 def ranks_of(checkpoint: Checkpoint) -> Ranks:
     """Who computes what this checkpoint is a part of."""
     return checkpoint.ranks if isinstance(checkpoint, ShardedCheckpoint) else ALONE

@@ -17,7 +17,7 @@ from draftwood.model.experts import Experts
 from draftwood.model.layers import ACTIVATIONS, Norm, Rotary, gated, rotate, softcapped, tensors_of, write_over
 from draftwood.model.loading import WeightLoader
 from draftwood.model.rope import RopeConfig
-from draftwood.model.sharding import ranks_of
+from draftwood.model.sharding import ranks_of, share_of
 from draftwood.model.spec import (
     ATTENTION_NORM,
     ATTENTION_OUTPUT_NORM,
@@ -107,7 +107,7 @@ class Transformer:
 
     def substituted(self, checkpoint: Checkpoint, weights: WeightFormat) -> Transformer:
         """The same with layers in another format in place of those that are not on the device."""
-        loader = WeightLoader(checkpoint, self.dtype, self.device, weights)
+        loader = WeightLoader(share_of(checkpoint, self._ranks, weights), self.dtype, self.device, weights)
         resident = self.layers.resident
         others = [_layer(loader, i, self.specs[i]) for i in range(len(resident), len(self.specs))]
         part = copy.copy(self)
