@@ -1,12 +1,17 @@
 """Traffic: requests that arrive and end at different times, through several engines in turn.
 
-python benchmarks/traffic.py MODEL [--contender NAME=DRAFTER[@TREE] …] [--data DIR] [--at 1,8,32] [--rates 0.3,0.6,0.9]
+python benchmarks/traffic.py MODEL [--contender NAME=DRAFTER[@TREE][!CONTROLLER] …] [--data DIR] [--at 1,8,32]
+python benchmarks/traffic.py --cpu [--data DIR]
 
 Closed loops keep so many requests (`--at`) under way; `--rates` are Poisson arrivals, as shares of what the first
 contender answers a second in its closed loop. End of text is honoured, answers have limits of 32 to 256 tokens, no
-prompt comes twice in a pass. Contenders take turns pass by pass, in one process; the first is what others are compared
-with. A contender's DRAFTER may end in `!N`: always N draft nodes. --data: a folder of .jsonl files with {task, turns};
-without it, prompts that come with the benchmark.
+prompt comes twice in a pass. Contenders take turns pass by pass, in one process, every other pass in reverse order; the
+first is what others are compared with. Those with the same drafter and tree share an engine, and no cached prefixes.
+CONTROLLER is one of `draftwood parts`, or a number of draft nodes for every step. --data: a folder of .jsonl files
+with {task, turns}; without it, prompts that come with the benchmark.
+
+--cpu: `auto` against `off` and fixed sizes, SmolLM2 with its n-gram drafter and its block head, w8a8 and float32, 1, 2
+and 8 at a time. Takes about 20 minutes on two cores; --passes and --requests make it shorter.
 """
 
 from __future__ import annotations
@@ -20,12 +25,15 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from common import report
 from cpu_prompts import encoded
 from draftwood import LLM, EngineConfig, SamplingParams
-from draftwood.engine.controller import FixedBudget
+from draftwood.calibration import default_controller
+from draftwood.engine.worker import ComputeThread
+from draftwood.protocols import Controller
 from draftwood.request import Result
 from gpu_prompts import CHAT8, CODE8, MATHS8, QUESTIONS, SUBJECTS
 
@@ -34,21 +42,22 @@ Row = tuple[str, float | None, str, float | None, str]
 
 @dataclass(frozen=True)
 class Contender:
-    """An engine by name."""
+    """Drafter, tree and controller by name."""
 
     name: str
     drafter: str
     tree: str | None = None
-    always: int | None = None  # draft nodes of every step; None: as the controller says
+    controller: str = "auto"
 
     @classmethod
     def named(cls, text: str) -> Contender:
         name, _, rest = text.partition("=")
-        rest, _, always = rest.partition("!")
+        rest, _, controller = rest.partition("!")
         drafter, _, tree = rest.partition("@")
         if not drafter:
-            raise SystemExit(f"A contender is NAME=DRAFTER[@TREE][!NODES], not {text}.")
-        return cls(name, drafter, tree or None, int(always) if always else None)
+            raise SystemExit(f"A contender is NAME=DRAFTER[@TREE][!CONTROLLER], not {text}.")
+        controller = f"fixed:nodes={controller}" if controller.isdigit() else controller or "auto"
+        return cls(name, drafter, tree or None, controller)
 
 
 @dataclass(frozen=True)
@@ -106,16 +115,16 @@ class Traffic:
     tokens: tuple[int, int]  # least and most tokens of an answer
     temperature: float
 
-    def asked(self, llm: LLM, number: int) -> list[tuple[list[int], SamplingParams]]:
+    def asked(self, llm: LLM, number: int, whose: str) -> list[tuple[list[int], SamplingParams]]:
         """The requests of pass `number`: other numbers in the first page, so that no two passes share a prefix; as
-        many of each task in every pass."""
+        many of each task in every pass. `whose`: contenders share no prefixes either."""
         draw = random.Random(number)
         found = []
         for i in range(self.requests):
             text = draw.choice(self.prompts[i % len(self.prompts)])
             (ids,) = encoded(llm.tokenizer, [text], self.requests * number + i)
             limit = draw.randint(*self.tokens)
-            found.append((ids, SamplingParams(max_tokens=limit, temperature=self.temperature)))
+            found.append((ids, SamplingParams(max_tokens=limit, temperature=self.temperature, cache_salt=whose)))
         return found
 
 
@@ -147,43 +156,63 @@ async def poisson(llm: LLM, asked: Sequence[tuple[list[int], SamplingParams]], r
 class Field:
     """All contenders, loaded."""
 
-    def __init__(self, given: argparse.Namespace) -> None:
-        self.contenders = [Contender.named(text) for text in given.contender]
-        self.given = given
-        self.engines = {own.name: self._open(own) for own in self.contenders}
+    def __init__(self, given: argparse.Namespace, contenders: Sequence[Contender], weights: str) -> None:
+        self.contenders, self.given, self.weights = contenders, given, weights
+        self.engines: dict[tuple[str, str | None], LLM] = {}
+        self.controllers: dict[str, Controller] = {}
+        for own in contenders:
+            llm = self._engine(own)
+            self.controllers[own.name] = ComputeThread.shared().call(
+                partial(default_controller, llm.engine.target, llm.engine.drafter, policy=own.controller)
+            )
 
-    def _open(self, own: Contender) -> LLM:
-        given, start = self.given, time.perf_counter()
-        config = EngineConfig(
-            device=given.device, weights=given.weights, max_running=given.max_running, cache_tokens=given.cache_tokens
-        )
-        if given.capture_seconds is not None:
-            config = replace(config, capture_seconds=given.capture_seconds)
-        controller = None if own.always is None else FixedBudget(own.always)
-        llm = LLM(given.model, drafter=own.drafter, tree=own.tree, config=config, controller=controller)
-        print(f"  [{own.name}: loaded in {time.perf_counter() - start:.1f} s]", flush=True)
+    def _engine(self, own: Contender) -> LLM:
+        key = own.drafter, own.tree
+        if key not in self.engines:
+            given, start = self.given, time.perf_counter()
+            config = EngineConfig(
+                device=given.device,
+                weights=self.weights,
+                max_running=given.max_running,
+                cache_tokens=given.cache_tokens,
+            )
+            if given.capture_seconds is not None:
+                config = replace(config, capture_seconds=given.capture_seconds)
+            self.engines[key] = LLM(given.model, drafter=own.drafter, tree=own.tree, config=config)
+            print(f"  [{own.drafter}: loaded in {time.perf_counter() - start:.1f} s]", flush=True)
+        return self.engines[key]
+
+    def ready(self, own: Contender) -> LLM:
+        """Its engine, with its controller."""
+        llm = self._engine(own)
+        ComputeThread.shared().call(partial(setattr, llm.engine, "controller", self.controllers[own.name]))
         return llm
 
     def closed(self, traffic: Traffic, at: int) -> dict[str, list[Pass]]:
         """Passes of every contender, in turn."""
-        found: dict[str, list[Pass]] = {name: [] for name in self.engines}
+        found: dict[str, list[Pass]] = {own.name: [] for own in self.contenders}
         for number in range(self.given.passes):
-            for name, llm in self.engines.items():
-                passed = asyncio.run(closed_loop(llm, traffic.asked(llm, 1000 * at + number), at))
-                found[name].append(passed)
+            for own in self.contenders if number % 2 == 0 else reversed(self.contenders):
+                llm = self.ready(own)
+                passed = asyncio.run(closed_loop(llm, traffic.asked(llm, 1000 * at + number, own.name), at))
+                found[own.name].append(passed)
                 ready = len(llm.engine.runner.ready)
-                print(
-                    f"{at:4d} at a time  {name:24s} pass {number + 1}: {_shown(passed)}, {ready} captured", flush=True
-                )
+                told = f"{at:4d} at a time  {own.name:24s} pass {number + 1}: {_shown(passed)}, {ready} captured"
+                print(told, flush=True)
         return found
 
     def arriving(self, traffic: Traffic, rate: float) -> dict[str, Pass]:
         """One pass of every contender."""
         found = {}
-        for name, llm in self.engines.items():
-            found[name] = asyncio.run(poisson(llm, traffic.asked(llm, int(1e6 * rate)), rate))
-            print(f"{rate:6.2f} a second  {name:24s} {_shown(found[name])}", flush=True)
+        for own in self.contenders:
+            llm = self.ready(own)
+            found[own.name] = asyncio.run(poisson(llm, traffic.asked(llm, int(1e6 * rate), own.name), rate))
+            print(f"{rate:6.2f} a second  {own.name:24s} {_shown(found[own.name])}", flush=True)
         return found
+
+    def close(self) -> None:
+        for llm in self.engines.values():
+            llm.close()
 
 
 def _shown(own: Pass) -> str:
@@ -205,7 +234,7 @@ def rows_of_closed(found: Mapping[str, Sequence[Pass]], at: int) -> Iterator[Row
 
 def measured(given: argparse.Namespace) -> Iterator[Row]:
     """Everything that was asked for."""
-    field = Field(given)
+    field = Field(given, [Contender.named(text) for text in given.contender], given.weights)
     prompts = prompts_of(given.data, given.tasks)
     saturation = None
     for at in given.at:
@@ -224,8 +253,45 @@ def measured(given: argparse.Namespace) -> Iterator[Row]:
                 "",
             )
             yield f"{name}, arrivals at {share:.0%}, first token, 95th percentile", 1e3 * own.first[1], "ms", None, ""
-    for llm in field.engines.values():
-        llm.close()
+    field.close()
+
+
+# What `auto` has to be as good as, on two cores.
+ON_A_CPU = {
+    "ngram": (None, ("off", "fixed:nodes=1", "fixed:nodes=2", "fixed:nodes=4")),
+    "block": ("chain:depth=6", ("off", "fixed:nodes=1", "fixed:nodes=2", "fixed:nodes=3", "fixed:nodes=6")),
+}
+
+
+def of_a_cpu(given: argparse.Namespace) -> Iterator[Row]:
+    """`auto` against all fixed settings: the median of the passes but the first, in which it learns."""
+    prompts = prompts_of(given.data, given.tasks)
+    for weights in ("w8a8", "float32"):
+        for drafter, (tree, others) in ON_A_CPU.items():
+            field = Field(given, [Contender(own, drafter, tree, own) for own in ("auto", *others)], weights)
+            for at in (1, 2, 8):
+                traffic = Traffic(prompts, given.requests or max(6, 2 * at), given.tokens, given.temperature)
+                yield from compared(field.closed(traffic, at), f"{weights}, {drafter}, {at} at a time")
+            field.close()
+
+
+def compared(found: Mapping[str, Sequence[Pass]], where: str) -> Iterator[Row]:
+    """Ratios pass by pass, so that a machine that gets slower does not look like a setting that is."""
+    rates = {name: [own.rate for own in passes[1:] or passes] for name, passes in found.items()}
+    medians = {name: statistics.median(each) for name, each in rates.items()}
+    best = max((name for name in medians if name != "auto"), key=lambda name: medians[name])
+    for name, rate in medians.items():
+        yield f"{where}: {name}, tok/s", rate, "", None, ""
+    for name, least in (("off", 0.99), (best, 0.97)):
+        pairs = zip(rates["auto"], rates[name], strict=True)
+        ratio = statistics.median(own / other for own, other in pairs)
+        yield (
+            f"{where}: auto / {'off' if name == 'off' and least == 0.99 else f'best ({name})'}",
+            ratio,
+            "x",
+            least,
+            ">=",
+        )
 
 
 def arguments(texts: Sequence[str] | None = None) -> argparse.Namespace:
@@ -245,14 +311,18 @@ def arguments(texts: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-running", type=int, default=0)
     parser.add_argument("--cache-tokens", type=int, default=0)
     parser.add_argument("--capture-seconds", type=float)
+    parser.add_argument("--cpu", action="store_true", help="auto against off and fixed sizes on a CPU, see above")
     given = parser.parse_args(texts)
     given.contender = given.contender or ["plain=none", "ngram=ngram"]
+    if given.cpu:
+        given.device = "cpu"
     return given
 
 
 def main(texts: Sequence[str] | None = None) -> int:
     given = arguments(texts)
-    return 0 if report(list(measured(given)), "traffic", {"model": str(given.model)}) else 1
+    rows = list(of_a_cpu(given) if given.cpu else measured(given))
+    return 0 if report(rows, "traffic", {"model": str(given.model)}) else 1
 
 
 if __name__ == "__main__":

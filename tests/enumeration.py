@@ -27,9 +27,12 @@ from functools import cache, cached_property, lru_cache
 import torch
 from torch import Tensor
 
-from draftwood.drafting import Front, Grower, State
-from draftwood.protocols import BatchView, Verifier
-from draftwood.tree import TokenTree
+from draftwood.drafters.calibration import Calibration
+from draftwood.drafters.graft import Candidates, Rated
+from draftwood.drafting import Front, FrontierModel, Grower, Proposal, State
+from draftwood.growers import Levels
+from draftwood.protocols import BatchView, Randomness, Verifier
+from draftwood.tree import DraftLaw, Draw, TokenTree
 from draftwood.verifiers import NodeLaw, Odds
 from no_sync import looking, no_looking
 from trees import pack
@@ -246,6 +249,30 @@ class TableModel:
 
     def _logits(self, prefixes: list[Prefix]) -> Tensor:
         return torch.tensor([self.rows(prefix) for prefix in prefixes], dtype=torch.float64).log()
+
+
+@dataclass(frozen=True)
+class Grafted:
+    """A grower's draws with the likeliest nodes of another beside and behind them: which ones depends on the draws."""
+
+    drawn: Levels
+    chosen: Levels
+    max_nodes: int
+    judged: bool = False  # as nothing may: by what was drawn
+
+    @property
+    def law(self) -> DraftLaw:
+        return DraftLaw(self.drawn.law.draws | {Draw.POINT}, chain=False, grafted=True)
+
+    def grow(self, model: FrontierModel, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
+        other = TableModel(random_rows(77, len(model.rows(()))))
+        made = [self.drawn.grow(model, view, self.drawn.max_nodes, rng)]
+        made.append(self.chosen.grow(other, view, self.chosen.max_nodes, rng))
+        candidates = Candidates.of(made)
+        if self.judged:
+            candidates = replace(candidates, source=candidates.source + 1)
+        rated = Rated.of(candidates, Calibration(6), 3)
+        return rated.taken(view, nodes, 0.0, made[0].tree.q)
 
 
 def prefixes_of(tree: TokenTree) -> list[Prefix]:

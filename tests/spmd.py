@@ -27,7 +27,7 @@ from draftwood.model.runner import ModelRunner
 from draftwood.model.sharding import ShardedCheckpoint
 from draftwood.model.weights import FORMATS
 from draftwood.ranks import ProcessRanks, RankLost, meet
-from draftwood.request import SamplingParams
+from draftwood.request import SamplingParams, Slo
 from draftwood.rng import KeyedRng
 from draftwood.verifiers import LAWS
 from families import FAMILIES
@@ -99,7 +99,7 @@ def with_wishes(asks: Sequence[Ask]) -> list[Ask]:
         {"grammar": "13"},
         {"bad_words": ("a", "cd"), "presence_penalty": 0.5},
         {"min_tokens": 4, "stop_token_ids": (1, 2, 3)},
-        {"prompt_logprobs": 2, "logprobs": 1},
+        {"prompt_logprobs": 2, "logprobs": 1, "slo": Slo(50.0, 5.0), "priority": 1},
     ]
     return [replace(ask, params=replace(ask.params, **wishes[i % 5])) for i, ask in enumerate(asks)]
 

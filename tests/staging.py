@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -26,6 +27,7 @@ def tree_batch(runner: ModelRunner, spans: Sequence[Span], tree: TokenTree) -> F
     view = SimpleNamespace(
         lengths=torch.tensor([span.end for span in spans], device=runner.device),
         block_table=runner.cache.block_table(spans).clamp(min=0),
+        source_lengths=text_batch(runner, spans).source_lengths,
     )
     chain = tree.tries.shape[1] == 1
     return stage_trees(view, tree, runner.cache.page_size, runner.model.config.max_positions, chain=chain)  # type: ignore[arg-type]
@@ -33,7 +35,7 @@ def tree_batch(runner: ModelRunner, spans: Sequence[Span], tree: TokenTree) -> F
 
 def tree_logits(runner: ModelRunner, spans: Sequence[Span], tree: TokenTree) -> Tensor:
     """Logits at every node, roots included, once all but the last token of each text has been run. [M, V]."""
-    text = [Span(span.seq_id, span.tokens, span.start, span.end - 1) for span in spans if span.end - 1 > span.start]
+    text = [replace(span, end=span.end - 1) for span in spans if span.end - 1 > span.start]
     if text:
         runner.forward(runner.cache.stage_text(text))
     return runner.forward(tree_batch(runner, spans, tree)).logits

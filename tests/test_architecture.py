@@ -91,6 +91,7 @@ def test_public_names() -> None:
         "LLM",
         "Result",
         "SamplingParams",
+        "Slo",
         "SpeculationStats",
         "__version__",
     ]

@@ -135,6 +135,20 @@ def test_package_loads_its_names_lazily() -> None:
         draftwood.nonsense  # noqa: B018
 
 
+def test_every_step_is_explained_if_that_is_asked_for(folder: str) -> None:
+    flags = ("-m", folder, "-n", "12", "-d", "ngram:shortest=1", "--controller", "fixed:nodes=2")
+    text = run("generate", "Hello", *flags, "--json").stdout
+    explained = run("generate", "Hello", *flags, "--json", "--explain")
+    steps = [line for line in explained.stderr.splitlines() if line.startswith("step ")]
+    answer = json.loads(explained.stdout)
+    assert answer["token_ids"] == json.loads(text)["token_ids"]
+    assert len(steps) == answer["steps"]
+    assert all(" ms · always 2 nodes" in line for line in steps)
+    assert (
+        sum(int(line.split(" guesses kept")[0].split(" of ")[-2].split()[-1]) for line in steps) == answer["accepted"]
+    )
+
+
 def test_generate_prints_the_text_and_nothing_else(folder: str) -> None:
     result = run("generate", "Hello", "-m", folder, "-n", "12")
     assert result.exit_code == 0

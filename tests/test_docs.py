@@ -44,11 +44,12 @@ def test_commands_exist_with_their_options(page: Path) -> None:
             words = line.split("#")[0].split()
             if len(words) < 2 or not words[0].endswith("draftwood"):
                 continue
-            assert words[1] in group.commands, line
-            known = {
-                option for part in group.commands[words[1]].params for option in (*part.opts, *part.secondary_opts)
-            }
-            given = {word for word in words[2:] if re.fullmatch(r"--?[a-z][\w-]*", word)}
+            command = group
+            while words[1:] and words[1] in getattr(command, "commands", {}):
+                command = command.commands[words.pop(1)]
+            assert command is not group, line
+            known = {option for part in command.params for option in (*part.opts, *part.secondary_opts)}
+            given = {word for word in words[1:] if re.fullmatch(r"--?[a-z][\w-]*", word)}
             assert given <= known, f"{page.name}: {line}"
 
 

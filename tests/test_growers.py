@@ -6,6 +6,7 @@ import heapq
 import itertools
 import math
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from unittest import mock
 
@@ -21,6 +22,7 @@ from draftwood.growers import (
     Best,
     BestFirst,
     Coupled,
+    Greedy,
     Hybrid,
     Independent,
     Levels,
@@ -28,6 +30,7 @@ from draftwood.growers import (
     StaticShape,
     WithoutReplacement,
     chain,
+    sequoia,
 )
 from draftwood.growers.fixed import MAX_NODES
 from draftwood.growers.pickers import Frontier
@@ -171,6 +174,8 @@ EVERY = [
     Levels((2, 2), Independent()),
     Levels((3, 2), WithoutReplacement()),
     Levels((3, 2), Hybrid()),
+    Greedy(6, 3),
+    sequoia(6, 3, (50, 20, 10)),
     StaticShape(((0,), (1,), (0, 0), (0, 1), (0, 0, 0))),
     Beam(nodes=6, width=2, depth=3),
     BestFirst(nodes=6, width=2, forwards=3),
@@ -236,6 +241,76 @@ def test_paths_that_agree_share_their_nodes(grower: Paths) -> None:
         for level in tree.shape.levels[grower.trunk + 1 :]:
             assert sum(children_of(tree, int(tree.parents[n])).count(int(n)) for n in level) == grower.paths
     assert (merged > 0) == (grower.paths > 1)
+
+
+# --- the best shape, and trees that grow where the next draw is likeliest
+
+
+def shapes(nodes: int, depth: int, ranks: int) -> set[tuple[tuple[int, ...], ...]]:
+    """Every tree of so many nodes whose siblings have no gaps."""
+    found: set[tuple[tuple[int, ...], ...]] = {()}
+    for _ in range(nodes):
+        grown_by_one = set()
+        for shape in found:
+            for parent in ((), *shape):
+                rank = sum(node[:-1] == parent for node in shape)
+                if len(parent) < depth and rank < ranks:
+                    grown_by_one.add(tuple(sorted((*shape, (*parent, rank)))))
+        found = grown_by_one
+    return found
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+@pytest.mark.parametrize("rates", [(50, 20, 10), (30, 29, 28), (90, 5), (60,)])
+def test_sequoias_shape_gains_most_of_all(rates: tuple[int, ...], depth: int) -> None:
+    def gain(shape) -> float:  # type: ignore[no-untyped-def]
+        return sum(math.prod(rates[rank] / 100 for rank in node) for node in shape)
+
+    for nodes in (1, 2, 4, 6):
+        every = shapes(nodes, depth, len(rates))
+        if not every:
+            with pytest.raises(ValueError, match="no tree"):
+                sequoia(nodes, depth, rates)
+            continue
+        made = sequoia(nodes, depth, rates)
+        assert tuple(sorted(made.nodes)) in every
+        assert gain(made.nodes) == pytest.approx(max(map(gain, every)))
+
+
+def test_sequoias_shape_is_found_quickly_for_large_trees() -> None:
+    made = sequoia(256, 12, (60, 15, 8, 4))
+    assert made.max_nodes == 256
+    assert made.nodes[0] == (0,)
+    for wrong in ((0, 3, (50,)), (4, 0, (50,)), (4, 3, ()), (4, 3, (60, 50)), (4, 3, (50, 0))):
+        with pytest.raises(ValueError, match=r"rates|a tree has"):
+            sequoia(*wrong)
+
+
+def chances_of_places(tree: TokenTree) -> Iterator[tuple[float, float]]:
+    """Written out, for each node: the chance of the place where it was drawn, and of the likeliest place of all."""
+    whole = [tuple(tree.tokens[[n for n in path if n >= 0]].tolist()[1:]) for path in tree.paths.tolist()]
+    left, chances = {(): dict(enumerate(draft(())))}, {(): 1.0}
+    for path in whole[1:]:
+        place = path[:-1]
+        yield chances[place], max(chances.values())
+        total = sum(left[place].values())
+        share = left[place].pop(path[-1]) / total
+        chances[path], left[path] = chances[place] * share, dict(enumerate(draft(path)))
+        chances[place] = chances[place] * (1 - share) if left[place] else 0.0
+
+
+def test_a_greedy_tree_is_drawn_at_the_likeliest_place_of_all() -> None:
+    for seed in range(30):
+        for own, best in chances_of_places(grown(Greedy(6, 6), seed=seed)):
+            assert own == pytest.approx(best)
+
+
+def test_a_greedy_tree_draws_nothing_that_pays_for_no_row() -> None:
+    view = replace(view_of(root=2), min_accept_prob=0.5)
+    for seed in SEEDS:
+        some = proposed(Greedy(8, 4), replace(view, seeds=torch.tensor([seed])))
+        assert 1 < some.num_nodes < 9
+        assert min(own for own, _ in chances_of_places(some)) >= 0.5
 
 
 def test_one_path_is_a_chain() -> None:

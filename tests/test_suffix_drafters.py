@@ -7,20 +7,14 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-import torch
 
-from draftwood.assembly import build_lookup, is_lookup
 from draftwood.drafters.automaton import MOST, NOWHERE, SuffixAutomaton
-from draftwood.drafters.combined import CombinedDrafter
-from draftwood.drafters.ngram import NgramDrafter
-from draftwood.drafters.points import HostDrafter, HostTrees
-from draftwood.drafters.scripted import ScriptedDrafter
+from draftwood.drafters.points import HostDrafter
 from draftwood.drafters.suffix import OVERHEAD, SharedTexts, SuffixDrafter
-from draftwood.errors import InvalidRequest
 from draftwood.protocols import HostView
 from draftwood.request import SamplingParams
 from draftwood.rng import KeyedRng
-from test_host_drafters import agree_with_parents, batch_view, host_view, leaves, paths_of, proposal, proposed
+from test_host_drafters import agree_with_parents, batch_view, host_view, paths_of, proposal, proposed
 
 
 def pieces(text: list[int], size: int) -> Counter[tuple[int, ...]]:
@@ -138,12 +132,11 @@ def test_what_is_less_likely_than_a_row_is_worth_is_left_out() -> None:
         assert sorted(asked.survival[there].tolist()) == sorted(c for c in made.chances[0] if c >= least)
 
 
-@pytest.mark.parametrize("make", [suffix, lambda: CombinedDrafter([suffix(), NgramDrafter()], 9, 0.0)])
-def test_limits_and_captured_trees(make) -> None:
+def test_limits_and_captured_trees() -> None:
     rng = random.Random(5)
     batch = [[rng.randrange(4) for _ in range(n)] for n in (3, 30, 60)]
     for limits in ({"nodes": 4}, {"depth": 2}, {"nodes": 0}, {"depth": 0}, {}):
-        drafter = make()
+        drafter = suffix()
         drafter.scored(host_view(batch), 9)  # chances are learnt from texts as they are read
         seen, blind = proposed(drafter, batch, 9, **limits), proposed(drafter, batch, 9, size=5, blind=True, **limits)
         assert [paths_of(seen, b) for b in range(3)] == [paths_of(blind, b) for b in range(3)]
@@ -169,10 +162,8 @@ def first_path(drafter: HostDrafter, seq_id: int, text: list[int], salt: str = "
     return tokens[1:]
 
 
-@pytest.mark.parametrize("combined", [False, True])
-def test_answers_are_shared_by_requests_of_one_salt_and_by_no_others(combined: bool) -> None:
-    own = suffix(shared=4096)
-    drafter = CombinedDrafter([own, NgramDrafter()], 9, 0.0) if combined else own
+def test_answers_are_shared_by_requests_of_one_salt_and_by_no_others() -> None:
+    drafter = suffix(shared=4096)
     answered(drafter, 1, [9, 8, 1, 2, 3, 4, 5], 2, "a")
     assert first_path(drafter, 2, [6, 1, 2], "a")[:3] == [3, 4, 5]
     assert first_path(drafter, 3, [6, 1, 2], "b") == []
@@ -203,16 +194,14 @@ def test_a_request_hears_of_answers_that_came_while_it_ran() -> None:
 
 def test_memory_stays_bounded_over_a_long_stream_of_requests() -> None:
     rng, size = random.Random(1), 2000
-    drafter = CombinedDrafter([suffix(shared=size), NgramDrafter()], 6, 0.0)
-    shared = drafter.sources[0].shared
+    drafter = suffix(nodes=6, shared=size)
     for seq_id in range(400):
         text = [rng.randrange(50) for _ in range(rng.randrange(3, 120))]
         answered(drafter, seq_id, text, 2, f"salt {rng.randrange(60)}")
-        assert shared.held <= size
-    assert len(shared._by_salt) <= size // OVERHEAD
-    assert shared.held > size / 2, "hardly anything is kept"
-    assert (drafter.sources[0]._readings, drafter._last, drafter.sources[1]._indices) == ({}, {}, {})
-    assert all(len(calibration._records) < 60 for calibration in drafter._calibrations)
+        assert drafter.shared.held <= size
+    assert len(drafter.shared._by_salt) <= size // OVERHEAD
+    assert drafter.shared.held > size / 2, "hardly anything is kept"
+    assert drafter._readings == {}
 
 
 def test_what_was_not_used_longest_goes_first() -> None:
@@ -231,79 +220,9 @@ def test_what_was_not_used_longest_goes_first() -> None:
     assert nothing.held == 0
 
 
-class Sure(ScriptedDrafter):
-    """Says the same always, as sure as it is told to be."""
-
-    scores = True
-
-    def __init__(self, path: list[int], chance: float) -> None:
-        super().__init__(lambda tokens: [path], len(path))
-        self.chance = chance
-
-    def scored(self, view: HostView, nodes: int) -> HostTrees:
-        trees = self.trees(view, nodes)
-        return HostTrees(trees, [[self.chance**n for n in range(len(tokens))] for tokens, _ in trees])
-
-
-def test_sources_are_merged_by_path_and_agreement_makes_likelier() -> None:
-    drafter = CombinedDrafter([Sure([1, 2, 3], 0.5), Sure([1, 2, 4], 0.5), Sure([5], 0.25)], 5, 0.0)
-    made = drafter.scored(host_view([[0]]), 5)
-    assert made.chances is not None
-    (tokens, parents), chances = made.trees[0], made.chances[0]
-    assert (tokens, parents) == ([0, 1, 2, 3, 4, 5], [-1, 0, 1, 2, 2, 0])
-    assert chances == [1, 0.75, 0.75 * 0.75, 0.75 * 0.75 * 0.5, 0.75 * 0.75 * 0.5, 0.25]
-
-
-def test_a_source_that_is_wrong_loses_its_place() -> None:
-    right, wrong = Sure([1, 1], 0.5), Sure([2, 2], 0.9)
-    drafter = CombinedDrafter([wrong, right], 1, 0.0)
-    text = [0]
-    assert leaves(proposal(drafter, text)) == {(2,)}
-    for _ in range(20):
-        text = [*text, 1]
-        drafter.scored(host_view([text]), 1)
-    assert leaves(proposal(drafter, text)) == {(1,)}
-    made = drafter.scored(host_view([text]), 1)
-    assert made.chances is not None
-    assert made.chances[0][1] > 0.8, "what it says is measured"
-
-
-def test_what_agreement_is_worth_is_measured() -> None:
-    """Two sources that say the same always know no more than one."""
-    drafter, text = CombinedDrafter([Sure([1], 0.5), Sure([1], 0.5)], 1, 0.0), [0]
-    for i in range(400):
-        made = drafter.scored(host_view([text]), 1)
-        text = [*text, 1 + i % 2]
-    assert made.chances is not None
-    assert made.chances[0][1] == pytest.approx(0.5, abs=0.05)
-
-
-def test_names_with_settings() -> None:
-    cpu, gpu = torch.device("cpu"), torch.device("cuda")
-    assert is_lookup("combined:ngram+suffix,nodes=8")
-    for spec in ("combined:ngram+suffix,nodes=8", "combined:sources=ngram+suffix,nodes=8"):
-        made = build_lookup(spec, cpu)
-        assert [type(source) for source in made.sources] == [NgramDrafter, SuffixDrafter]
-        assert made.max_nodes == 8
-    assert build_lookup("combined", gpu).max_nodes == build_lookup("suffix", gpu).max_nodes == 15
-    assert build_lookup("suffix:least=0.5,shared=0", cpu).least == 0.5
-    for spec in ("combined:suffix", "combined:suffix+suffix", "combined:suffix+eagle3", "suffix:nodes=0", "suffix:4"):
-        with pytest.raises(InvalidRequest):
-            build_lookup(spec, cpu)
-
-
 @pytest.mark.parametrize(
     "settings", [{"nodes": 0}, {"shortest": 0}, {"shortest": 3, "longest": 2}, {"least": 1.0}, {"shared": -1}]
 )
 def test_impossible_settings_are_refused(settings: dict) -> None:
     with pytest.raises(ValueError, match="suffix drafter needs"):
         SuffixDrafter(**settings)
-
-
-def test_a_combination_needs_several() -> None:
-    one = NgramDrafter()
-    for sources in ([], [one], [one, one]):
-        with pytest.raises(ValueError, match="at least two"):
-            CombinedDrafter(sources)
-    with pytest.raises(ValueError, match="at least one node"):
-        CombinedDrafter([one, NgramDrafter()], 0)

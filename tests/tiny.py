@@ -5,25 +5,36 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import random
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from draftwood.batch import Images, Source
+from draftwood.drafters import datastore
 from draftwood.drafters.by_request import OfferedDrafters
+from draftwood.drafters.combined import CombinedDrafter
+from draftwood.drafters.intersection import Bridge, IntersectionDrafter
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
 from draftwood.drafters.pard import ParallelDrafter
 from draftwood.drafters.predicted import PredictedDrafter
+from draftwood.drafters.recycling import RecyclingDrafter
+from draftwood.drafters.rest import RestDrafter
 from draftwood.drafters.scripted import ScriptedDrafter
 from draftwood.drafters.student import StudentDrafter
 from draftwood.drafters.suffix import SuffixDrafter
 from draftwood.drafters.trained import drafter_of
+from draftwood.drafters.view import View, ViewDrafter
 from draftwood.drafting import Drafter, Grower
 from draftwood.engine.controller import FixedBudget
 from draftwood.engine.engine import Engine
@@ -34,7 +45,7 @@ from draftwood.engine.worker import Companion
 from draftwood.model.checkpoint import expected_shape
 from draftwood.model.config import ModelConfig
 from draftwood.model.names import tensor_shapes
-from draftwood.model.runner import ModelRunner
+from draftwood.model.runner import Model, ModelRunner, load_model
 from draftwood.model.weights import FORMATS
 from draftwood.nets.dflash import BlockNet, BlockSpec, HiddenCorrection, Markov
 from draftwood.nets.eagle import Eagle1, Eagle3, Eagle3Spec, MultiToken
@@ -164,14 +175,8 @@ def tiny_folder(
     path: Path, family: str = "llama", tokenizer: bool = True, noise: float = 0.0, **changes: object
 ) -> Path:
     """A checkpoint folder on disk: config, safetensors and a byte-level tokenizer with a chat template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
+    backend = byte_tokenizer(("<|end|>",))
     path.mkdir(parents=True, exist_ok=True)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<|end|>"])
     vocab = backend.get_vocab_size()
     config = hf_config(family, vocab, eos_token_id=vocab - 1, **changes)
     (path / "config.json").write_text(json.dumps(config))
@@ -183,6 +188,26 @@ def tiny_folder(
         template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
         (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, "eos_token": "<|end|>"}))
     return path
+
+
+def byte_tokenizer(special: Sequence[str]) -> Any:
+    """A token for every byte, and special ones behind them."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(list(special))
+    return backend
+
+
+def save_tokenizer(path: Path, special: Sequence[str]) -> int:
+    """Without a chat template; how many tokens there are."""
+    path.mkdir(parents=True, exist_ok=True)
+    backend = byte_tokenizer(special)
+    backend.save(str(path / "tokenizer.json"))
+    return backend.get_vocab_size()
 
 
 class LetterDecoder:
@@ -226,6 +251,8 @@ class Ask:
     params: SamplingParams = field(default_factory=SamplingParams)
     arrives: int = 0  # the step before which it is added
     cancelled: int | None = None  # the step before which it is cancelled
+    source: Source | None = None  # what an encoder reads before the prompt
+    images: Images | None = None  # what stands at the prompt's image tokens
 
 
 @dataclass(frozen=True)
@@ -261,14 +288,17 @@ class Harness:
     def answer(self, i: int, ask: Ask, eos: frozenset[int] = frozenset()) -> Answer:
         drafter = self.engine.drafter
         params = drafter.asked_for(i, ask) if isinstance(drafter, Expecting | Offering) else ask.params
+        tokens = [*(() if ask.source is None else ask.source.tokens), *ask.prompt]
         return Answer(
             id=i,
             request_id=i,
             index=0,
-            tokens=list(ask.prompt),
+            tokens=tokens,
+            source=ask.source,
+            images=ask.images,
             params=params,
             seed=params.seed or 0,
-            max_length=min(len(ask.prompt) + params.max_tokens, self.engine.target.model.config.max_positions),
+            max_length=min(len(tokens) + params.max_tokens, self.engine.target.model.config.max_positions),
             stop_ids=frozenset(params.stop_token_ids) | eos,
             bad_words=tuple(tuple(ord(c) - ord("a") for c in word) for word in params.bad_words),
             text=TextStream(LetterDecoder(), params.stop),
@@ -333,6 +363,17 @@ def with_model(grower: Grower, noise: float = 0.2, num_pages: int = 200, **model
     return make
 
 
+def with_bridge(grower: Grower) -> DraftMaker:
+    """A likeness of the target that has all tokens but two, and reads others for these."""
+
+    def make(dtype: torch.dtype) -> Drafter:
+        common = torch.tensor([token for token in range(13) if token not in (4, 9)])
+        read = torch.arange(13).index_copy(0, torch.tensor([4, 9]), torch.tensor([2, 0]))
+        return IntersectionDrafter(tiny_runner(noise=0.2, dtype=dtype), grower, Bridge(common, common, read))
+
+    return make
+
+
 def no_drafter(dtype: torch.dtype) -> Drafter:
     return NoDrafter()
 
@@ -343,6 +384,27 @@ def ngram(**settings: int) -> DraftMaker:
 
 def suffix(**settings: float) -> DraftMaker:
     return lambda dtype: SuffixDrafter(**settings)  # type: ignore[arg-type]
+
+
+def recycling(dtype: torch.dtype) -> Drafter:
+    return RecyclingDrafter(nodes=7, width=3, depth=4, least=0.01)
+
+
+@cache
+def random_datastore() -> TemporaryDirectory[str]:
+    """Tokens that the tiny target has, in no order."""
+    folder, rng = TemporaryDirectory(), random.Random(1)
+    some = array("i", (rng.randrange(13) for _ in range(3000)))
+    datastore._added(Path(folder.name), datastore.Manifest("", 13), some, {})
+    return folder
+
+
+def rest(dtype: torch.dtype) -> Drafter:
+    return RestDrafter(random_datastore().name, nodes=7, shortest=1, least=0.0)
+
+
+def combining(*makers: DraftMaker, nodes: int = 7) -> DraftMaker:
+    return lambda dtype: CombinedDrafter([maker(dtype) for maker in makers], nodes, 0.01)
 
 
 def scripted(script: Callable[[Sequence[int]], Sequence[Sequence[int]]], nodes: int, chain: bool) -> DraftMaker:
@@ -358,6 +420,16 @@ def with_masks(grower: Grower, guesses: int = 4, num_pages: int = 200) -> DraftM
     return lambda dtype: ParallelDrafter(
         tiny_runner(noise=0.2, dtype=dtype, num_pages=num_pages), grower, mask=5, guesses=guesses
     )
+
+
+def with_view(view: View, grower: Grower) -> DraftMaker:
+    """A part of the target."""
+    return lambda dtype: ViewDrafter(view, grower)
+
+
+def rounded(weights: str) -> Callable[[Model], Model]:
+    """The tiny target with other weights."""
+    return lambda target: load_model(TinyCheckpoint(target.config), target.dtype, target.device, FORMATS[weights])
 
 
 NETS = {

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from draftwood.config import EngineConfig
     from draftwood.engine.llm import LLM
     from draftwood.errors import DraftwoodError
-    from draftwood.request import Completion, Event, FinishReason, Result, SamplingParams, SpeculationStats
+    from draftwood.request import Completion, Event, FinishReason, Result, SamplingParams, Slo, SpeculationStats
 
 __version__ = "0.1.0"
 
@@ -22,6 +22,7 @@ __all__ = [
     "FinishReason",
     "Result",
     "SamplingParams",
+    "Slo",
     "SpeculationStats",
     "__version__",
 ]
@@ -32,7 +33,7 @@ _HOMES = {
     "EngineConfig": "draftwood.config",
     "DraftwoodError": "draftwood.errors",
 } | dict.fromkeys(
-    ("Completion", "Event", "FinishReason", "Result", "SamplingParams", "SpeculationStats"),
+    ("Completion", "Event", "FinishReason", "Result", "SamplingParams", "Slo", "SpeculationStats"),
     "draftwood.request",
 )
 

@@ -5,6 +5,7 @@ A name may carry settings behind a colon, separated by commas; `draftwood parts`
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,19 +15,20 @@ import torch
 
 from draftwood.config import EngineConfig
 from draftwood.drafters.by_request import OfferedDrafters
+from draftwood.drafters.cascade import CASCADE, build_cascade
 from draftwood.drafters.combined import CombinedDrafter
-from draftwood.drafters.lookup import LookupDrafter
+from draftwood.drafters.intersection import Bridge, IntersectionDrafter
+from draftwood.drafters.lookups import LOOKUPS, build_lookup, build_member, combined_sources, is_lookup, room_of
 from draftwood.drafters.model import ModelDrafter
-from draftwood.drafters.ngram import NgramDrafter
-from draftwood.drafters.none import NoDrafter
 from draftwood.drafters.pard import GUESSES, ParallelDrafter
-from draftwood.drafters.points import HostDrafter
 from draftwood.drafters.predicted import PredictedDrafter
-from draftwood.drafters.recycling import RecyclingDrafter
+from draftwood.drafters.reencoding import ReencodingDrafter
+from draftwood.drafters.rest import RestDrafter
+from draftwood.drafters.self_drafts import SELF_DRAFTS, is_self_draft
 from draftwood.drafters.student import StudentDrafter
 from draftwood.drafters.substitute import SubstituteDrafter
-from draftwood.drafters.suffix import SuffixDrafter
-from draftwood.drafters.trained import drafter_of
+from draftwood.drafters.trained import DEFAULT_TREE, drafter_of, usual_tree
+from draftwood.drafters.view import ViewDrafter
 from draftwood.drafting import Drafter, Grower
 from draftwood.entries import Entry, split_spec
 from draftwood.errors import IncompatibleParts, InvalidRequest
@@ -36,21 +38,21 @@ from draftwood.growers import (
     BestFirst,
     ChildPicker,
     Coupled,
+    Greedy,
     Hybrid,
     Independent,
     Levels,
     Paths,
     WithoutReplacement,
+    sequoia,
 )
 from draftwood.machine import give_back_memory
 from draftwood.model.checkpoint import HUB_ID, Checkpoint, open_checkpoint
+from draftwood.model.encoders import check_reads_as_much
 from draftwood.model.native import Progress
 from draftwood.model.runner import ModelRunner, require_strict
 from draftwood.model.weights import FORMATS
-from draftwood.nets.dflash import BlockNet
-from draftwood.nets.eagle import Eagle3
 from draftwood.nets.embeddings import TargetEmbeddings
-from draftwood.nets.kangaroo import Kangaroo
 from draftwood.nets.layouts import (
     DrafterFiles,
     Layout,
@@ -61,16 +63,13 @@ from draftwood.nets.layouts import (
     self_test,
 )
 from draftwood.nets.layouts.student import student_words
-from draftwood.nets.medusa import HeadStack
-from draftwood.nets.pard import ParallelEagle
 from draftwood.nets.shared import SharedWords
-from draftwood.nets.student import MaskedStudent
 from draftwood.protocols import Verifier
-from draftwood.tree import DraftLaw
+from draftwood.tree import POINT_CHAIN, DraftLaw
 from draftwood.verifiers import AUTO, LAWS, ByRequest, default_law
 
-DEFAULT_TREE = "chain"
 CPU = torch.device("cpu")
+log = logging.getLogger(__name__)
 TRAINED = Path(__file__).parent / "trained"  # drafters that come with the package, for the embedded model
 SHIPPED = tuple(sorted(folder.name for folder in TRAINED.glob("*") if (folder / "config.json").is_file()))
 SHIPPED_SAYS: Mapping[str, str] = {
@@ -102,6 +101,14 @@ TREES: Mapping[str, Entry] = {
     "without-replacement": Entry(
         _levels(WithoutReplacement()), {"widths": (2, 2, 1)}, "children drawn without repeating a sibling"
     ),
+    "sequoia": Entry(
+        sequoia,
+        {"nodes": 15, "depth": 5, "rates": (60, 15, 8, 4)},
+        "Sequoia: the best drawn shape where so many of 100 first, second and further children are accepted",
+    ),
+    "greedy": Entry(
+        Greedy, {"nodes": 12, "forwards": 4}, "DySpec: drawn without repeating, wherever the next draw is likeliest"
+    ),
     "paths": Entry(
         Paths, {"paths": 2, "depth": 4, "trunk": 0}, "independent paths, merged where they agree, behind a common trunk"
     ),
@@ -110,65 +117,16 @@ TREES: Mapping[str, Entry] = {
 }
 
 
-def _ngram_on_gpu(nodes: int, longest: int, shortest: int, branches: int) -> Drafter:
-    """One branch is looked up there; several are the host's."""
-    if branches > 1:
-        return NgramDrafter(nodes, longest, shortest, branches)
-    return LookupDrafter(nodes, longest, shortest)
-
-
-# Drafters that can be combined, for so many nodes; where they agree, less likely ones may be likely enough.
-SOURCES: Mapping[str, Callable[[int, float], HostDrafter]] = {
-    "suffix": lambda nodes, least: SuffixDrafter(nodes, least=least / 2),
-    "ngram": lambda nodes, least: NgramDrafter(nodes, branches=2),
-}
-
-
-def _combined(sources: str, nodes: int, least: float) -> CombinedDrafter:
-    names = sources.split("+")
-    unknown = [name for name in names if name not in SOURCES]
-    if unknown or len(set(names)) < len(names):
-        raise ValueError(f"'{sources}' should be different ones of {', '.join(SOURCES)}, joined by +")
-    return CombinedDrafter([SOURCES[name](nodes, least) for name in names], nodes, least)
-
-
-LOOKUPS: Mapping[str, Entry] = {
-    "none": Entry(NoDrafter, {}, "plain decoding"),
-    "ngram": Entry(
-        NgramDrafter,
-        {"nodes": 4, "longest": 4, "shortest": 0, "branches": 1},
-        "what followed the last tokens earlier in the text (shortest=0: 2, or 1 for one branch on a GPU)",
-        on_gpu={"nodes": 15},  # with the root a whole tile of rows; budgets take fewer where they do not pay
-        make_on_gpu=_ngram_on_gpu,
-    ),
-    "suffix": Entry(
-        SuffixDrafter,
-        {"nodes": 8, "longest": 32, "shortest": 1, "least": 0.2, "shared": 65536},
-        "a tree of what followed the last tokens earlier in the text or in answers to others, by how likely it is",
-        on_gpu={"nodes": 15, "least": 0.02},
-    ),
-    "recycling": Entry(
-        RecyclingDrafter,
-        {"nodes": 8, "width": 8, "depth": 6, "least": 0.2},
-        "a tree of what the target held likeliest when it last ran each token, by how often that was right",
-        on_gpu={"nodes": 31, "least": 0.02},
-    ),
-    "combined": Entry(
-        _combined,
-        {"sources": "suffix+ngram", "nodes": 8, "least": 0.2},
-        "several drafters' trees as one, by how often each is right: combined:suffix+ngram,nodes=8",
-        on_gpu={"nodes": 15, "least": 0.02},
-        unnamed="sources",
-    ),
-}
 MODEL_DRAFTER = "model:NAME"
 SUBSTITUTE = "subspec"  # the target's own layers, low-bit copies of those that are away
 SUBSTITUTED = ("int4", "int8")
+NEARLY_ALL = 0.9  # of the target's tokens: vocabularies that differ in markers and padding
+LEAST_OF_NETWORKS = 0.02  # chance of a node beside those of networks, whose trees are not cut by chance either
 
 
-def is_lookup(drafter: str) -> bool:
-    """Whether the name is that of a drafter without weights, which makes its own trees."""
-    return drafter.partition(":")[0] in LOOKUPS
+def makes_own_trees(drafter: str) -> bool:
+    """Whether the name is that of a drafter for which no tree can be asked."""
+    return is_lookup(drafter) or drafter.partition(":")[0] == "cascade"
 
 
 def _entry(kind: str, table: Mapping[str, Entry], name: str, others: tuple[str, ...] = ()) -> Entry:
@@ -207,28 +165,42 @@ def choose_law(spec: str | Verifier, drafts: DraftLaw, device: torch.device = CP
 
 def suited_tree(drafter: str, law: str | Verifier) -> str | None:
     """The tree a law asks for where the user names none."""
-    return "coupled" if law == "coupled" and not is_lookup(drafter) else None
+    return "coupled" if law == "coupled" and not makes_own_trees(drafter) else None
 
 
 def build_drafter(
     spec: str, tree: str | None, target: Checkpoint, config: EngineConfig, *, allow_pickle: bool = False
 ) -> Drafter:
     """A drafter by name; `model:NAME` loads a second model, and a folder whatever was trained and lies there."""
+    if combined_sources(spec) and not is_lookup(spec):
+        return load_combined(spec, tree, target, config, allow_pickle=allow_pickle)
     if spec.startswith("model:"):
         return load_model_drafter(open_checkpoint(spec.removeprefix("model:"), config.impl), tree, target, config)
     name, _, _ = spec.partition(":")
+    if name == "cascade":
+        _refuse_tree(tree, name, CASCADE)
+        return build_cascade(split_spec(spec)[1], lambda part: build_drafter(part, None, target, config))
     if name == SUBSTITUTE:
         return _substitute(spec, tree, target, config)
+    if is_self_draft(spec):
+        part = SELF_DRAFTS[name].build("drafter", *split_spec(spec))
+        return ViewDrafter(part(target), build_grower(tree or DEFAULT_TREE))
     trained = trained_folder(spec)
     if name not in LOOKUPS and (trained.is_dir() or HUB_ID.fullmatch(spec)):
         return load_trained(trained if trained.is_dir() else spec, tree, target, config, allow_pickle=allow_pickle)
-    entry = _entry("drafter", LOOKUPS, name, (*SHIPPED, MODEL_DRAFTER, SUBSTITUTE, "a folder"))
+    entry = _entry("drafter", LOOKUPS, name, ("cascade", *SELF_DRAFTS, *SHIPPED, MODEL_DRAFTER, SUBSTITUTE, "a folder"))
+    _refuse_tree(tree, name, entry)
+    lookup = build_lookup(spec, config.torch_device())
+    check_datastores(lookup, target)
+    return lookup
+
+
+def _refuse_tree(tree: str | None, name: str, entry: Entry) -> None:
     if tree is not None:
         raise InvalidRequest(
             f"The drafter '{name}' makes its own trees; --tree goes with models and trained networks. "
             f"Its settings are: {', '.join(entry.defaults) or 'none'}."
         )
-    return build_lookup(spec, config.torch_device())
 
 
 def _substitute(spec: str, tree: str | None, target: Checkpoint, config: EngineConfig) -> SubstituteDrafter:
@@ -244,11 +216,33 @@ def _substitute(spec: str, tree: str | None, target: Checkpoint, config: EngineC
     return SubstituteDrafter(target, FORMATS[weights], grower)
 
 
-def build_lookup(spec: str, device: torch.device) -> Drafter:
-    """A drafter without weights by name, with the settings that are usual on a device."""
-    entry = LOOKUPS[spec.partition(":")[0]].on(device)
-    name, settings = split_spec(spec, entry.unnamed)
-    return entry.build("drafter", name, settings)
+def check_datastores(drafter: Drafter, target: Checkpoint) -> None:
+    """Refuse datastores of another vocabulary."""
+    members = drafter.sources if isinstance(drafter, CombinedDrafter) else [drafter]
+    for member in members:
+        if isinstance(member, RestDrafter):
+            member.datastore.manifest.require(target.tokenizer())
+
+
+def load_combined(
+    spec: str, tree: str | None, target: Checkpoint, config: EngineConfig, *, allow_pickle: bool
+) -> CombinedDrafter:
+    """Several drafters' trees as one, some with weights: these get the `tree`, and say how large the whole is."""
+    device, names = config.torch_device(), combined_sources(spec)
+    with_weights = {
+        name: build_drafter(name, tree, target, config, allow_pickle=allow_pickle)
+        for name in names
+        if not is_lookup(name)
+    }
+    most = max(drafter.max_nodes for drafter in with_weights.values())
+    nodes, least = room_of(spec, most, LEAST_OF_NETWORKS)
+    members = {name: with_weights.get(name) or build_member(name, nodes, least, device) for name in names}
+    try:
+        made = CombinedDrafter(members, nodes, least)
+    except ValueError as error:
+        raise InvalidRequest(f"The drafter '{spec}' cannot be built: {error}.") from error
+    check_datastores(made, target)
+    return made
 
 
 def offer(default: Drafter, by_name: Mapping[str, Drafter]) -> OfferedDrafters:
@@ -289,31 +283,6 @@ def _load_files(
     return drafter_of(net, words, build_grower(tree or usual_tree(type(net), words.device)))
 
 
-@dataclass(frozen=True)
-class UsualTree:
-    """The tree a network gets where none is asked for: more guesses cost a CPU time, and a GPU hardly any."""
-
-    on_cpu: str
-    on_gpu: str
-
-
-USUAL: Mapping[type, UsualTree] = {
-    Eagle3: UsualTree("chain:depth=5", "beam:nodes=63,width=6,depth=6"),
-    BlockNet: UsualTree("chain:depth=6", "beam:nodes=63,width=6,depth=6"),
-    HeadStack: UsualTree("static:widths=3x2x1", "beam:nodes=63,width=16,depth=4"),
-    ParallelEagle: UsualTree("chain:depth=8", "chain:depth=8"),
-    Kangaroo: UsualTree("chain:depth=5", "chain:depth=5"),
-    MaskedStudent: UsualTree("chain:depth=8", "chain:depth=8"),
-    SubstituteDrafter: UsualTree("best-first:nodes=64,width=8,forwards=8", "best-first:nodes=512,width=32,forwards=16"),
-}
-
-
-def usual_tree(kind: type, device: torch.device) -> str:
-    """For a network of this kind."""
-    usual = USUAL.get(kind, UsualTree(DEFAULT_TREE, DEFAULT_TREE))
-    return usual.on_gpu if device.type == "cuda" else usual.on_cpu
-
-
 def load_parallel(
     checkpoint: Checkpoint, given: Mapping[str, Any], tree: str | None, target: Checkpoint, config: EngineConfig
 ) -> ParallelDrafter:
@@ -327,13 +296,43 @@ def load_parallel(
     return ParallelDrafter(load_runner(checkpoint, config), grower, mask, guesses)
 
 
-def load_model_drafter(
-    checkpoint: Checkpoint, tree: str | None, target: Checkpoint, config: EngineConfig
-) -> ModelDrafter:
-    """A second model as drafter, once it is known to speak the target's vocabulary."""
+def load_model_drafter(checkpoint: Checkpoint, tree: str | None, target: Checkpoint, config: EngineConfig) -> Drafter:
+    """A second model as drafter; how it drafts for a target of another vocabulary is said in the log."""
     grower = build_grower(tree or DEFAULT_TREE)
-    check_same_vocabulary(checkpoint, target)
-    return ModelDrafter(load_runner(checkpoint, config), grower)
+    check_reads_as_much(checkpoint.name, checkpoint.config.encoder, target.name, target.config.encoder)
+    if same_vocabulary(checkpoint, target):
+        return ModelDrafter(load_runner(checkpoint, config), grower)
+    theirs, size = target.tokenizer(), target.config.vocab_size
+    own, own_size = checkpoint.tokenizer(), checkpoint.config.vocab_size
+    bridge = Bridge.between(theirs, size, own, own_size)
+    way = way_across(bridge, grower)
+    log.info("'%s' and '%s' have different vocabularies: it drafts %s.", checkpoint.name, target.name, way.why)
+    runner = load_runner(checkpoint, config)
+    if way.by_token:
+        return IntersectionDrafter(runner, grower, bridge)
+    return ReencodingDrafter(runner, own, theirs, size, grower.levels)
+
+
+@dataclass(frozen=True)
+class WayAcross:
+    """How a model drafts for a target of another vocabulary."""
+
+    by_token: bool
+    why: str
+
+
+def way_across(bridge: Bridge, grower: Grower) -> WayAcross:
+    """By text where chains of chosen tokens will do: then the draft model reads what was said in its own tokens. Else
+    token by token: that has draws and branches, and costs no more than a draft model of the same vocabulary.
+    """
+    common = f"{bridge.share:.0%} of the target's tokens are in both"
+    if not len(bridge.common):
+        raise IncompatibleParts("The draft model has no token in common with the target; take another one, or ngram.")
+    if bridge.share >= NEARLY_ALL:
+        return WayAcross(True, f"token by token ({common})")
+    if grower.law == POINT_CHAIN and isinstance(grower, Levels) and isinstance(grower.picker, Best):
+        return WayAcross(False, f"by text, which is encoded again ({common}; trees and draws would go token by token)")
+    return WayAcross(True, f"token by token, since its tree branches or draws ({common})")
 
 
 def student_drafter(student: SharedWords, tree: str | None, config: EngineConfig) -> StudentDrafter:
@@ -364,14 +363,18 @@ def load_runner(
     return runner
 
 
+def same_vocabulary(draft: Checkpoint, target: Checkpoint) -> bool:
+    """Whether token ids of both mean the same."""
+    return draft.config.vocab_size == target.config.vocab_size and (
+        draft.tokenizer().fingerprint == target.tokenizer().fingerprint
+    )
+
+
 def check_same_vocabulary(draft: Checkpoint, target: Checkpoint) -> None:
     """Refuse a draft model whose token ids mean something else."""
-    if draft.config.vocab_size == target.config.vocab_size and (
-        draft.tokenizer().fingerprint == target.tokenizer().fingerprint
-    ):
-        return
-    raise IncompatibleParts(
-        f"'{draft.name}' cannot draft for '{target.name}': their vocabularies differ ({draft.config.vocab_size} and "
-        f"{target.config.vocab_size} entries), so a token of one means nothing to the other. Take a draft model of the "
-        "same family, or a drafter that needs no model, such as ngram."
-    )
+    if not same_vocabulary(draft, target):
+        raise IncompatibleParts(
+            f"'{draft.name}' cannot draft for '{target.name}': their vocabularies differ ({draft.config.vocab_size} "
+            f"and {target.config.vocab_size} entries), and it was trained to guess behind masks of its own. Take a "
+            "drafter made for this model, an ordinary draft model, or one that needs no model, such as ngram."
+        )

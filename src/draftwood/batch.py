@@ -6,12 +6,44 @@ from `tree_base` on those whose bit is set in `ancestors`.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """What an encoder reads for one sequence. It takes the first slots of the sequence: keys and values that the
+    decoder's layers make of the encoder's states lie there, one slot for each state.
+    """
+
+    tokens: tuple[int, ...]  # one for each state: what was read, or any token where that is no text of the decoder's
+    inputs: Tensor  # token ids [n], or features [bins, frames]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @cached_property
+    def key(self) -> str:
+        """A name for what is read; the same for the same inputs only."""
+        said = f"{self.inputs.dtype} {tuple(self.inputs.shape)} {len(self.tokens)} ".encode()
+        content = self.inputs.contiguous().view(-1).numpy().tobytes()
+        return hashlib.blake2b(said + content, digest_size=32).hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class Images:
+    """What the images of one prompt are to its model: embeddings that stand where the prompt has image tokens."""
+
+    rows: Tensor  # [n] int64 the image tokens of the prompt, ascending
+    embeds: Tensor  # [n, hidden]
+    turns: Tensor | None  # [3, prompt] int64 time, height and width that rotation goes by; None: by positions
+    shift: int  # what is to be added to the positions of tokens behind the prompt for that
+    key: str  # a name for what is seen; the same for the same images only
 
 
 @dataclass(frozen=True)
@@ -36,6 +68,18 @@ class ForwardBatch:
     logits_in_order: bool = False  # `logit_rows` rise: if there are as many as rows, they are all of them
     parts: tuple[ForwardBatch, ...] = ()  # what it was joined of: rows so different that attention takes them apart
     pieces: tuple[tuple[int, int], ...] = ()  # [start, end) of each sequence's rows in its text, where the host knows
+    source_lengths: Tensor | None = None  # [S] first keys of each sequence that are of its source; None: no encoder
+    unread: tuple[tuple[int, Source], ...] = ()  # sequences that have rows of their source here
+    turns: Tensor | None = (
+        None  # [3, N] int64 what rotation goes by, where images have rows of their own; else positions
+    )
+    embed_rows: Tensor | None = None  # [K] int64 rows that begin with `embeds` instead of their tokens' embeddings
+    embeds: Tensor | None = None  # [K, hidden]
+
+    @property
+    def turned_by(self) -> Tensor:
+        """What rotation goes by: time, height and width of each row. [3, N]."""
+        return self.positions.expand(3, -1) if self.turns is None else self.turns
 
     def at_logits(self, rows: Tensor) -> Tensor:
         """Of something that all rows have, what those have whose logits are wanted. [N, *] -> [K, *]."""
@@ -56,9 +100,19 @@ def with_text(batch: ForwardBatch, text: ForwardBatch) -> ForwardBatch:
     no_ancestors = batch.ancestors.new_zeros(len(text.tokens), batch.ancestors.shape[1])
     ancestors = torch.cat([batch.ancestors, no_ancestors])
     rows = None if batch.max_rows is None or text.max_rows is None else max(batch.max_rows, text.max_rows)
+    sources = None
+    if batch.source_lengths is not None and text.source_lengths is not None:
+        sources = torch.cat([batch.source_lengths, text.source_lengths])
+    behind = len(batch.tree_base)
+    unread = (*batch.unread, *((behind + i, source) for i, source in text.unread))
+    turns = None
+    if batch.turns is not None or text.turns is not None:
+        turns = torch.cat([batch.turned_by, text.turned_by], 1)
+    embed_rows = None if text.embed_rows is None else text.embed_rows + len(batch.tokens)  # trees have no images
     return replace(
         batch, **both, row_offsets=offsets, ancestors=ancestors, max_rows=rows, linear=batch.linear and text.linear,
-        logits_in_order=False, parts=(batch, text), pieces=(),
+        logits_in_order=False, parts=(batch, text), pieces=(), source_lengths=sources, unread=unread,
+        turns=turns, embed_rows=embed_rows, embeds=text.embeds,
     )  # fmt: skip
 
 

@@ -15,13 +15,14 @@ from pathlib import Path
 import torch
 
 from draftwood import __version__
-from draftwood.costs import LIKE_OTHER_GPUS, StepCosts
+from draftwood.costs import LIKE_OTHER_CPUS, LIKE_OTHER_GPUS, StepCosts
 from draftwood.drafters.scripted import ScriptedDrafter
 from draftwood.drafting import Drafter
-from draftwood.engine.controller import FixedBudget, MeasuredBudget, MeasuredTreeBudget
+from draftwood.engine.controller import FixedBudget
 from draftwood.engine.decode_step import Parts
 from draftwood.engine.engine import Engine
 from draftwood.engine.graph_runner import GraphRunner, batch_state_for
+from draftwood.engine.policies import AUTO, Guessing, make_controller
 from draftwood.engine.scheduler import Scheduler, SchedulerConfig
 from draftwood.engine.sequence import Sequence
 from draftwood.engine.shapes import ShapePlan
@@ -29,6 +30,7 @@ from draftwood.engine.text import TextStream
 from draftwood.errors import InvalidRequest
 from draftwood.machine import advise_home, home, processor_features
 from draftwood.model.runner import ModelRunner
+from draftwood.model.spec import ExpertsSpec
 from draftwood.protocols import Controller, StepMode
 from draftwood.request import FinishReason, SamplingParams
 from draftwood.rng import KeyedRng
@@ -70,18 +72,35 @@ def known_costs(target: ModelRunner) -> StepCosts | None:
     return costs if costs is not None and costs.doubt is None else None
 
 
+def assumed_costs(target: ModelRunner) -> StepCosts:
+    """Of another machine of the kind; for a mixture also what its rows read of experts of their own."""
+    table = LIKE_OTHER_GPUS if target.device.type == "cuda" else LIKE_OTHER_CPUS
+    config = target.model.config
+    mixtures = [layer.mlp for layer in config.layers if isinstance(layer.mlp, ExpertsSpec)]
+    if not mixtures:
+        return table
+    one, hidden = mixtures[0], config.hidden_size
+    shared = 0 if one.shared is None else one.shared.width
+    routed = len(mixtures) * 3 * one.top_k * one.expert.width
+    others = config.num_layers * 4 * hidden + len(mixtures) * 3 * shared + config.vocab_size
+    dense = 3 * config.intermediate_size * (config.num_layers - len(mixtures))
+    return table.of_experts(one.count, one.top_k, routed / (routed + others + dense))
+
+
 def default_controller(
-    target: ModelRunner, drafter: Drafter, costs: StepCosts | None = None, *, assumed: bool = True
+    target: ModelRunner, drafter: Drafter, costs: StepCosts | None = None, policy: str = AUTO
 ) -> Controller:
-    """By costs that are given or known, on a GPU else (`assumed`) by those of another; without any as much as the
-    drafter likes.
-    """
-    others = LIKE_OTHER_GPUS if assumed and target.device.type == "cuda" else None
-    costs = costs or known_costs(target) or others
-    if costs is None or drafter.max_nodes == 0:
-        return FixedBudget(drafter.max_nodes)
-    kind = MeasuredBudget if drafter.law.chain else MeasuredTreeBudget
-    return kind(costs, drafter.max_nodes, reads=drafter.reads)
+    """By costs that are given or known, else by those of another machine of the kind, until steps have run here."""
+    return make_controller(
+        policy,
+        Guessing(
+            costs or known_costs(target) or assumed_costs(target),
+            drafter.max_nodes,
+            drafter.depth,
+            chain=drafter.law.chain,
+            reads=drafter.reads,
+        ),
+    )
 
 
 def calibrate(target: ModelRunner, say: Say = lambda _: None) -> StepCosts:

@@ -41,6 +41,7 @@ class EngineConfig:
     max_rows: int = 0  # rows of a step: pending tokens and draft nodes; 0: what suits the device
     max_running: int = 0  # sequences at a time; 0: what suits the device
     max_waiting: int = 4096
+    controller: str = "auto"  # how much is drafted, such as fixed:nodes=3; see `draftwood parts`
     # Of the layers' weights, what is not kept on the device: a share (up to 1), or so many bytes.
     offload: float = 0.0
     tp: int = 1  # ranks that compute the model together, each with a part of every layer

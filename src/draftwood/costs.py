@@ -6,7 +6,7 @@ import bisect
 import itertools
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,17 @@ class StepCosts:
         """Seconds that one more row costs, on average over the next few."""
         return (self.at(rows + over, context, batch) - self.at(rows, context, batch)) / over
 
+    def of_experts(self, count: int, active: int, share: float) -> StepCosts:
+        """The same for a mixture, in plain steps: every row goes to `active` of `count` experts, which are such a
+        `share` of the weights that one row reads. Rows that go to other experts read those as well.
+        """
+        distinct = [count / active * (1 - (1 - active / count) ** rows) for rows in self.rows]
+        lines = (
+            tuple(time + share * line[0] * (more - 1) for time, more in zip(line, distinct, strict=True))
+            for line in self.seconds
+        )
+        return replace(self, seconds=tuple(lines))
+
     def record(self) -> dict[str, Any]:
         """For JSON: what was measured."""
         return {name: value for name, value in asdict(self).items() if name != "assumed"}
@@ -105,6 +116,12 @@ LIKE_OTHER_GPUS = StepCosts(
     (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024), (64,),
     ((1.0, 1.06, 1.07, 1.09, 1.11, 1.13, 1.18, 1.31, 1.76, 2.86, 5.58),), 0.0, assumed=True,
 )  # fmt: skip
+
+
+# Two cores and a model of 0.1 B parameters: eight rows take twice as long as one, then each as many more as much again.
+LIKE_OTHER_CPUS = StepCosts(
+    (1, 2, 3, 4, 8, 16, 32, 64), (64,), ((1.0, 1.12, 1.25, 1.4, 2.0, 3.3, 6.0, 11.5),), 0.0, assumed=True
+)
 
 
 def _interpolate(xs: Sequence[int], ys: Sequence[float], x: float) -> float:

@@ -62,10 +62,11 @@ class Proposal:
         survival = None if self.survival is None else self.survival[nodes.whole]
         return replace(self, tree=tree, columns=columns[nodes.whole], survival=survival)
 
-    def likeliest(self, count: int, real: Tensor) -> Proposal:
-        """The same with `count` draft nodes of all trees together, those most likely to be accepted; absent ones only
-        where there are no others. Trees of sequences that are not `real` [B] give way to all others. Of nodes whose
-        chances are not known those nearest to the roots are taken. Does not look at values.
+    def likeliest(self, count: int, real: Tensor, corrected: Tensor | None = None) -> Proposal:
+        """The same with `count` draft nodes of all trees together, those most likely to be accepted, by their
+        `corrected` chances [M] if given; absent ones only where there are no others. Trees of sequences that are not
+        `real` [B] give way to all others. Of nodes whose chances are not known those nearest to the roots are taken.
+        Does not look at values.
 
         Only for chosen nodes: whether a drawn node is scored must not depend on what was drawn.
         """
@@ -74,7 +75,8 @@ class Proposal:
             raise ValueError("nodes that were drawn cannot be selected by their chances")
         if count >= tree.num_drafted:
             return self
-        chance = -tree.depth.float() if self.survival is None else self.survival.float()
+        known = self.survival if corrected is None else corrected
+        chance = -tree.depth.float() if known is None else known.float()
         chance = torch.where(tree.tokens >= 0, chance, -torch.inf).where(real[tree.owner], -torch.inf)
         chance = chance.masked_fill(tree.local == 0, torch.inf)
         paths = tree.shape.paths  # a node is no likelier than its parent, whatever a drafter says

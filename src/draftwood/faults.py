@@ -77,6 +77,16 @@ class IsolatedDrafter(Drafter, Protocol):
         ...
 
 
+@runtime_checkable
+class Compound(Protocol):
+    """A drafter made of others, some of which may fail while it goes on."""
+
+    @property
+    def health_of_members(self) -> Sequence[DrafterHealth]:
+        """Of each of these."""
+        ...
+
+
 class GuardedDrafter:
     """Another drafter, whose exceptions end here."""
 
@@ -88,8 +98,9 @@ class GuardedDrafter:
 
     @property
     def health(self) -> Sequence[DrafterHealth]:
-        """Its own."""
-        return (self._health,)
+        """Its own, and its members' if it has any."""
+        members = self.drafter.health_of_members if isinstance(self.drafter, Compound) else ()
+        return (self._health, *members)
 
     @property
     def law(self) -> DraftLaw:
@@ -147,13 +158,17 @@ class GuardedDrafter:
 
     def propose(self, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
         """The drafter's trees; bare roots if it fails or is switched off."""
+        proposal = self.proposed(view, lambda: self._trees(view, nodes, rng))
+        return Proposal.bare(view) if proposal is None else proposal
+
+    def proposed(self, view: BatchView, attempt: Callable[[], T]) -> T | None:
+        """What a call for the drafter's trees returns; None if it fails or is switched off."""
         prepared, self._prepared = self._prepared, False
         if self._health.disabled or (prepared and self._failed and view.may_look):
-            return Proposal.bare(view)
+            return None
         if not (prepared or self.drafter.waits):
             self._begin_step()
-        proposal = self._attempt("propose", lambda: self._trees(view, nodes, rng), for_good=not view.may_look)
-        return Proposal.bare(view) if proposal is None else proposal
+        return self._attempt("propose", attempt, for_good=not view.may_look)
 
     def _trees(self, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
         proposal = self.drafter.propose(view, nodes, rng)

@@ -12,11 +12,20 @@ from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
+from draftwood.batch import Images, Source
 from draftwood.request import SamplingParams
 from draftwood.tree import DraftLaw, TokenTree, Verdict
 
 LOGITS = -1  # of a drafter's `needs`: the target's logits at tree nodes; rows of prompts have none
 PREDICTED = 32  # draft nodes for what the caller expects of an answer, beside the drafter's own
+
+
+@dataclass(frozen=True)
+class Gain:
+    """How many times as many tokens a second steps with drafts give as plain ones do; None: not known."""
+
+    expected: float | None = None  # of the chosen size, where there is something to propose; 1: no drafts
+    measured: float | None = None  # by the clock, of steps with drafts lately
 
 
 @dataclass(frozen=True)
@@ -26,6 +35,17 @@ class Budget:
     max_nodes: int
     min_accept_prob: float = 0.0  # chance of acceptance below which a node costs more than it gives
     why: object = field(default="", compare=False)  # the controller's reason; its `str` is for people, if any ask
+    gain: Gain = field(default=Gain(), compare=False)
+    max_prompt_rows: int | None = None  # beside sequences that decode, so that these wait no longer than promised
+
+
+@dataclass(frozen=True)
+class Pace:
+    """What a running sequence has been promised for the tokens behind its first."""
+
+    per_token: float  # seconds
+    left: float  # seconds until its next token is due; less than 0: it is late
+    gain: float = 1.0  # what drafts gain it, relative to what they gain an average sequence
 
 
 @dataclass(frozen=True)
@@ -36,6 +56,7 @@ class Load:
     num_waiting: int
     context: float = 0.0  # mean length of those that run
     padded: bool = False  # every sequence runs as many nodes, whether they were guessed or not
+    paces: tuple[Pace, ...] = ()  # of those that decode and were promised one
 
 
 @dataclass(frozen=True)
@@ -52,6 +73,8 @@ class StepReport:
     step_seconds: float | None = None  # of all of it, drafting included; None: something else took time meanwhile
     context: float = 0.0  # mean length of those that sampled, where that is
     room: int = 0  # draft nodes that each of them could have had
+    prompt_rows: int = 0  # that were prefilled in the same time
+    whole_seconds: float | None = None  # of all of it, those rows included; None: something else took time as well
 
 
 @dataclass(frozen=True)
@@ -108,7 +131,8 @@ class LogitEdits:
     penalties: Tensor  # [E, 3] float64 repetition, presence, frequency
     stop_tokens: Tensor  # [E, S] int64 what may not end an answer before its minimum length, -1 padded
     min_lengths: Tensor  # [E] int64 tokens, the prompt's included, before which that holds
-    prompt_lengths: Tensor  # [E] int64
+    source_lengths: Tensor  # [E] int64 first tokens that an encoder has read, which are no text of the answer's
+    prompt_lengths: Tensor  # [E] int64 source included
     lengths: Tensor  # [E] int64
     history: Tensor  # [E, L] int64 committed tokens
 
@@ -175,6 +199,8 @@ class BatchView:
     law: Tensor | None = None  # [B] int64 which of the mode's laws each has; None: there is one
     drafter: Tensor | None = None  # [B] int64 likewise
     edits: LogitEdits | None = None
+    source_lengths: Tensor | None = None  # [B] int64 first tokens that an encoder reads; None: there is no encoder
+    turn_shifts: Tensor | None = None  # [B] int64 added to positions for rotation; None: no images have such rows
     gained: int | None = None  # no sequence has gained more tokens in the last step; None: as many as a tree is deep
     min_accept_prob: float = 0.0  # chosen nodes that are less likely to be accepted should be absent
     may_look: bool = False  # values may be looked at on the host: nothing is captured, and looking is cheap
@@ -192,7 +218,7 @@ class BatchView:
     def take(self, rows: Tensor) -> BatchView:
         """The view of some of its sequences [b]; without logit edits, which only the whole step needs."""
         per_sequence = ("lengths", "seeds", "roots", "temperature", "rows", "block_table")
-        optional = ("max_nodes", "max_depth", "law", "drafter")
+        optional = ("max_nodes", "max_depth", "law", "drafter", "source_lengths", "turn_shifts")
         taken = {name: getattr(self, name)[rows] for name in per_sequence}
         taken |= {name: part[rows] for name in optional if (part := getattr(self, name)) is not None}
         limits = self.truncation
@@ -210,9 +236,11 @@ class Span:
     """Committed tokens [start, end) of one sequence that a forward has to run."""
 
     seq_id: int
-    tokens: Sequence[int]
+    tokens: Sequence[int]  # those of its source included
     start: int
     end: int
+    source: Source | None = None  # what an encoder reads before the text
+    images: Images | None = None  # what stands at its image tokens
 
 
 class Randomness(Protocol):

@@ -16,6 +16,27 @@ LEAST_TEMPERATURE = 1e-6  # whatever is smaller means 0
 PENALTIES = 1e-6, 1e6  # repetition penalties
 
 
+MOST_PRIORITY = 100  # either way
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """What a request is promised, as service-level objectives; None: nothing.
+
+    Steps are sized to keep promises first. One that the machine cannot keep is broken, and counted; no request is
+    refused or ended for it.
+    """
+
+    ttft_ms: float | None = None  # from submission to the first token
+    tpot_ms: float | None = None  # for each token behind it, on average over the answer
+
+    def __post_init__(self) -> None:
+        for name in ("ttft_ms", "tpot_ms"):
+            value = getattr(self, name)
+            if value is not None and not (_number(value) and value > 0):
+                raise InvalidRequest(f"slo.{name} must be a number of milliseconds above 0, or None for no promise.")
+
+
 class FinishReason(StrEnum):
     """Why an answer ended."""
 
@@ -64,6 +85,8 @@ class SamplingParams:
     grammar: str | None = None  # what the answer may be, see `model.grammar`
     trace: bool = False  # tell of every step what was guessed and how likely it was, in `Event.step`
     cache_salt: str = ""  # prompts share cached prefixes only with prompts of the same salt
+    slo: Slo | None = None  # what it is promised
+    priority: int = 0  # the smaller, the sooner; see `Sequence.turn`
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stop", _as_tuple(self.stop))
@@ -163,6 +186,11 @@ class SamplingParams:
             ),
             (isinstance(self.trace, bool), "trace must be True or False"),
             (isinstance(self.cache_salt, str), "cache_salt must be a text"),
+            (self.slo is None or isinstance(self.slo, Slo), "slo must be an Slo(ttft_ms=…, tpot_ms=…), or None"),
+            (
+                _integer(self.priority) and abs(self.priority) <= MOST_PRIORITY,
+                f"priority must be an integer from -{MOST_PRIORITY} (soonest) to {MOST_PRIORITY}",
+            ),
         )
 
     @property
@@ -256,6 +284,9 @@ class StepTrace:
     emitted: tuple[TracedToken, ...]
     num_sequences: int  # that the step ran
     num_rows: int
+    why: str = ""  # as many nodes were drafted as were
+    expected_gain: float | None = None  # times as many tokens a second as without drafts
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +308,24 @@ class SpeculationStats:
     drift: float | None = 0.0  # how far it may have moved it: total variation of the whole text; None: not known
     seed: int = 0  # of its draws
     reproducible: bool = True  # whether the same seed gives the same tokens, whatever the load and the other requests
+    slo: Slo | None = None  # what was promised
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """Mean time of each token behind the first; None without such tokens."""
+        behind = self.num_tokens - 1
+        return (self.seconds - self.first_token_seconds) / behind if behind > 0 else None
+
+    @property
+    def promises_kept(self) -> Mapping[str, bool]:
+        """Whether each promise was kept, as far as the answer has come: of `ttft`, of `tpot`."""
+        slo, each = self.slo or Slo(), self.seconds_per_token
+        kept = {}
+        if slo.ttft_ms is not None:
+            kept["ttft"] = 1000 * self.first_token_seconds <= slo.ttft_ms
+        if slo.tpot_ms is not None and each is not None:
+            kept["tpot"] = 1000 * each <= slo.tpot_ms
+        return kept
 
     @property
     def tokens_per_step(self) -> float:

@@ -121,8 +121,8 @@ def _penalise(logits: Tensor, tree: TokenTree, edits: LogitEdits) -> None:
     rows = logits[nodes]
     history = edits.history[:, : int(edits.lengths.max())] if may_look(edits.lengths) else edits.history
     place = torch.arange(history.shape[1], device=rows.device)
-    in_prompt = place < edits.prompt_lengths[:, None]
-    in_answer = ~in_prompt & (place < edits.lengths[:, None])
+    in_prompt = (place >= edits.source_lengths[:, None]) & (place < edits.prompt_lengths[:, None])
+    in_answer = (place >= edits.prompt_lengths[:, None]) & (place < edits.lengths[:, None])
     nothing = torch.zeros(len(edits.which), rows.shape[1], dtype=rows.dtype, device=rows.device)
     prompt = nothing.scatter_add(1, history, in_prompt.to(rows.dtype)) > 0
     answer = nothing.scatter_add(1, history, in_answer.to(rows.dtype))

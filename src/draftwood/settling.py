@@ -10,6 +10,9 @@ import torch
 
 from draftwood.assembly import SUBSTITUTE, trained_folder
 from draftwood.config import EngineConfig
+from draftwood.drafters.cascade import middle_of
+from draftwood.drafters.lookups import combined_sources
+from draftwood.drafters.self_drafts import copied_as
 from draftwood.drafting import Drafter
 from draftwood.engine.memory import (
     automatic_cache_tokens,
@@ -34,18 +37,22 @@ def settle(config: EngineConfig, target: Checkpoint, drafter: str | Drafter) -> 
         return config
     draft, (free, total) = _draft_config(drafter, target.config), device_memory(config.torch_device())
     if not config.cache_tokens:
-        tokens = automatic_cache_tokens(target.config, draft, config, free, total)
+        tokens = automatic_cache_tokens(target.config, draft, config, free, total, copied_as(middle_of(drafter)))
         config = replace(config, cache_tokens=tokens)
-    check(plan_memory(target.config, draft, config, free, total))
+    check(plan_memory(target.config, draft, config, free, total, copied_as(middle_of(drafter))))
     return config
 
 
 def _draft_config(drafter: str | Drafter, target: ModelConfig) -> ModelConfig | None:
     """A model that needs about as much memory as the drafter will; a network counts for four of the target's layers."""
+    drafter = middle_of(drafter)
     if not isinstance(drafter, str):
         return None
     if drafter.partition(":")[0] == SUBSTITUTE:
         return target
+    if members := combined_sources(drafter):
+        configs = [config for name in members if (config := _draft_config(name, target)) is not None]
+        return max(configs, key=lambda config: config.num_layers * config.hidden_size**2, default=None)
     if drafter.startswith("model:"):
         return open_checkpoint(drafter.removeprefix("model:")).config
     folder = trained_folder(drafter)
@@ -66,5 +73,6 @@ def memory_explained(config: EngineConfig, target: Checkpoint, drafter: str | Dr
     except torch.OutOfMemoryError as error:
         give_back_memory()
         free, total = device_memory(config.torch_device())
-        plan = plan_memory(target.config, _draft_config(drafter, target.config), config, free, total)
+        draft = _draft_config(drafter, target.config)
+        plan = plan_memory(target.config, draft, config, free, total, copied_as(middle_of(drafter)))
         raise explain_out_of_memory(error, plan) from error

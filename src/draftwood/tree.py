@@ -39,6 +39,8 @@ class DraftLaw:
     draws: frozenset[Draw]
     chain: bool  # no node has two children
     paths: bool = False  # whole independent paths, merged where they agree; perhaps behind a trunk they share
+    grown: bool = False  # where nodes are drawn follows from what was drawn before them
+    grafted: bool = False  # which chosen nodes stand beside and behind drawn ones may depend on what was drawn
 
 
 POINT_CHAIN = DraftLaw(frozenset({Draw.POINT}), chain=True)

@@ -14,9 +14,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from draftwood.assembly import DEFAULT_TREE, build_grower, build_lookup, is_lookup, usual_tree
+from draftwood.assembly import build_grower, build_lookup, is_lookup
 from draftwood.config import EngineConfig
 from draftwood.drafters.none import NoDrafter
+from draftwood.drafters.self_drafts import is_self_draft
+from draftwood.drafters.trained import DEFAULT_TREE, usual_tree
 from draftwood.drafting import Drafter, Front, Grower, Proposal, Silent, State, Vocabulary
 from draftwood.engine.decode_step import Parts
 from draftwood.engine.graph_runner import GraphRunner, batch_state_for
@@ -39,7 +41,7 @@ class _Blank:
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         small = min(config.vocab_size, VOCABULARY)
-        self.config = replace(config.first(1), vocab_size=small)
+        self.config = replace(config.part([0]), vocab_size=small)
         self.name = "blank"
         self._dtype, self._device = dtype, device
 
@@ -113,7 +115,8 @@ def _known_already(drafter: str | Drafter, tree: str | None, vocabulary: int, co
         return NoDrafter()
     if is_lookup(drafter):
         return build_lookup(drafter, device)
-    usual = DEFAULT_TREE if drafter.startswith("model:") else usual_tree(Eagle3, device)
+    of_model = drafter.partition(":")[0] in ("model", "cascade") or is_self_draft(drafter)
+    usual = DEFAULT_TREE if of_model else usual_tree(Eagle3, device)
     return _Undecided(build_grower(tree or usual), vocabulary, config.torch_dtype())
 
 

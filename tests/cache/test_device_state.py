@@ -77,7 +77,7 @@ def test_a_row_forgets_the_edits_of_its_last_sequence() -> None:
     tables = state.edits
     assert tables.bias[0].count_nonzero() == 0
     assert tables.penalties[0].tolist() == [1, 0, 0]
-    assert tables.lengths[0].tolist() == [0, 2]
+    assert tables.lengths[0].tolist() == [0, 2, 0]
 
 
 def test_tables_grow_with_the_widest_request_and_say_so() -> None:

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -15,8 +16,8 @@ import torch
 
 from captured import Replayed
 from draftwood import LLM, EngineConfig, SamplingParams, calibration
-from draftwood.calibration import CONTEXTS, ROWS, calibrate, costs_path, default_controller, known_costs
-from draftwood.costs import StepCosts
+from draftwood.calibration import CONTEXTS, ROWS, assumed_costs, calibrate, costs_path, default_controller, known_costs
+from draftwood.costs import LIKE_OTHER_CPUS, StepCosts
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
 from draftwood.engine.controller import FixedBudget, MeasuredBudget, MeasuredTreeBudget
@@ -24,6 +25,7 @@ from draftwood.engine.engine import Engine
 from draftwood.engine.worker import ComputeThread
 from draftwood.errors import InvalidRequest
 from draftwood.model.runner import ModelRunner
+from draftwood.model.spec import ExpertsSpec, MlpSpec
 from draftwood.protocols import Load, StepMode
 from tiny import tiny_config, tiny_folder, tiny_runner
 
@@ -103,21 +105,40 @@ def test_the_name_holds_what_a_cost_depends_on(monkeypatch: pytest.MonkeyPatch) 
 
 def test_budgets_read_the_table_if_there_is_one() -> None:
     target = roomy(dtype=torch.float32)
-    assert isinstance(default_controller(target, NgramDrafter()), FixedBudget)
+    assert default_controller(target, NgramDrafter())._timing.costs.table is LIKE_OTHER_CPUS
     calibrate(target)
-    assert isinstance(default_controller(target, NgramDrafter()), MeasuredBudget)
+    assert default_controller(target, NgramDrafter())._timing.costs.table == known_costs(target)
     assert isinstance(default_controller(target, NoDrafter()), FixedBudget)
 
 
 def test_without_a_table_a_gpu_takes_its_rows_to_cost_what_they_cost_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Always guessing all would make a full batch slower than plain decoding."""
     monkeypatch.setattr(calibration, "known_costs", lambda _: None)
-    target: Any = SimpleNamespace(device=torch.device("cuda"))
+    target: Any = SimpleNamespace(device=torch.device("cuda"), model=SimpleNamespace(config=tiny_config()))
     chain, trees = default_controller(target, NgramDrafter()), default_controller(target, NgramDrafter(branches=3))
     assert isinstance(chain, MeasuredBudget)
     assert isinstance(trees, MeasuredTreeBudget)
     for controller in (chain, trees):
         assert "(assumed)" in str(controller.budget(Load(num_running=256, num_waiting=0, padded=True)).why)
+
+
+def test_rows_of_a_mixture_are_assumed_to_read_experts_of_their_own() -> None:
+    """Four experts of which each row reads two: one more row reads one more on average, until all are read."""
+    expert = MlpSpec(64, "silu")
+    dense = tiny_config()
+    layers = tuple(replace(layer, mlp=ExpertsSpec(4, 2, expert)) for layer in dense.layer_specs)
+    mixture: Any = SimpleNamespace(
+        device=torch.device("cpu"), model=SimpleNamespace(config=replace(dense, layers=layers))
+    )
+    plain: Any = SimpleNamespace(device=torch.device("cpu"), model=SimpleNamespace(config=dense))
+    assert assumed_costs(plain) is LIKE_OTHER_CPUS
+    own = assumed_costs(mixture)
+    extra = [own.at(rows) - LIKE_OTHER_CPUS.at(rows) for rows in (1, 2, 4, 64)]
+    assert own.assumed
+    assert extra[0] == pytest.approx(0)
+    assert extra[1] == pytest.approx(extra[3] / 2)
+    assert extra[2] == pytest.approx(0.875 * extra[3], rel=0.01)
+    assert 0 < extra[3] < 1
 
 
 def test_an_llm_calibrates_itself_and_answers_the_same(tmp_path: Path) -> None:
@@ -163,10 +184,10 @@ def test_an_implausible_table_is_not_used_and_is_replaced() -> None:
     path = poison(target)
     assert StepCosts.load(path) is not None, "it can be read"
     assert known_costs(target) is None
-    assert isinstance(default_controller(target, NgramDrafter()), FixedBudget)
+    assert default_controller(target, NgramDrafter())._timing.costs.assumed
     calibrate(target)
     assert known_costs(target) is not None
-    assert isinstance(default_controller(target, NgramDrafter()), MeasuredBudget)
+    assert not default_controller(target, NgramDrafter())._timing.costs.assumed
 
 
 class Busy:

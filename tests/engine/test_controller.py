@@ -8,7 +8,7 @@ import pytest
 
 from draftwood.costs import LIKE_OTHER_GPUS, StepCosts
 from draftwood.engine.controller import FixedBudget, MeasuredBudget, MeasuredTreeBudget
-from draftwood.engine.reasons import BestRate
+from draftwood.engine.reasons import RULE, BestRate, kind_of
 from draftwood.engine.timing import CorrectedCosts
 from draftwood.protocols import Budget, Load, StepReport
 
@@ -42,6 +42,18 @@ def test_decisions_are_explained_when_somebody_asks() -> None:
     assert (given_up.max_nodes, str(given_up.why)) == (0, "no nodes pay: 1.00 expected tokens in 1000.00 ms without")
     tree = MeasuredTreeBudget(FLAT, 8).budget(ALONE)
     assert str(tree.why) == f"up to 8 nodes: one more row pays from a chance of {tree.min_accept_prob:.2f}"
+
+
+def test_a_decision_says_what_it_expects_and_what_was_measured() -> None:
+    controller = MeasuredBudget(FLAT, 8)
+    for _ in range(30):
+        controller.observe(replace(report((8, 3)), step_seconds=FLAT.at(9)))
+        controller.observe(replace(report((0, 0)), step_seconds=FLAT.at(1)))
+    budget = controller.budget(ALONE)
+    assert kind_of(budget.why) == "best rate"
+    assert budget.gain.expected == pytest.approx(4 / FLAT.at(9), rel=0.05)
+    assert budget.gain.measured == pytest.approx(4 / FLAT.at(9), rel=0.05)
+    assert kind_of(FixedBudget(3).budget(ALONE).why) == RULE
 
 
 @pytest.mark.parametrize("kind", [MeasuredBudget, MeasuredTreeBudget])

@@ -10,17 +10,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 
-from draftwood.drafters.combined import CombinedDrafter
-from draftwood.drafters.recycling import RecyclingDrafter
+from draftwood.drafters.cascade import CascadeDrafter
+from draftwood.drafters.lookahead import LookaheadDrafter
+from draftwood.drafters.view import View, ViewDrafter, Window, first_layers, without_layers
 from draftwood.growers import (
     Beam,
     Best,
     BestFirst,
     Coupled,
+    Greedy,
     Hybrid,
     Independent,
     Levels,
@@ -28,6 +31,7 @@ from draftwood.growers import (
     StaticShape,
     WithoutReplacement,
     chain,
+    sequoia,
 )
 from draftwood.model.weights import FORMATS
 from draftwood.request import FinishReason, SamplingParams
@@ -35,26 +39,33 @@ from draftwood.train.online import LEARNT, AdaptConfig, Adapter, Contest
 from draftwood.train.optim import OptimConfig
 from draftwood.tree import DraftLaw, Draw
 from draftwood.verifiers import LAWS
+from seq2seq import seq2seq_folder, seq2seq_runner, source_of
 from tiny import (
     NETS,
     Ask,
     DraftMaker,
     Harness,
     Regime,
+    combining,
     expecting,
     generated,
     ngram,
     no_drafter,
     offering,
+    recycling,
+    rest,
+    rounded,
     scripted,
     suffix,
     tiny_config,
     tiny_runner,
     with_arrivals,
+    with_bridge,
     with_masks,
     with_model,
     with_net,
     with_student,
+    with_view,
 )
 
 V = 13
@@ -76,9 +87,15 @@ DRAFTERS: dict[str, DraftMaker] = {
     "ngram": ngram(nodes=4, longest=3, shortest=1),
     "ngram-tree": ngram(nodes=8, longest=3, shortest=1, branches=3),
     "suffix": suffix(nodes=7, longest=6, shortest=1, least=0.01, shared=400),
-    "recycling": lambda dtype: RecyclingDrafter(nodes=7, width=3, depth=4, least=0.01),
-    "combined": lambda dtype: CombinedDrafter(
-        [suffix(nodes=7, shortest=1, least=0.0)(dtype), ngram(nodes=5, shortest=1, branches=2)(dtype)], 7, 0.01
+    "recycling": recycling,
+    "lookahead": lambda dtype: LookaheadDrafter(width=3, length=3, guesses=3),
+    "rest": rest,
+    "combined": combining(suffix(nodes=7, shortest=1, least=0.0), recycling),
+    "combined-networks": combining(
+        with_net("eagle3", Beam(nodes=9, width=3, depth=3)), with_model(chain(3)), ngram(nodes=4, shortest=1), nodes=9
+    ),
+    "combined-drawn": combining(
+        recycling, with_model(Levels((2, 1), Independent())), with_model(Levels((1, 1), Independent()), noise=0.4)
     ),
     "model-chain": with_model(chain(4)),
     "model-static": with_model(Levels((3, 2, 1), Best())),
@@ -89,6 +106,8 @@ DRAFTERS: dict[str, DraftMaker] = {
     "model-iid": with_model(Levels((2, 2), Independent())),
     "model-without-replacement": with_model(Levels((3, 2, 1), WithoutReplacement())),
     "model-pairs": with_model(Levels((2, 2), WithoutReplacement())),
+    "model-sequoia": with_model(sequoia(9, 4, (50, 20, 10))),
+    "model-greedy": with_model(Greedy(9, 3)),
     "model-hybrid": with_model(Levels((3, 2, 1), Hybrid())),
     "model-paths": with_model(Paths(3, 3)),
     "model-delayed": with_model(Paths(2, 2, trunk=2)),
@@ -114,6 +133,18 @@ DRAFTERS: dict[str, DraftMaker] = {
     "kangaroo-tree": with_net("kangaroo", Levels((3, 2, 1), Best())),
     "kangaroo-sampled": with_net("kangaroo", Levels((1, 1, 1), Independent())),
     "model-other-family": with_model(Levels((2, 2), Best()), family="qwen3", layers=1),
+    "model-other-vocabulary": with_bridge(Levels((2, 1), WithoutReplacement())),
+    "view-int4-beam": with_view(View(without_layers((0,)), rounded("w4a8")), Beam(nodes=9, width=3, depth=3)),
+    "view-window": with_view(View(window=Window(4, 4)), BestFirst(nodes=9, width=3, forwards=3)),
+    "offered-views": offering(
+        with_view(View(first_layers(1)), Levels((1, 1, 1), Independent())),
+        with_view(View(window=Window(0, 4)), chain(4)),
+        with_model(chain(3)),
+        suffix(nodes=4, shortest=1, least=0.0),
+    ),
+    "cascade-view": lambda dtype: CascadeDrafter(
+        suffix(nodes=5, shortest=1, least=0.0)(dtype), ViewDrafter(View(without_layers((0,))), chain(1)), 5, 2, 3
+    ),
     "predicted": expecting(no_drafter, lambda prompt: nearly_right(tuple(prompt))),
     "predicted-model-iid": expecting(
         with_model(Levels((2, 2), Independent())), lambda prompt: nearly_right(tuple(prompt))
@@ -126,6 +157,9 @@ DRAFTERS: dict[str, DraftMaker] = {
     ),
     "offered-suffix": offering(
         suffix(nodes=6, shortest=1, least=0.0), with_model(chain(3)), ngram(nodes=3, longest=3, shortest=1)
+    ),
+    "offered-combined": offering(
+        combining(with_model(chain(3)), recycling), with_model(chain(3)), suffix(nodes=6, shortest=1, least=0.0)
     ),
     "offered-sampled": offering(with_model(Levels((1, 1, 1), Independent())), ngram(nodes=3, longest=3, shortest=1)),
 }
@@ -289,6 +323,40 @@ def test_every_weight_format_is_a_target_of_its_own(weights: str, name: str, tem
     target = tiny_runner(config, dtype=torch.float32, weights=weights, num_pages=16)
     drafter = DRAFTERS[name](torch.float32)
     answers = Harness(target, drafter, LAWS["match"](), Regime(max_rows=24, num_pages=16)).run(asks)
+    assert generated(answers) == wanted
+
+
+def translations() -> list[Ask]:
+    """Sources of several lengths, some of them the same, behind which texts begin in several ways."""
+    return [
+        replace(ask, source=source_of("t5", i % 3), params=replace(ask.params, max_tokens=5 + i))
+        for i, ask in enumerate(requests(1.0)[:5])
+    ]
+
+
+@pytest.fixture(scope="module")
+def translator(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[int]]]:
+    """An encoder-decoder, and what it says of each source alone."""
+    folder = seq2seq_folder(tmp_path_factory.mktemp("t5"), "t5")
+    target, plain = seq2seq_runner(folder), no_drafter(torch.float64)
+    return folder, [generated(Harness(target, plain, LAWS["match"]()).run([ask]))[0] for ask in translations()]
+
+
+BEHIND_ENCODERS = (
+    *("none", "scripted-bushy", "ngram", "ngram-tree", "suffix", "recycling", "combined", "model-static", "model-iid"),
+    *("pard-tree", "predicted-model-iid", "offered-suffix"),
+)
+
+
+@pytest.mark.parametrize("name", BEHIND_ENCODERS)
+def test_a_decoder_behind_an_encoder_is_a_target_like_any_other(
+    translator: tuple[Path, list[list[int]]], name: str
+) -> None:
+    """Draft models without an encoder read sources as text."""
+    folder, wanted = translator
+    regime = Regime(max_rows=24, num_pages=20)
+    target = seq2seq_runner(folder, num_pages=regime.num_pages)
+    answers = Harness(target, DRAFTERS[name](torch.float64), LAWS["match"](), regime).run(translations())
     assert generated(answers) == wanted
 
 

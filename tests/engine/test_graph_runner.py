@@ -12,7 +12,10 @@ import torch
 from captured import DEVICE, GPU, CapturedHarness, runner
 from draftwood.assembly import offer
 from draftwood.cache.batch_state import BIASES, STOPS
+from draftwood.drafters.cascade import CascadeDrafter
 from draftwood.drafters.combined import CombinedDrafter
+from draftwood.drafters.intersection import Bridge, IntersectionDrafter
+from draftwood.drafters.lookahead import LookaheadDrafter
 from draftwood.drafters.lookup import LookupDrafter
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
@@ -21,18 +24,31 @@ from draftwood.drafters.pard import ParallelDrafter
 from draftwood.drafters.recycling import RecyclingDrafter
 from draftwood.drafters.scripted import ScriptedDrafter
 from draftwood.drafters.suffix import SuffixDrafter
+from draftwood.drafters.view import View, ViewDrafter, Window, without_layers
 from draftwood.drafting import padded_batch
 from draftwood.engine import shapes
 from draftwood.engine.controller import FixedBudget
 from draftwood.engine.shapes import EVERYTHING, LONG_TABLES, ShapePlan, StepShape
-from draftwood.growers import Beam, BestFirst, Coupled, Hybrid, Independent, Levels, Paths, WithoutReplacement, chain
+from draftwood.growers import (
+    Beam,
+    BestFirst,
+    Coupled,
+    Greedy,
+    Hybrid,
+    Independent,
+    Levels,
+    Paths,
+    WithoutReplacement,
+    chain,
+    sequoia,
+)
 from draftwood.growers.pickers import Best
 from draftwood.protocols import StepMode, TimedStep
 from draftwood.request import FinishReason, SamplingParams
 from draftwood.train.online import AdaptConfig, Adapter
 from draftwood.train.optim import OptimConfig
 from draftwood.verifiers import LAWS
-from tiny import Ask, Harness, Regime, TinyCheckpoint, generated, with_arrivals, with_net
+from tiny import Ask, Harness, Regime, TinyCheckpoint, generated, rest, with_arrivals, with_net
 
 GREEDY = StepMode(greedy=True)
 
@@ -65,8 +81,21 @@ DRAFTERS = {
     "branches": lambda **_: NgramDrafter(nodes=6, longest=3, shortest=1, branches=3),
     "suffix": lambda **_: SuffixDrafter(nodes=7, longest=6, shortest=1, least=0.01, shared=400),
     "recycling": lambda **_: RecyclingDrafter(nodes=7, width=3, depth=4, least=0.01),
+    "lookahead": lambda **_: LookaheadDrafter(width=3, length=3, guesses=3),
+    "rest": lambda **_: rest(torch.float64),
     "combined": lambda **_: CombinedDrafter(
-        [SuffixDrafter(6, shortest=1, least=0.0), NgramDrafter(4, 3, 1, 2)], 6, 0.01
+        [SuffixDrafter(6, shortest=1, least=0.0), RecyclingDrafter(6, width=3, depth=4, least=0.0)], 6, 0.01
+    ),
+    "combined models": lambda **kw: CombinedDrafter(
+        [draft(chain(3), **kw), draft(Beam(7, 2, 3), **kw), LookupDrafter(nodes=4, longest=3)], 9, 0.01
+    ),
+    "combined nets": lambda **_: CombinedDrafter(
+        [feature_drafter("eagle31", Beam(7, 2, 3)), feature_drafter("kangaroo", chain(3)), NgramDrafter(4, 3, 1, 2)],
+        9,
+        0.01,
+    ),
+    "combined drawn": lambda **kw: CombinedDrafter(
+        [RecyclingDrafter(6, width=3, depth=4, least=0.0), draft(Levels((2, 1), Independent()), **kw)], 7, 0.01
     ),
     "scripted": lambda **_: ScriptedDrafter(lambda tokens: [[1, 2, 3], [5, tokens[-1] % 13], [5, 5]], 7),
     "scripted chain": lambda **_: ScriptedDrafter(lambda tokens: [[t % 13 for t in tokens[-3:]]], 4, chain=True),
@@ -78,9 +107,24 @@ DRAFTERS = {
     "sampled": lambda **kw: draft(Levels((1, 1, 1), Independent()), **kw),
     "independent": lambda **kw: draft(Levels((2, 2), Independent()), **kw),
     "without replacement": lambda **kw: draft(Levels((3, 2), WithoutReplacement()), **kw),
+    "sequoia": lambda **kw: draft(sequoia(4, 2, (50, 20)), **kw),
+    "greedy": lambda **kw: draft(Greedy(7, 3), **kw),
     "hybrid": lambda **kw: draft(Levels((3, 2), Hybrid()), **kw),
     "paths": lambda **kw: draft(Paths(3, 2, trunk=1), **kw),
+    "view": lambda **_: ViewDrafter(View(without_layers((0,))), chain(4)),
+    "view window beam": lambda **_: ViewDrafter(View(window=Window(4, 4)), Beam(9, 3, 3)),
+    "cascade": lambda **_: CascadeDrafter(
+        RecyclingDrafter(4, 2, 2, 0.0), ViewDrafter(View(without_layers((0,))), chain(1)), nodes=6, rounds=2, ahead=3
+    ),
+    "cascade of host trees": lambda **kw: CascadeDrafter(
+        SuffixDrafter(5, shortest=1, least=0.0), draft(chain(1), **kw), nodes=5, rounds=2, ahead=4
+    ),
     "pard": lambda num_pages=200: ParallelDrafter(runner(0.2, num_pages), chain(4), mask=5, guesses=4),
+    "other vocabulary": lambda num_pages=200: IntersectionDrafter(
+        runner(0.2, num_pages),
+        Beam(7, 2, 3),
+        Bridge(torch.arange(11), torch.arange(11), torch.arange(13).clamp(max=10)),
+    ),
     "eagle3": lambda **_: feature_drafter("eagle3", chain(4)),
     "eagle3 tree": lambda **_: feature_drafter("eagle31", Levels((2, 2, 1), Best())),
     "eagle3 hybrid": lambda **_: feature_drafter("eagle3", Levels((2, 2, 1), Hybrid())),
@@ -400,6 +444,18 @@ def test_sequences_share_the_rows_of_a_step(name: str, temperature: float) -> No
     assert max(drafted) > min(drafted)
 
 
+@pytest.mark.parametrize("name", ["eagle3 beam", "beam"])
+def test_corrected_chances_change_no_token(name: str) -> None:
+    """The answers stay those of plain decoding while corrections are learnt; and they are learnt."""
+    wanted = asks(1.0)
+    harness = CapturedHarness(DRAFTERS[name](), "match")
+    harness.engine.controller = FixedBudget(2)
+    for _ in range(2):
+        assert generated(harness.run(wanted)) == plain(wanted)
+    learnt = harness.runner.parts.survival._counts
+    assert sum(float(counts[0].sum()) for counts in learnt.values()) > 10
+
+
 def test_whose_text_cannot_be_guessed_gives_its_rows_to_others() -> None:
     guessed, strange = (1, 2, 3), (5, 6, 7)
 
@@ -417,7 +473,17 @@ def test_whose_text_cannot_be_guessed_gives_its_rows_to_others() -> None:
 
 # --- laws, and what else must hold
 
-DRAWN = ("sampled", "independent", "without replacement", "hybrid", "paths", "tree", "coupled", "eagle3 hybrid")
+DRAWN = (
+    "sampled",
+    "greedy",
+    "independent",
+    "without replacement",
+    "hybrid",
+    "paths",
+    "tree",
+    "coupled",
+    "eagle3 hybrid",
+)
 
 
 def lawful() -> list[tuple[str, str]]:

@@ -21,7 +21,7 @@ from draftwood.errors import (
 )
 from tiny import tiny_folder
 
-SMALL = EngineConfig(cache_tokens=2048, page_size=16, threads=1)
+SMALL = EngineConfig(cache_tokens=2048, page_size=16, threads=1, controller="fixed")
 PROMPTS = ["the cat sat on the mat", "abcabcabc", "x"]
 
 
@@ -244,7 +244,8 @@ def test_bad_words_are_never_written(llm: LLM) -> None:
         (
             {"drafter": "psychic"},
             InvalidRequest,
-            "none, ngram, suffix, recycling, combined, block, eagle3, hydra, medusa, student, model:NAME",
+            "none, ngram, suffix, recycling, lookahead, rest, combined, cascade, early-exit, layer-skip, self-int8, "
+            "self-int4, window, block, eagle3, hydra, medusa, student, model:",
         ),
         ({"drafter": "ngram:colour=3"}, InvalidRequest, "no setting 'colour'"),
         ({"drafter": "ngram:nodes=many"}, InvalidRequest, "another kind of value"),
@@ -275,6 +276,8 @@ TREES = {  # shape -> the law it gets if none is named
     "sampled": "layer",
     "hybrid": "layer",
     "without-replacement": "traversal",
+    "sequoia:nodes=6,depth=3": "traversal",
+    "greedy:nodes=6,forwards=3": "traversal",
     "paths:paths=3,depth=2": "layer-kseq",
     "paths:paths=2,depth=2,trunk=2": "layer-kseq",
     "paths:paths=1": "block",
@@ -312,12 +315,40 @@ def test_the_coupled_law_brings_its_tree(folder: Path, llm: LLM) -> None:
         assert stats.steps <= 4
 
 
-def test_another_vocabulary_cannot_draft(folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tree", [None, "sampled-chain"])
+def test_a_model_of_another_vocabulary_drafts_and_the_log_says_how(
+    folder: Path, llm: LLM, tmp_path: Path, tree: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same model, whose tokens are called otherwise: the guesses it can make are all right."""
     other = tiny_folder(tmp_path / "other")
     text = (other / "tokenizer.json").read_text()
     (other / "tokenizer.json").write_text(text.replace('"!"', '"swapped"'))
-    with pytest.raises(IncompatibleParts, match="vocabularies differ"):
-        LLM(folder, drafter=f"model:{other}", config=SMALL)
+    params = SamplingParams(max_tokens=12, temperature=0.0 if tree is None else 1.0, seed=3)
+    with (
+        caplog.at_level("INFO"),
+        LLM(folder, drafter=f"model:{other}", tree=tree, law="match", config=SMALL) as drafted,
+    ):
+        got = drafted.generate(PROMPTS, params)
+    assert "different vocabularies: it drafts token by token" in caplog.text
+    assert [r.token_ids for r in got] == [r.token_ids for r in llm.generate(PROMPTS, params)]
+    assert sum(r.stats.accepted for r in got) > 0
+
+
+def test_combinations_of_all_kinds_by_name(folder: Path, llm: LLM) -> None:
+    params = SamplingParams(max_tokens=20)
+    wanted = [r.token_ids for r in llm.generate(PROMPTS, params)]
+    spec = f"combined:model:{folder}+suffix+recycling,nodes=6"
+    with LLM(folder, drafter=spec, tree="beam:nodes=6,width=2", offers=["combined"], config=SMALL) as combined:
+        for name in (None, "combined"):
+            got = combined.generate(PROMPTS, replace(params, drafter=name))
+            assert [r.token_ids for r in got] == wanted
+            assert sum(r.stats.accepted for r in got) > 0
+    for wrong, words in (("suffix+suffix", "different drafters"), ("suffix+psychic", "Unknown drafter 'psychic'")):
+        with pytest.raises(InvalidRequest, match=words):
+            LLM(folder, drafter=f"combined:{wrong}", config=SMALL)
+    for wrong, words in (("colour=3", "no setting 'colour'"), ("nodes=0", "at least one node"), ("nodes=x", "whole")):
+        with pytest.raises(InvalidRequest, match=words):
+            LLM(folder, drafter=f"combined:model:{folder}+suffix,{wrong}", config=SMALL)
 
 
 def test_an_unknown_tree_is_refused(folder: Path) -> None:

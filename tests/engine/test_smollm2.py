@@ -45,7 +45,7 @@ HF_CONFIG = {
     "rope_theta": 100000.0,
     "tie_word_embeddings": True,
 }
-CONFIG = EngineConfig(cache_tokens=4096, threads=1, weights="float32")
+CONFIG = EngineConfig(cache_tokens=4096, threads=1, weights="float32", controller="fixed")
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def test_the_shipped_drafter_guesses_well() -> None:
 @pytest.mark.parametrize("weights", ["stored", "bfloat16", "int8", "w8a8", "w4a8"])
 def test_every_weight_format_is_a_target_of_its_own(weights: str) -> None:
     """Strictly: together and with guesses gives the bits of alone and without."""
-    config = EngineConfig(cache_tokens=4096, threads=1, weights=weights, strict=True)
+    config = EngineConfig(cache_tokens=4096, threads=1, weights=weights, strict=True, controller="fixed")
     with LLM("smollm2", config=config) as llm:
         alone = [llm.generate([prompt], params(0.8))[0].token_ids for prompt in PROMPTS]
     with LLM("smollm2", drafter="ngram:nodes=12,shortest=1,branches=3", config=config) as llm:
@@ -147,7 +147,7 @@ def test_stored_weights_are_the_files_own(plain: LLM) -> None:
 def test_a_long_prompt_in_chunks(plain: LLM) -> None:
     """1,500 tokens of prompt, read in chunks of different sizes, give the same answer."""
     text = SUMMARY[0]["content"] * 23
-    short = EngineConfig(cache_tokens=4096, threads=1, max_rows=100, weights="float32")
+    short = EngineConfig(cache_tokens=4096, threads=1, max_rows=100, weights="float32", controller="fixed")
     want = plain.generate(text, SamplingParams(max_tokens=12)).token_ids
     with LLM("smollm2", drafter="ngram", config=short) as llm:
         result = llm.generate(text, SamplingParams(max_tokens=12))

@@ -19,7 +19,9 @@ from draftwood.drafting import Grower
 from draftwood.errors import DraftwoodError
 from draftwood.growers import (
     Beam,
+    Best,
     BestFirst,
+    Greedy,
     Hybrid,
     Independent,
     Levels,
@@ -33,6 +35,7 @@ from draftwood.verifiers import LAWS, NodeLaw, gbv
 from enumeration import (
     Drafts,
     Enumerator,
+    Grafted,
     Rows,
     TableModel,
     aligned_rows,
@@ -95,6 +98,10 @@ TREES = {
     "without-replacement-of-three": Case(Levels((3,), WithoutReplacement()), 4),
     "without-replacement-beyond-support": Case(Levels((3, 1), WithoutReplacement()), 2),
     "without-replacement-cut": Case(Levels((2, 2), WithoutReplacement()), 3, nodes=3),
+    "greedy": Case(Greedy(3, 3), 3),
+    "greedy-in-rounds": Case(Greedy(4, 2), 3),
+    "greedy-beyond-support": Case(Greedy(4, 4), 2),
+    "sequoia": Case(StaticShape(((0,), (1,), (0, 0)), WithoutReplacement()), 3),
     "hybrid": Case(Levels((2, 1), Hybrid()), 3),
     "hybrid-of-three": Case(Levels((3,), Hybrid()), 4),
     "hybrid-cut": Case(Levels((2, 2), Hybrid()), 3, nodes=4),
@@ -111,9 +118,14 @@ TREES = {
     "three-paths-cut": Case(Paths(3, 2), 2, nodes=4),
     "delayed": Case(Paths(2, 1, trunk=1), 2),
     "delayed-paths": Case(Paths(2, 2, trunk=1), 2),
+    "grafted-chain": Case(Grafted(Levels((1, 1), Independent()), Levels((2, 1), Best()), 5), 3),
+    "grafted-iid": Case(Grafted(Levels((2, 1), Independent()), Levels((2, 1), Best()), 7), 3),
+    "grafted-without-replacement": Case(Grafted(Levels((2, 1), WithoutReplacement()), Levels((2, 1), Best()), 6), 3),
+    "grafted-hybrid": Case(Grafted(Levels((2, 1), Hybrid()), Levels((1, 2), Best()), 6), 3),
 }
 # Few draft trees, so that all draws of a round can be followed one by one.
 SMALL = (
+    "grafted-chain",
     "chain",
     "sampled-chain",
     "iid",

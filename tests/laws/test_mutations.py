@@ -16,7 +16,17 @@ import torch
 from torch import Tensor
 
 from draftwood.drafting import Grower
-from draftwood.growers import Best, Children, Coupled, Frontier, Independent, Levels, Paths, WithoutReplacement
+from draftwood.growers import (
+    Best,
+    ChildPicker,
+    Children,
+    Coupled,
+    Frontier,
+    Independent,
+    Levels,
+    Paths,
+    WithoutReplacement,
+)
 from draftwood.ops.residual import Draws, Rejected
 from draftwood.rng import Purpose, derive, round_keys
 from draftwood.shape import TreeShape
@@ -26,6 +36,7 @@ from draftwood.verifiers import law as verifiers_law
 from enumeration import (
     Drafts,
     Enumerator,
+    Grafted,
     Rows,
     TableModel,
     constant,
@@ -400,3 +411,13 @@ def test_the_same_noise_for_two_siblings(monkeypatch: pytest.MonkeyPatch) -> Non
     for measure in (lambda: drafts_of(PAIR, q), lambda: round_law(PAIR, LAWS["walk"](), p, q)):
         with pytest.raises(AssertionError, match="share a key"):
             measure()
+
+
+@pytest.mark.parametrize("law", ["walk", "traversal", "layer"])
+@pytest.mark.parametrize("picker", [Independent(), WithoutReplacement()])
+def test_drawn_nodes_that_chosen_ones_may_push_out(law: str, picker: ChildPicker) -> None:
+    """Grafting by how likely nodes are, draws included."""
+    for judged in (False, True):
+        grafted = Grafted(Levels((2,), picker), Levels((2,), Best()), 2 + (not judged), judged)
+        error = worst_error(LAWS[law](), grafted)
+        assert error > 1e-3 if judged else error <= 1e-12

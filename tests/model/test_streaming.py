@@ -209,7 +209,7 @@ def test_resident_layers_are_shared_and_not_copied() -> None:
     part = target.substituted(checkpoint_of(), FORMATS["int4"])
     assert [part.layers.get(i) is target.layers.get(i) for i in range(LAYERS)] == [True, True, False, False, False]
     with pytest.raises(InvalidRequest, match="lower offload"):
-        target.first(3)
+        target.part(range(3))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -74,12 +74,12 @@ def test_one_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])  # of which the second is run by our own kernels
-@pytest.mark.parametrize("family", ["llama", "mistral"])  # the second looks back through windows
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss"])  # windows; sinks and mixtures of experts
 def test_first_layers_make_what_they_make_in_the_whole(dtype: torch.dtype, family: str) -> None:
     whole, other = (tiny_runner(tiny_config(family, layers=3), dtype=dtype) for _ in range(2))
     tokens = [3, 5, 1, 12, 7, 7, 2, 0, 9, 4, 11, 6, 3, 8]
     features = []
-    for runner, model in ((whole, whole.model), (other, other.model.first(2))):
+    for runner, model in ((whole, whole.model), (other, other.model.part(range(2)))):
         runner.cache.tables.open(1, [])
         assert runner.cache.tables.reserve(1, len(tokens))
         batch = runner.cache.stage_text([Span(1, tokens, 0, len(tokens))])

@@ -12,7 +12,7 @@ from draftwood.drafters.pard import ParallelDrafter
 from draftwood.errors import IncompatibleParts
 from tiny import tiny_folder
 
-CONFIG = EngineConfig(device="cpu", dtype="float64", cache_tokens=2048)
+CONFIG = EngineConfig(device="cpu", dtype="float64", cache_tokens=2048, controller="fixed")
 
 
 def marked(folder: Path, mask: object) -> Path:

@@ -79,6 +79,9 @@ def test_figures_follow_the_work(served: Serving) -> None:
         "least_chance": 0.0,
         "name": "FixedBudget",
         "why": "always 8 nodes",
+        "reason": "rule",
+        "expected_gain": None,
+        "measured_gain": None,
     }
     assert after["last_step"] == {
         "sequences": 1,

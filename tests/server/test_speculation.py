@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -192,3 +193,46 @@ def test_metrics_count_what_happened(served: Serving, client: openai.OpenAI) -> 
     assert figure("spec_decode_num_accepted_tokens_per_pos_total") - positions == block["num_accepted_draft_tokens"]
     assert served.idle()
     assert figure("num_requests_running") == figure("kv_cache_usage_perc") == 0
+
+
+def test_decisions_are_counted_by_their_reasons(served: Serving, client: openai.OpenAI) -> None:
+    def lines() -> dict[str, float]:
+        with served.http() as http:
+            page = http.get("/metrics").text.splitlines()
+        told = (line.rsplit(" ", 1) for line in page if line.startswith("draftwood:controller_"))
+        return {name: float(value) for name, value in told}
+
+    decided = f'draftwood:controller_decisions_total{{model_name="{NAME}",reason="rule"}}'
+    before = lines().get(decided, 0.0)
+    chat(client, {}, temperature=0)
+    after = lines()
+    assert after[decided] > before
+    assert after[f'draftwood:controller_nodes{{model_name="{NAME}"}}'] > 0
+    assert math.isnan(after[f'draftwood:controller_expected_gain{{model_name="{NAME}"}}']), (
+        "a fixed size expects nothing"
+    )
+
+
+def test_promises_are_counted_and_priorities_accepted(served: Serving, client: openai.OpenAI) -> None:
+    """A promise of an hour is kept, one of a nanosecond is not; neither changes an answer."""
+
+    def figures() -> dict[str, float]:
+        with served.http() as http:
+            lines = http.get("/metrics").text.splitlines()
+        return {line.split(" ")[0]: float(line.split()[-1]) for line in lines if line.startswith("draftwood:slo_")}
+
+    before = figures()
+    texts = set()
+    for slo in ({}, {"ttft_ms": 3.6e6, "tpot_ms": 1e-6}):
+        body = {"slo": slo, "priority": -3}
+        got = client.chat.completions.create(
+            model=NAME, messages=MESSAGES, max_tokens=20, temperature=0, extra_body=body
+        )
+        texts.add(got.choices[0].message.content)
+    assert len(texts) == 1
+    gained = {name: value - before.get(name, 0.0) for name, value in figures().items() if "_total" in name}
+    counted = sorted((name.partition("{")[0], name.partition('promise="')[2][:4]) for name, n in gained.items() if n)
+    assert counted == [("draftwood:slo_kept_total", "ttft"), ("draftwood:slo_violated_total", "tpot")]
+    for wrong in ({"slo": {"tpot_ms": 0}}, {"slo": {"tpot": 5}}, {"priority": 101}):
+        with pytest.raises(openai.BadRequestError):
+            client.chat.completions.create(model=NAME, messages=MESSAGES, max_tokens=4, extra_body=wrong)

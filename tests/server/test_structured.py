@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from draftwood.engine.images import ImageReader
 from draftwood.errors import GrammarError
 from draftwood.model.grammar import LONGEST, Grammars, json_grammar
 from draftwood.model.tokenizer import Tokenizer
@@ -174,7 +175,8 @@ def test_a_template_that_knows_tools_is_told_about_them(tmp_path: Path) -> None:
         {"role": "tool", "content": "sunny", "tool_call_id": "1"},
     ]
     request = ChatRequest.model_validate({"messages": talk, "tools": [WEATHER]})
-    tokens = tokenizer.encode(chat_text(tokenizer, request.messages, ToolBox.of(request)), special=False)
+    text, _ = chat_text(tokenizer, request.messages, ToolBox.of(request), ImageReader(None))
+    tokens = tokenizer.encode(text, special=False)
     assert tokenizer.decode(tokens) == "[weather ]user:hiassistant:(weather Rome)tool:sunny"
 
 

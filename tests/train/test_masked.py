@@ -148,7 +148,7 @@ def test_every_depth_learns(make: Callable[[], BehindMasks]) -> None:
 
 def test_what_is_exported_guesses_behind_masks(tmp_path: Path) -> None:
     folder = tiny_folder(tmp_path / "target")
-    config = EngineConfig(device="cpu", dtype="float64", cache_tokens=2048)
+    config = EngineConfig(device="cpu", dtype="float64", cache_tokens=2048, controller="fixed")
     params = SamplingParams(max_tokens=20, ignore_eos=True)
     with LLM(folder, config=config) as plain:
         wanted = [result.token_ids for result in plain.generate(["abc", "the cat"], params)]

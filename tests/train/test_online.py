@@ -334,7 +334,7 @@ def test_impossible_settings_are_refused(wrong: dict[str, float]) -> None:
 # --- a whole LLM
 
 
-SMALL = EngineConfig(device="cpu", cache_tokens=4096, page_size=16, threads=1)
+SMALL = EngineConfig(device="cpu", cache_tokens=4096, page_size=16, threads=1, controller="fixed")
 SETTINGS = {"eagle3": {"reads": 2}, "student": {"layers": 1}}
 
 

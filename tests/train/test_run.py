@@ -127,7 +127,7 @@ def test_every_method_ends_in_a_drafter_that_decodes(method: str, target: str, p
     asked = ["What is 3 + 4?", "Once upon a time"]
     with LLM(target, config=EngineConfig(device="cpu")) as plain:
         expected = [r.token_ids for r in plain.generate(asked, params)]
-    with LLM(target, drafter=str(drafter), config=EngineConfig(device="cpu")) as llm:
+    with LLM(target, drafter=str(drafter), config=EngineConfig(device="cpu", controller="fixed")) as llm:
         found = llm.generate(asked, params)
         assert llm.engine.drafter.max_nodes > 0
     assert [r.token_ids for r in found] == expected

@@ -33,6 +33,8 @@ class RowSettings:
     max_length: int  # tokens of prompt and answer together
     max_depth: int  # draft tokens one behind the other
     stop_ids: frozenset[int] = frozenset()  # that its `min_tokens` defers
+    source_length: int = 0  # first tokens that an encoder reads
+    turn_shift: int = 0  # what images add to the positions of the tokens behind them, for rotation
 
     @property
     def edits(self) -> bool:
@@ -93,7 +95,7 @@ class _EditTables:
         self.bias_tokens, self.bias = self._room(BIASES, torch.int64), self._room(BIASES, torch.float64)
         self.stop_tokens = self._room(STOPS, torch.int64)
         self.penalties = torch.tensor([NO_EDITS] * rows, dtype=torch.float64, device=device)
-        self.lengths = torch.zeros(rows, 2, dtype=torch.int64, device=device)  # minimum length, prompt length
+        self.lengths = torch.zeros(rows, 3, dtype=torch.int64, device=device)  # minimum, of the prompt, of the source
         self.version = 0  # changes when a table moves: captured steps know addresses
         self._dirty: set[int] = set()
 
@@ -111,7 +113,7 @@ class _EditTables:
             (self.bias, list(params.logit_bias.values())),
             (self.stop_tokens, stops + stops[:1] * (self.stop_tokens.shape[1] - len(stops))),
             (self.penalties, [params.repetition_penalty, params.presence_penalty, params.frequency_penalty]),
-            (self.lengths, [settings.prompt_length + params.min_tokens if stops else 0, settings.prompt_length]),
+            (self.lengths, _bounds(settings, deferring=bool(stops))),
         ):
             table[row] = 0
             table[row, : len(values)] = torch.tensor(values, dtype=table.dtype)
@@ -129,10 +131,25 @@ class _EditTables:
             self.version += 1
 
 
+def _bounds(settings: RowSettings, *, deferring: bool) -> list[int]:
+    shortest = settings.prompt_length + settings.params.min_tokens if deferring else 0
+    return [shortest, settings.prompt_length, settings.source_length]
+
+
 class BatchState:
     """Device state of `capacity` sequences, and a padding row for batches that are not full."""
 
-    def __init__(self, capacity: int, max_length: int, page_size: int, scratch_page: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        max_length: int,
+        page_size: int,
+        scratch_page: int,
+        device: torch.device,
+        *,
+        has_sources: bool = False,
+        has_turns: bool = False,
+    ) -> None:
         rows, pages = capacity + 1, -(-max_length // page_size)
         self.device = device
         self.capacity = capacity
@@ -144,6 +161,10 @@ class BatchState:
         self.sampling = torch.ones(rows, 4, dtype=torch.float64, device=device)  # temperature, top k, top p, min p
         self.limits = torch.zeros(rows, 2, dtype=torch.int64, device=device)  # longest text, deepest tree
         self.salt = torch.full((rows,), -1, dtype=torch.int64, device=device)
+        # First tokens that an encoder reads; None: there is no encoder.
+        self.source_length = torch.zeros(rows, dtype=torch.int64, device=device) if has_sources else None
+        # What is added to positions for rotation; None: images have no rows and columns.
+        self.turn_shift = torch.zeros(rows, dtype=torch.int64, device=device) if has_turns else None
         self.edits = _EditTables(rows, device)
         self._scratch_page = scratch_page
         self._free = list(range(capacity))[::-1]
@@ -168,6 +189,10 @@ class BatchState:
         salt = salt_number(params.cache_salt)
         numbers = self._upload([len(tokens), settings.seed, salt, settings.max_length, settings.max_depth])
         self.length[row], self.seed[row], self.salt[row], self.limits[row] = *numbers[:3], numbers[3:]
+        if self.source_length is not None:
+            self.source_length[row] = settings.source_length
+        if self.turn_shift is not None:
+            self.turn_shift[row] = settings.turn_shift
         self.sampling[row] = self._upload((params.temperature, *Truncation.limits(params)), torch.float64)
         self.edits.write(row, settings)
 
@@ -224,6 +249,8 @@ class BatchState:
             law=law if len(mode.laws) > 1 else None,
             drafter=drafter if len(mode.drafters) > 1 else None,
             edits=self._edits(rows[inputs.edited], inputs.edited, lengths) if len(inputs.edited) else None,
+            source_lengths=None if self.source_length is None else self.source_length[rows],
+            turn_shifts=None if self.turn_shift is None else self.turn_shift[rows],
         )
 
     def _max_depth(self, rows: Tensor, lengths: Tensor) -> Tensor:
@@ -232,7 +259,7 @@ class BatchState:
 
     def _edits(self, rows: Tensor, which: Tensor, lengths: Tensor) -> LogitEdits:
         tables = self.edits
-        min_lengths, prompt_lengths = tables.lengths[rows].unbind(1)
+        min_lengths, prompt_lengths, source_lengths = tables.lengths[rows].unbind(1)
         return LogitEdits(
             which=which,
             bias_tokens=tables.bias_tokens[rows],
@@ -240,6 +267,7 @@ class BatchState:
             penalties=tables.penalties[rows],
             stop_tokens=tables.stop_tokens[rows],
             min_lengths=min_lengths,
+            source_lengths=source_lengths,
             prompt_lengths=prompt_lengths,
             lengths=lengths[which],
             history=self.history[rows],

@@ -93,6 +93,7 @@ class KVCache:
         table = self.block_table(spans, device)
         base = torch.tensor([span.end for span in spans], device=device)
         ends = [0, *itertools.accumulate(span.end - span.start for span in spans)]
+        embed_rows, embeds = _given_embeddings(spans, ends, device)
         return ForwardBatch(
             tokens=tokens,
             positions=index,
@@ -107,6 +108,13 @@ class KVCache:
             max_rows=max((span.end - span.start for span in spans), default=0),
             linear=True,
             pieces=tuple((span.start, span.end) for span in spans),
+            source_lengths=_source_lengths(spans, device),
+            unread=tuple(
+                (i, s.source) for i, s in enumerate(spans) if s.source is not None and s.start < len(s.source)
+            ),
+            turns=_turns(spans, device),
+            embed_rows=embed_rows,
+            embeds=embeds,
         )
 
     def keep(self, block_table: Tensor, base: Tensor, index: Tensor, length: Tensor, *, chain: bool = False) -> None:
@@ -149,6 +157,17 @@ class Places:
     shift: int = 0  # to be added to index and position
 
 
+def behind_last(places: Places, count: int) -> Places:
+    """Places of the text's last `count` tokens, and of nodes behind it."""
+    size, rows = places.index.shape
+    assert places.ancestors is not None
+    steps = torch.arange(-count, 0, device=places.index.device).expand(size, -1)
+    words = places.ancestors.shape[1]
+    bits = torch.nn.functional.pad(places.ancestors.view(size, rows, words), (0, 0, count, 0))
+    index, position = (torch.cat([steps, own], 1) for own in (places.index, places.position))
+    return replace(places, index=index, position=position, ancestors=bits.flatten(0, 1))
+
+
 def stage_behind(
     lengths: Tensor,
     block_table: Tensor,
@@ -157,6 +176,7 @@ def stage_behind(
     page_size: int,
     max_positions: int,
     logit_rows: Tensor | None = None,
+    source_lengths: Tensor | None = None,
 ) -> ForwardBatch:
     """As many rows `tokens` [B, R] for every sequence, around the end of its `lengths` [B] tokens.
 
@@ -193,11 +213,19 @@ def stage_behind(
         max_depth=places.max_depth,
         max_nodes=places.max_nodes,
         logits_in_order=logit_rows is None,
+        source_lengths=source_lengths,
     )
 
 
 def stage_trees(view: BatchView, tree: TokenTree, page_size: int, max_positions: int, *, chain: bool) -> ForwardBatch:
     """Whole trees, root and all, behind what their sequences have committed; logits at every node."""
+    batch = _stage_trees(view, tree, page_size, max_positions, chain)
+    if view.turn_shifts is None:
+        return batch
+    return replace(batch, turns=(batch.positions + view.turn_shifts[tree.owner]).expand(3, -1))
+
+
+def _stage_trees(view: BatchView, tree: TokenTree, page_size: int, max_positions: int, chain: bool) -> ForwardBatch:
     size, rows = tree.num_trees, tree.widest
     if tree.num_nodes != size * rows:
         return _stage_ragged(view, tree, page_size, max_positions, chain)
@@ -205,7 +233,10 @@ def stage_trees(view: BatchView, tree: TokenTree, page_size: int, max_positions:
     if not chain:  # a chain is a piece of text
         places = replace(places, ancestors=tree.shape.ancestors, max_depth=tree.max_depth, max_nodes=rows - 1)
     tokens = tree.tokens.clamp(min=0).view(size, rows)
-    return stage_behind(view.lengths, view.block_table, tokens, places, page_size, max_positions)
+    sources = view.source_lengths
+    return stage_behind(
+        view.lengths, view.block_table, tokens, places, page_size, max_positions, source_lengths=sources
+    )
 
 
 def _stage_ragged(view: BatchView, tree: TokenTree, page_size: int, max_positions: int, chain: bool) -> ForwardBatch:
@@ -229,6 +260,7 @@ def _stage_ragged(view: BatchView, tree: TokenTree, page_size: int, max_position
         max_depth=None if chain else tree.max_depth,
         max_nodes=None if chain else tree.widest - 1,
         logits_in_order=True,
+        source_lengths=view.source_lengths,
     )
 
 
@@ -254,6 +286,44 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
             f"A cache of {num_bytes / 2**30:.1f} GiB does not fit into this machine's memory; lower cache_tokens."
         ) from error
     return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def _turns(spans: Sequence[Span], device: torch.device) -> Tensor | None:
+    """What rotation goes by, where it is not positions. [3, N]."""
+    if all(span.images is None or span.images.turns is None for span in spans):
+        return None
+    return torch.cat([_turns_of(span) for span in spans], 1).to(device)
+
+
+def _turns_of(span: Span) -> Tensor:
+    index = torch.arange(span.start, span.end)
+    if span.images is None or span.images.turns is None:
+        return index.expand(3, -1)
+    turns, behind = span.images.turns, index + span.images.shift
+    known = index < turns.shape[1]
+    return torch.where(known, turns[:, index.clamp(max=turns.shape[1] - 1)], behind)
+
+
+def _given_embeddings(
+    spans: Sequence[Span], begins: Sequence[int], device: torch.device
+) -> tuple[Tensor | None, Tensor | None]:
+    """Rows of the batch that are image tokens, and what they begin with."""
+    rows, embeds = [], []
+    for span, begin in zip(spans, begins, strict=False):
+        if span.images is not None:
+            here = (span.images.rows >= span.start) & (span.images.rows < span.end)
+            rows.append(span.images.rows[here] - span.start + begin)
+            embeds.append(span.images.embeds[here])
+    if not rows:
+        return None, None
+    return torch.cat(rows).to(device), torch.cat(embeds).to(device)
+
+
+def _source_lengths(spans: Sequence[Span], device: torch.device) -> Tensor | None:
+    """Tokens of each span's source; None where there are no sources. [S]."""
+    if all(span.source is None for span in spans):
+        return None
+    return torch.tensor([0 if span.source is None else len(span.source) for span in spans], device=device)
 
 
 def _pending_rows(spans: Sequence[Span], device: torch.device) -> Tensor:

@@ -29,7 +29,7 @@ def about_table(name: str, impl: str = "auto") -> Table:
     table.add_row("family", config.family)
     table.add_row("parameters", _parameters(config))
     table.add_row("layers", _layers(config))
-    table.add_row("context", f"{config.max_positions:,} tokens")
+    table.add_row("context", _context(config))
     for device, runs in implementations(config).items():
         table.add_row(f"on a {device}", runs)
     if files:
@@ -76,6 +76,15 @@ def _layers(config: ModelConfig) -> str:
     if experts:
         said.append(f"{len(experts)} with {experts[0].top_k} of {experts[0].count} experts")
     return ", ".join(said)
+
+
+def _context(config: ModelConfig) -> str:
+    spec = config.encoder
+    if spec is None:
+        return f"{config.max_positions:,} tokens"
+    shape = spec.features
+    reads = f"up to {spec.max_source:,} tokens" if shape is None else f"{shape.bins} bins by {shape.frames:,} frames"
+    return f"{spec.max_text:,} tokens of text, behind an encoder that reads {reads}"
 
 
 def _token_bytes(config: ModelConfig) -> int:

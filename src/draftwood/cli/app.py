@@ -10,9 +10,11 @@ from typing import Annotated
 import typer
 
 import draftwood
+from draftwood.cli import datastore
 from draftwood.cli.flags import EngineFlags, SamplingFlags, command
 from draftwood.cli.screen import Transcript, say, stdout
 from draftwood.cli.serve import ServeFlags
+from draftwood.cli.simulate import SimulateFlags
 from draftwood.cli.train import TrainFlags
 from draftwood.errors import InvalidRequest
 
@@ -25,6 +27,8 @@ app = typer.Typer(
     epilog="Start with [bold]draftwood demo[/], or [bold]draftwood chat[/]. "
     "What a drafter guessed right is printed in [green]green[/].",
 )
+
+app.add_typer(datastore.app, name="datastore", rich_help_panel="Answers")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON line for each answer and nothing else.")]
 System = Annotated[str | None, typer.Option("--system", "-s", help="Tell the model who it is.")]
@@ -55,16 +59,23 @@ def _root(
 @app.command(rich_help_panel="Answers")
 @command
 def generate(
-    prompt: Annotated[
-        str, typer.Argument(help='The prompt, or "-" to read it from standard input.', show_default=False)
-    ],
     engine: EngineFlags,
     sampling: SamplingFlags,
+    prompt: Annotated[
+        str | None, typer.Argument(help='The prompt, or "-" to read it from standard input.', show_default=False)
+    ] = None,
+    encoder_input: Annotated[
+        str | None,
+        typer.Option(help='What the encoder of an encoder-decoder model reads, or "-"; then a prompt may be left out.'),
+    ] = None,
     raw: Annotated[
         bool,
         typer.Option("--raw", help="Continue the prompt as plain text, without the model's chat template."),
     ] = False,
     system: System = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Say for every step what was guessed, why so much, and what it took.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Answer one prompt.
@@ -76,17 +87,27 @@ def generate(
     draftwood generate --raw "Once upon a time" -n 50 -t 0.8 --seed 1
 
     cat notes.txt | draftwood generate - --drafter ngram:nodes=8 --json
+
+    draftwood generate --model path/to/marian --encoder-input "Why is the sky blue?"
     """
-    from draftwood.cli.session import conversation, open_llm, print_answer, report
+    from draftwood.cli.session import conversation, open_llm, print_answer, report, step_told
+    from draftwood.engine.sources import with_source
 
     params = sampling.params()
-    text = _read_prompt(prompt, raw)
+    if prompt is None and encoder_input is None:
+        raise typer.BadParameter("give it, or --encoder-input", param_hint="PROMPT")
+    source = None if encoder_input is None else _read_prompt(encoder_input, raw=True)
+    text = None if prompt is None and source is not None else _read_prompt(prompt or "", raw)
     if raw and system is not None:
         raise InvalidRequest("--raw continues the bare prompt, so --system has no place in it; leave one of them out.")
     with open_llm(engine) as llm:
-        plain = raw or (system is None and not llm.tokenizer.has_chat_template)
+        plain = raw or source is not None or (system is None and not llm.tokenizer.has_chat_template)
         transcript = Transcript()
-        print_answer(llm, text if plain else conversation(text, system), params, transcript, quiet=as_json)
+        if explain:
+            params = replace(params, trace=True)
+        asked = text if plain or text is None else conversation(text, system)
+        listen = step_told if explain else None
+        print_answer(llm, with_source(asked, source), params, transcript, quiet=as_json or explain, listen=listen)
         report(transcript, engine, params, as_json=as_json)
 
 
@@ -227,6 +248,35 @@ def calibrate(engine: EngineFlags, as_json: Json = False) -> None:
         stdout().print(costs_table(costs))
 
 
+@app.command("search-skip", rich_help_panel="What there is")
+@command
+def search_skip(
+    engine: EngineFlags,
+    searched: Annotated[
+        str | None, typer.Argument(metavar="[MODEL]", help="The same as --model.", show_default=False)
+    ] = None,
+    policy: Annotated[
+        str, typer.Option(help="auto (knapsack, then search), cosine (CLaSp), knapsack (KnapSpec), search (at random).")
+    ] = "auto",
+    prompts: Annotated[
+        Path | None, typer.Option(help="Texts to answer: one a line, or JSON lines with turns, prompt or text.")
+    ] = None,
+    tokens: Annotated[int, typer.Option(help="Of each answer.")] = 64,
+    tries: Annotated[int, typer.Option(help="Sets that are tried at random.")] = 60,
+    as_json: Json = False,
+) -> None:
+    """Find layers that drafts of a model can leave out, by expected tokens a second; kept for --drafter layer-skip.
+
+    [dim]Example:[/]
+
+    draftwood search-skip path/to/model --prompts questions.jsonl
+    """
+    from draftwood.cli.search_skip import run_search
+
+    flags = engine if searched is None else replace(engine, model=searched)
+    run_search(flags, policy, prompts, tokens, tries, as_json=as_json)
+
+
 @app.command(rich_help_panel="What there is")
 @command
 def laws(
@@ -265,6 +315,36 @@ def laws(
     except ValueError as error:
         raise InvalidRequest(f"Temperatures are numbers separated by commas, not '{temperatures}'.") from error
     run_laws(engine, prompts, Setting(degrees, paths, depth, contexts, seed=seed), out, save, rows)
+
+
+@app.command(rich_help_panel="What there is")
+@command
+def simulate(
+    file: Annotated[Path, typer.Argument(help="A recording, or a described fleet; see docs/controller.md.")],
+    engine: EngineFlags,
+    flags: SimulateFlags,
+    record: Annotated[
+        bool, typer.Option("--record", help="Write FILE instead: what steps cost here, and what drafts gain.")
+    ] = False,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Texts to record: one a line, or JSON lines with turns, prompt or text.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Replay recorded costs and acceptance through the real scheduler and controller: for machines that are not here.
+
+    [dim]Examples:[/]
+
+    draftwood simulate smollm2.json --record --drafter eagle3
+
+    draftwood simulate fleet.json --controllers auto,off,fixed:nodes=3 --at 1,32,256 --tpot-ms 40
+    """
+    from draftwood.cli.simulate import run_record, run_simulate
+
+    if record:
+        run_record(engine, file, prompts)
+    else:
+        run_simulate(file, flags, as_json=as_json)
 
 
 @app.command(rich_help_panel="What there is")

@@ -37,6 +37,11 @@ class Chat:
         as_json: bool,
         adapter: Adapter | None = None,
     ) -> None:
+        if llm.checkpoint.config.encoder is not None:
+            raise InvalidRequest(
+                f"'{engine.model}' answers what its encoder reads and holds no conversations; use `draftwood generate "
+                "--encoder-input`."
+            )
         if not llm.tokenizer.has_chat_template:
             raise InvalidRequest(
                 f"'{engine.model}' has no chat template, so it is probably a base model; use `draftwood "

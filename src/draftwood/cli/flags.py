@@ -51,6 +51,10 @@ class EngineFlags:
         str | None,
         _option("Shape of a model's or a trained network's guesses, such as beam:nodes=16.", "Parts"),
     ] = None
+    controller: Annotated[
+        str,
+        _option("How much is guessed in a step: auto, fixed[:nodes=3], off, goodput, gammatune, bandit.", "Parts"),
+    ] = "auto"
     weights: Annotated[
         str,
         _option("What weights are stored as: stored (nothing is rounded), float32, bfloat16, int8, …", "Machine"),
@@ -104,6 +108,7 @@ class EngineFlags:
             eager=self.eager,
             tp=self.tp,
             offload=_amount("--offload", self.offload),
+            controller=self.controller,
         )
 
 

@@ -21,13 +21,19 @@ def models_table() -> Table:
 
 
 def parts_tables() -> Iterator[Table]:
-    """Drafters, trees, weight formats and laws."""
+    """Drafters, trees, weight formats, controllers and laws."""
     from draftwood.assembly import LOOKUPS, MODEL_DRAFTER, SHIPPED, SHIPPED_SAYS, SUBSTITUTE, TREES
+    from draftwood.drafters.cascade import CASCADE
+    from draftwood.drafters.self_drafts import SELF_DRAFTS
+    from draftwood.engine.policies import POLICIES
     from draftwood.model.weights import FORMATS, ON_ACCELERATORS
 
     drafters = _table("Name", "Settings", "Guesses", title="Drafters (--drafter)")
     for name, entry in LOOKUPS.items():
         drafters.add_row(name, _settings(entry.defaults, entry.on_gpu), entry.description)
+    drafters.add_row("cascade", _settings(CASCADE.defaults), CASCADE.description)
+    for name, entry in SELF_DRAFTS.items():
+        drafters.add_row(name, f"--tree, {_settings(entry.defaults)}", entry.description)
     drafters.add_row(MODEL_DRAFTER, "--tree", "what a smaller model of the same vocabulary says")
     drafters.add_row(SUBSTITUTE, "weights=int4, --tree", "the target itself, offloaded layers in low bits")
     for name in SHIPPED:
@@ -43,6 +49,10 @@ def parts_tables() -> Iterator[Table]:
         places = [place for place, there in (("CPU", FORMATS), ("GPU", ON_ACCELERATORS)) if name in there]
         formats.add_row(name, kind.says, ", ".join(places))
     yield formats
+    policies = _table("Name", "Settings", "How much is guessed in a step", title="Controllers (--controller)")
+    for name, entry in POLICIES.items():
+        policies.add_row(name, _settings(entry.defaults), entry.description)
+    yield policies
     yield laws_table()
 
 

@@ -61,9 +61,11 @@ def check_parts(flags: EngineFlags) -> None:
 
 def check_adaptable(flags: EngineFlags) -> None:
     """Refuse to adapt what was not trained for its target, before any weights are read."""
-    from draftwood.assembly import is_lookup
+    from draftwood.assembly import combined_sources, makes_own_trees
+    from draftwood.drafters.self_drafts import is_self_draft
 
-    if is_lookup(flags.drafter) or flags.drafter.partition(":")[0] == "model":
+    names = combined_sources(flags.drafter) or [flags.drafter]
+    if all(makes_own_trees(name) or is_self_draft(name) or name.partition(":")[0] == "model" for name in names):
         raise InvalidRequest(
             f"The drafter '{flags.drafter}' cannot learn: --adapt goes with trained ones, such as --drafter eagle3."
         )
@@ -122,18 +124,40 @@ def collect(
 
 
 def print_answer(
-    llm: LLM, prompt: Prompt, params: SamplingParams, transcript: Transcript, *, quiet: bool = False
+    llm: LLM,
+    prompt: Prompt,
+    params: SamplingParams,
+    transcript: Transcript,
+    *,
+    quiet: bool = False,
+    listen: Callable[[Event], None] | None = None,
 ) -> None:
-    """Stream an answer to stdout, or only collect it."""
+    """Stream an answer to stdout, or only collect it; `listen` hears every event besides."""
     printer = AnswerPrinter()
+
+    def hear(event: Event) -> None:
+        if not quiet:
+            printer.event(event)
+        if listen is not None:
+            listen(event)
+
     try:
-        collect(llm, prompt, params, transcript, _ignore if quiet else printer.event)
+        collect(llm, prompt, params, transcript, hear)
     finally:
         printer.end()
 
 
-def _ignore(event: Event) -> None:
-    pass
+def step_told(event: Event) -> None:
+    """A line about the step that gave an event its tokens."""
+    step = event.step
+    if step is None:
+        return
+    guessed = 0 if step.tree is None else len(step.tree.tokens) - 1
+    gain = "" if step.expected_gain is None else f", {step.expected_gain:.2f} times as fast as plain"
+    say(
+        f"step {event.stats.steps}: {event.text!r} · {sum(event.accepted)} of {guessed} guesses kept · "
+        f"{1000 * step.seconds:.1f} ms{gain} · {step.why}"
+    )
 
 
 def setting(flags: EngineFlags) -> dict[str, Any]:

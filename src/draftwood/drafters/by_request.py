@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from draftwood.batch import ForwardBatch
+from draftwood.drafters.several import Several, fitting
 from draftwood.drafting import Drafter, Proposal
 from draftwood.errors import InvalidRequest
 from draftwood.faults import DrafterHealth, GuardedDrafter
 from draftwood.joining import choose, join
-from draftwood.model.runner import ModelRunner
-from draftwood.protocols import LOGITS, BatchView, Features, HostView, Randomness
+from draftwood.protocols import BatchView, Features, HostView, Randomness
 from draftwood.shape import follow
 from draftwood.tree import POINT_TREE, DraftLaw, Verdict
 
@@ -37,13 +35,13 @@ class _Asked:
         return own
 
 
-class OfferedDrafters:
+class OfferedDrafters(Several):
     """The drafter each request names, and one for those that name none.
 
     What is promised about trees (`law`) is the default's promise: a request that names another drafter is asked about
     that one. Each is guarded by itself: one that fails costs only its own requests their drafts. Text and accepted
-    paths of all sequences go to every drafter that keeps features. Other networks read what they have not drafted for
-    when they are told to (`ingest`).
+    paths of all sequences go to every drafter that keeps features, for which drafter a text is read is not known. Other
+    networks read what they have not drafted for when they are told to (`ingest`).
     """
 
     def __init__(self, default: Drafter, others: Mapping[str, Drafter]) -> None:
@@ -53,7 +51,8 @@ class OfferedDrafters:
             set().union(*(drafter.sizes for drafter in self._all))
         )  # each takes its own next smaller one
         names = {id(drafter): name for name, drafter in reversed(self.others.items())}
-        self._guards = {id(d): GuardedDrafter(d, names.get(id(d), "default")) for d in self._all}
+        super().__init__({names.get(id(drafter), "default"): drafter for drafter in self._all})
+        self._guards = {id(guard.drafter): guard for guard in self.guards}
 
     @property
     def law(self) -> DraftLaw:
@@ -72,24 +71,9 @@ class OfferedDrafters:
         return self.default.surplus if points else 1
 
     @property
-    def needs(self) -> frozenset[int]:
-        """What any of them needs."""
-        return frozenset().union(*(guard.needs for guard in self._guards.values()))
-
-    @property
-    def reads(self) -> bool:
-        """Whether any of them does."""
-        return any(guard.reads for guard in self._guards.values())
-
-    @property
-    def waits(self) -> bool:
-        """Whether any of them does."""
-        return any(guard.waits for guard in self._guards.values())
-
-    @property
     def health(self) -> Sequence[DrafterHealth]:
         """Of each drafter, the default's first."""
-        return [health for guard in self._guards.values() for health in guard.health]
+        return [health for guard in self.guards for health in guard.health]
 
     @property
     def _all(self) -> list[Drafter]:
@@ -103,25 +87,12 @@ class OfferedDrafters:
             raise InvalidRequest(f"There is no drafter '{name}' here; there are {', '.join(self.others)}.")
         return self.others[name]
 
-    def attach(self, target: ModelRunner) -> None:
-        """Tell all of them."""
-        for drafter in self._all:
-            drafter.attach(target)
-
-    def depth(self, nodes: int) -> int:
-        """The deepest of all trees."""
-        return max(drafter.depth(_fitting(drafter, nodes)) for drafter in self._all)
-
-    def staged(self, nodes: int) -> int:
-        """The most that any of them writes."""
-        return max(drafter.staged(_fitting(drafter, nodes)) for drafter in self._all)
-
     def prepare(self, view: HostView, size: int, nodes: int) -> None:
         """Ask those that requests of the batch name; for sequences of others they have no room."""
         whose = [self._guard_of(params.drafter) for params in view.params]
         for guard in dict.fromkeys(whose):
             own = [other is guard for other in whose]
-            guard.prepare(view if all(own) else _without_others(view, own), size, _fitting(guard, nodes))
+            guard.prepare(view if all(own) else _without_others(view, own), size, fitting(guard, nodes))
 
     def propose(self, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
         """Each drafter's trees for its own sequences."""
@@ -130,19 +101,11 @@ class OfferedDrafters:
             return _proposal(asked[0].guard, view, nodes, rng)
         return _joined(asked, view, nodes, rng) if view.may_look else _chosen(asked, view, nodes, rng)
 
-    def ingest(self, batch: ForwardBatch, features: Features | None) -> None:
-        """All texts go to all that keep something of them: which drafter a text is read for is not known."""
-        for guard in self._guards.values():
-            if features is None and guard.reads:
-                guard.ingest(batch, None)
-            elif features is not None and (guard.reads or guard.needs):
-                guard.ingest(batch, {layer: features[layer] for layer in guard.needs - {LOGITS}})
-
     def commit(self, view: BatchView, proposal: Proposal, verdict: Verdict, features: Features) -> None:
         """Tell each drafter what became of the whole batch; of other drafters' nodes it keeps features at most."""
         columns = proposal.tree.local if proposal.columns is None else proposal.columns
         asked = {drafter.guard: drafter for drafter in self._asked(view)}
-        for guard in self._guards.values():
+        for guard in self.guards:
             if guard not in asked and not guard.needs:
                 continue
             own = proposal
@@ -153,11 +116,6 @@ class OfferedDrafters:
                 own = replace(proposal, columns=columns.masked_fill(theirs, 0))
             guard.commit(view, own, verdict, {layer: features[layer] for layer in guard.needs})
 
-    def release(self, seq_id: int) -> None:
-        """All of them forget it."""
-        for guard in self._guards.values():
-            guard.release(seq_id)
-
     def _guard_of(self, name: str | None) -> GuardedDrafter:
         return self._guards[id(self.drafter_of(name))]
 
@@ -167,11 +125,6 @@ class OfferedDrafters:
         for number, name in enumerate(view.mode.drafters):
             names.setdefault(self._guard_of(name), []).append(number)
         return [_Asked(guard, tuple(numbers)) for guard, numbers in names.items()]
-
-
-def _fitting(drafter: Drafter, nodes: int) -> int:
-    """The largest tree that a drafter can propose with so many nodes."""
-    return drafter.sizes[bisect_right(drafter.sizes, nodes) - 1]
 
 
 def _without_others(view: HostView, own: Sequence[bool]) -> HostView:
@@ -185,7 +138,7 @@ def _without_others(view: HostView, own: Sequence[bool]) -> HostView:
 
 def _proposal(guard: GuardedDrafter, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
     """A drafter's trees with at most `nodes` nodes; not even asked where there is nothing to ask for."""
-    size = _fitting(guard, nodes)
+    size = fitting(guard, nodes)
     return guard.propose(view, size, rng) if size or view.mode.predicted else Proposal.bare(view)
 
 

@@ -1,159 +1,151 @@
-"""Trees of several drafters in one: what each proposes, by how often such proposals of it were right.
+"""Several drafters in one tree: what each proposes, by how often such proposals of it were right.
 
-Every node is a chosen token, so every law for such trees is exact, whichever of them are taken. Which are taken follows
-from committed text alone.
+Any drafters: made on the host or on the device, networks, draft models. Each proposes as if it were alone and is told
+what became of its nodes; text that others have proposed it reads as it reads a prompt.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from heapq import heappop, heappush
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from draftwood.drafters.points import HostDrafter, HostTree, HostTrees, PointTree
-from draftwood.drafters.successors import learn
-from draftwood.protocols import HostView
+import torch
 
-BINS = 10  # of a source's own chances
-DEEPEST = 4  # depths that are told apart
-WEIGHT, ASSUMED = 4.0, 0.5  # trials that a source's word counts for beforehand, and its word where it gives none
-
-
-@dataclass(frozen=True)
-class _Node:
-    """What a source proposes behind a path, and the hits and trials of such proposals."""
-
-    token: int
-    record: list[float]
-    children: list[_Node] = field(default_factory=list)
-
-    @property
-    def chance(self) -> float:
-        """That it is accepted if the path is."""
-        return self.record[0] / self.record[1]
+from draftwood.drafters.branches import as_points
+from draftwood.drafters.calibration import Calibration
+from draftwood.drafters.graft import MOST_SOURCES, Candidates, Rated, Waiting, column_of
+from draftwood.drafters.graft_host import HostWaiting, Listed, graft_on_host
+from draftwood.drafters.points import ListsTrees
+from draftwood.drafters.several import Several, fitting
+from draftwood.drafters.unknown import read_unknown
+from draftwood.drafting import Drafter, Proposal
+from draftwood.faults import DrafterHealth
+from draftwood.model.runner import ModelRunner
+from draftwood.protocols import BatchView, Features, HostView, Randomness
+from draftwood.tree import POINT_TREE, DraftLaw, Draw, Verdict
 
 
-class _Calibration:
-    """How often the proposals of one source were right, by depth and its own word; bounded."""
+class CombinedDrafter(Several):
+    """The likeliest nodes of several drafters' trees, at most `nodes`; less likely ones than `least` stay out.
 
-    def __init__(self) -> None:
-        self._records: dict[tuple[int, int], list[float]] = {}
-
-    def node(self, token: int, depth: int, word: float | None) -> _Node:
-        """What is proposed at a depth with a word for its chance."""
-        key = min(depth, DEEPEST), -1 if word is None else int(word * BINS)
-        if key not in self._records:
-            self._records[key] = [WEIGHT * (ASSUMED if word is None else word), WEIGHT]
-        return _Node(token, self._records[key])
-
-    def nodes(self, tree: HostTree, chances: Sequence[float] | None) -> list[_Node]:
-        """The nodes behind the root, and those behind them."""
-        tokens, parents = tree
-        root: list[_Node] = []
-        made, depths = [root], [0]
-        for node in range(1, len(tokens)):
-            above = parents[node]
-            word = None if chances is None else min(chances[node] / max(chances[above], 1e-9), 1.0)
-            depths.append(depths[above] + 1)
-            one = self.node(tokens[node], depths[node], word)
-            made[above].append(one)
-            made.append(one.children)
-        return root
-
-
-def _observe(nodes: Sequence[_Node], news: Sequence[int]) -> None:
-    """The text went on with `news`: count all nodes whose paths were right so far."""
-    for token in news:
-        following: Sequence[_Node] = ()
-        for node in nodes:
-            learn(node.record, node.token == token)
-            if node.token == token:
-                following = node.children
-        nodes = following
-
-
-def _agreed(behind: Sequence[Sequence[_Node]]) -> dict[int, tuple[float, list[list[_Node]]]]:
-    """What the sources propose behind one path: tokens, the chance that not all that propose it are wrong, and what
-    each of them proposes behind it.
+    Of the first source that draws its tokens all nodes keep their draws; those of others that draw count as chosen.
     """
-    wrong: dict[int, float] = {}
-    onward: dict[int, list[list[_Node]]] = {}
-    for nodes in behind:
-        for node in nodes:
-            wrong[node.token] = wrong.get(node.token, 1.0) * (1 - node.chance)
-            onward.setdefault(node.token, []).append(node.children)
-    return {token: (1 - chance, onward[token]) for token, chance in wrong.items()}
 
-
-def merge(
-    tree: PointTree, sources: Sequence[Sequence[_Node]], calibrations: Sequence[_Calibration], least: float
-) -> list[_Node]:
-    """Fill a tree with the likeliest nodes of all sources; what was considered behind the root, and behind that.
-
-    Sources that agree are seldom independent, so what their agreement is worth is measured too, by how many agree.
-    """
-    heap: list[tuple[float, int, int, _Node, list[list[_Node]]]] = []
-    arrived, considered = 0, _Node(tree.root, [1.0, 1.0])
-    found: tuple[int, _Node, Sequence[Sequence[_Node]]] | None = (0, considered, sources)
-    while found is not None:
-        parent, above, behind = found
-        depth = tree.depths[parent] + 1
-        onwards = []
-        for token, (word, onward) in _agreed(behind).items():
-            above.children.append(calibrations[len(onward) - 1].node(token, depth, word))
-            onwards.append(onward)
-        total = max(sum(node.chance for node in above.children), 1.0)
-        for node, onward in zip(above.children, onwards, strict=True):
-            reached = node.chance / total * tree.chances[parent]
-            if reached > least and depth <= tree.max_depth:
-                heappush(heap, (-reached, arrived, parent, node, onward))
-                arrived += 1
-        if not heap or len(tree.tokens) > tree.max_nodes:
-            break
-        minus, _, parent, node, onward = heappop(heap)
-        added = tree.add(parent, node.token, -minus)
-        found = None if added is None else (added, node, onward)
-    return considered.children
-
-
-class CombinedDrafter(HostDrafter):
-    """The likeliest nodes of several host drafters' trees, at most `nodes`; less likely ones than `least` stay out."""
-
-    scores = True
-
-    def __init__(self, sources: Sequence[HostDrafter], nodes: int = 8, least: float = 0.2) -> None:
-        if len(sources) < 2 or len({id(source) for source in sources}) < len(sources):
-            raise ValueError("a combined drafter needs at least two different ones")
+    def __init__(self, sources: Sequence[Drafter] | Mapping[str, Drafter], nodes: int = 8, least: float = 0.2) -> None:
+        if not isinstance(sources, Mapping):
+            sources = {f"{type(source).__name__} {number}": source for number, source in enumerate(sources, 1)}
+        if not 2 <= len({id(source) for source in sources.values()}) == len(sources) <= MOST_SOURCES:
+            raise ValueError(f"a combined drafter needs at least two different ones, and at most {MOST_SOURCES}")
         if nodes < 1 or not 0 <= least < 1:
             raise ValueError("a combined drafter needs at least one node and 0 <= least < 1")
-        self.max_nodes = nodes
-        self.sources = tuple(sources)
-        self.least = least
-        self._calibrations = [_Calibration() for _ in sources]
-        self._agreements = [_Calibration() for _ in sources]  # of so many sources, less one
-        self._last: dict[int, tuple[int, list[list[_Node]]]] = {}  # length of each text, and what was proposed behind
+        drawing = [name for name, source in sources.items() if _keeps_draws(source.law)]
+        super().__init__({name: sources[name] for name in dict.fromkeys((*drawing[:1], *sources))})
+        self._listers = [source if isinstance(source, ListsTrees) else None for source in self.sources]
+        self.max_nodes, self.least = nodes, least
+        self._drawing = bool(drawing)
+        self._calibration = Calibration(2 * len(sources))  # of each source, and of so many that agree
+        self._waiting: Waiting | HostWaiting | None = None
 
-    def scored(self, view: HostView, nodes: int) -> HostTrees:
-        """The trees of all, merged by path."""
-        for seq_id, tokens in zip(view.seq_ids, view.tokens, strict=True):
-            length, proposed = self._last.pop(seq_id, (0, []))
-            for source in proposed:
-                _observe(source, tokens[length:])
-        made = [source.scored(view, min(nodes, source.max_nodes)) for source in self.sources]
-        grown = []
-        for b, (seq_id, tokens) in enumerate(zip(view.seq_ids, view.tokens, strict=True)):
-            proposed = [
-                calibration.nodes(own.trees[b], None if own.chances is None else own.chances[b])
-                for calibration, own in zip(self._calibrations, made, strict=True)
-            ]
-            tree = PointTree(tokens[-1], min(view.max_nodes[b], nodes), view.max_depth[b])
-            considered = merge(tree, proposed, self._agreements, self.least) if tree.max_nodes > 0 else []
-            self._last[seq_id] = len(tokens), [*proposed, considered]
-            grown.append(tree)
-        return HostTrees.of(grown)
+    @property
+    def sources(self) -> list[Drafter]:
+        """The first that draws, then the others in order."""
+        return [guard.drafter for guard in self.guards]
 
-    def release(self, seq_id: int) -> None:
-        """All forget the sequence."""
-        self._last.pop(seq_id, None)
-        for source in self.sources:
-            source.release(seq_id)
+    @property
+    def health_of_members(self) -> Sequence[DrafterHealth]:
+        """Of each source."""
+        return [health for guard in self.guards for health in guard.health]
+
+    @property
+    def law(self) -> DraftLaw:
+        """Chosen tokens, beside the draws of one source."""
+        if not self._drawing:
+            return POINT_TREE
+        own = self.guards[0].law
+        return DraftLaw(POINT_TREE.draws | own.draws, chain=False, grafted=True, grown=own.grown)
+
+    @property
+    def surplus(self) -> int:
+        """Merged trees say how likely nodes are."""
+        return 1 if self._drawing else 2
+
+    @property
+    def sizes(self) -> Sequence[int]:
+        """Any."""
+        return range(self.max_nodes + 1)
+
+    def attach(self, target: ModelRunner) -> None:
+        """Tell all of them, and count on their device."""
+        self._target = target
+        self._calibration.to(target.device)
+        super().attach(target)
+
+    def prepare(self, view: HostView, size: int, nodes: int) -> None:
+        """Ask those that wait."""
+        for number, guard in enumerate(self.guards):
+            if guard.waits:
+                guard.prepare(view, size, self._share(number, nodes))
+
+    def propose(self, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
+        """All their trees as one."""
+        self._waiting = None
+        if nodes == 0:
+            return Proposal.bare(view)
+        own = replace(view, min_accept_prob=view.min_accept_prob / 2)  # likelier where they agree
+        least, sources = max(self.least, view.min_accept_prob), range(len(self.guards))
+        if view.may_look:
+            listed = [self._listed(number, own, nodes, rng) for number in sources]
+            whole, self._waiting = graft_on_host(listed, self._calibration, view, nodes, least)
+            return whole
+        made = [self._of(number, own, nodes, rng) for number in sources]
+        if not any(proposal.tree.num_drafted for proposal in made):
+            return Proposal.bare(view)
+        rated = Rated.of(Candidates.of(made), self._calibration, len(made))
+        self._waiting = rated.waiting(view)
+        return rated.taken(view, nodes, least, made[0].tree.q)
+
+    def commit(self, view: BatchView, proposal: Proposal, verdict: Verdict, features: Features) -> None:
+        """Count what was right, and tell each what became of its nodes; what it does not know of a path it reads."""
+        if self._waiting is not None:
+            self._waiting.learn(self._calibration, view, proposal.tree, verdict)
+            self._waiting = None
+        drafted = proposal.columns is not None and proposal.tree.num_drafted > 0
+        for number, guard in enumerate(self.guards):
+            columns = column_of(proposal.columns, number) if proposal.columns is not None else None
+            own = replace(proposal, columns=columns)
+            guard.commit(view, own, verdict, {layer: features[layer] for layer in guard.needs})
+            if drafted and guard.reads:
+                read_unknown(guard, self._target, view, own, verdict)
+
+    def _share(self, number: int, nodes: int) -> int:
+        """Nodes that a source may propose of so many: the first, if it draws, leaves some to the others."""
+        guard = self.guards[number]
+        if number > 0 or not self._drawing:
+            return fitting(guard, nodes)
+        smallest = min((size for size in guard.sizes if 0 < size <= nodes), default=0)
+        return fitting(guard, max(nodes - nodes // 3, smallest))
+
+    def _of(self, number: int, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
+        """One source's proposal, with draws only if they are kept."""
+        guard, nodes = self.guards[number], self._share(number, nodes)
+        made = guard.propose(view, nodes, rng) if nodes else Proposal.bare(view)
+        if made.tree.q is None or (number == 0 and self._drawing):
+            return made
+        every = torch.ones_like(view.lengths, dtype=torch.bool)
+        points = as_points(made.tree, every, may_repeat=Draw.IID in guard.law.draws)
+        return replace(made, tree=replace(points, q=None))
+
+    def _listed(self, number: int, view: BatchView, nodes: int, rng: Randomness) -> Listed:
+        """The same as lists, which some sources have before they make tensors of them."""
+        lister, share = self._listers[number], self._share(number, nodes)
+        if lister is None:
+            return Listed.of(self._of(number, view, nodes, rng).packed())
+        trees = self.guards[number].proposed(view, lambda: lister.listed(view, share)) if share else None
+        return Listed([], None) if trees is None else Listed(trees.trees, trees.chances)
+
+
+def _keeps_draws(law: DraftLaw) -> bool:
+    """Whether a source's draws can stand beside chosen nodes: not those of paths, whose nodes are drawn more than
+    once.
+    """
+    return not law.draws <= POINT_TREE.draws and not law.paths

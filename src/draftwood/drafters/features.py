@@ -7,7 +7,7 @@ accepted nodes in `commit`. The last committed token has not been run, so of a s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from draftwood.batch import AttentionShape, ForwardBatch, Pages
 from draftwood.cache.kv import Places, stage_behind
-from draftwood.drafting import Front, Grower, Proposal, Silent, State, Vocabulary
+from draftwood.drafters.grown import GrownDrafter
+from draftwood.drafting import Front, Grower, Proposal, State, Vocabulary
 from draftwood.links import may_look
 from draftwood.model.config import ModelConfig
 from draftwood.model.runner import ModelRunner
@@ -25,7 +26,7 @@ from draftwood.nets.embeddings import TargetEmbeddings
 from draftwood.ops import plan_attention
 from draftwood.ops.staging import staged
 from draftwood.protocols import BatchView, Features, Randomness
-from draftwood.tree import DraftLaw, Verdict
+from draftwood.tree import Verdict
 
 DIGEST_FROM = 16  # rows of features from which on they are digested without waiting for the next draft
 
@@ -91,7 +92,7 @@ class _Unread:
     text: ForwardBatch | None  # which rows these are, if the network has to run them too
 
 
-class FeatureDrafter(Silent):
+class FeatureDrafter(GrownDrafter):
     """Base: keeps features, and lets a grower ask the network.
 
     Subclasses say what they keep of features (`store`), and how the network gives logits (`begin`, `extend`). Where
@@ -104,33 +105,9 @@ class FeatureDrafter(Silent):
     def __init__(self, net: Net, words: TargetEmbeddings, grower: Grower, deepest: int | None = None) -> None:
         """`deepest`: how many tokens ahead the network drafts; None: any number."""
         self.net, self.words = net, words
-        self.grower = grower if deepest is None else grower.within_depth(deepest)
+        super().__init__(grower if deepest is None else grower.within_depth(deepest))
         self.needs = frozenset(net.reads)
         self._unread: list[_Unread] = []
-
-    @property
-    def law(self) -> DraftLaw:
-        """The grower's."""
-        return self.grower.law
-
-    @property
-    def max_nodes(self) -> int:
-        """The grower's."""
-        return self.grower.max_nodes
-
-    @property
-    def sizes(self) -> Sequence[int]:
-        """The grower's."""
-        return self.grower.sizes
-
-    @property
-    def surplus(self) -> int:
-        """The grower's."""
-        return self.grower.surplus
-
-    def depth(self, nodes: int) -> int:
-        """The grower's."""
-        return self.grower.depth_of(nodes)
 
     def attach(self, target: ModelRunner) -> None:
         """Whose features it will see, and under whose slots its own memory lies."""

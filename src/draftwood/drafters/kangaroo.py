@@ -29,7 +29,7 @@ class ShallowModel:
     strict = False  # the adapter's products are torch's
 
     def __init__(self, target: Sliceable, net: Kangaroo) -> None:
-        self.trunk, self.net = target.first(net.exit_layer), net
+        self.trunk, self.net = target.part(range(net.exit_layer)), net
         trunk = self.trunk.config
         windows = trunk.windows + net.config.windows
         self.config = replace(trunk, num_layers=len(windows), windows=windows, layers=())
@@ -53,10 +53,6 @@ class ShallowModel:
 
         output = batch.at_logits(self.net.run(features[depth - 1], batch.positions, attend))
         return ForwardOutput(self.net.head(output), features)
-
-    def first(self, count: int) -> Sliceable:
-        """Of the target's own."""
-        return self.trunk.first(count)
 
     def refresh(self, checkpoint: Checkpoint) -> None:
         """Compute with this adapter from now on."""

@@ -58,14 +58,19 @@ class LookupDrafter(Silent):
         if view.max_nodes is not None and view.max_depth is not None:
             room = torch.minimum(view.max_nodes, view.max_depth)
             found = found.masked_fill(torch.arange(nodes, device=found.device) >= room[:, None], -1)
-        tokens = torch.cat([view.roots[:, None], found], 1).view(-1)
-        chain = _chains(view.size, nodes, tokens.device)
-        gone = tokens < 0
-        # Behind an absent node of a chain all are absent.
-        tries = chain.tries.masked_fill(gone[chain.tries.clamp(min=0)], -1)
-        parents = torch.where(gone, torch.arange(len(tokens), device=tokens.device), chain.parents)
-        survival = _survival(self.longest, nodes, tokens.device)[alike].view(-1)
-        return Proposal(replace(chain, tokens=tokens, shape=chain.shape.linked(tries, parents)), survival=survival)
+        survival = _survival(self.longest, nodes, view.roots.device)[alike].view(-1)
+        return Proposal(chains_behind(view.roots, found), survival=survival)
+
+
+def chains_behind(roots: Tensor, tokens: Tensor) -> TokenTree:
+    """A chain of `tokens` [B, n] behind each root, absent from the first -1 on."""
+    every = torch.cat([roots[:, None], tokens], 1).view(-1)
+    chain = _chains(*tokens.shape, every.device)
+    gone = every < 0
+    # Behind an absent node of a chain all are absent.
+    tries = chain.tries.masked_fill(gone[chain.tries.clamp(min=0)], -1)
+    parents = torch.where(gone, torch.arange(len(every), device=every.device), chain.parents)
+    return replace(chain, tokens=every, shape=chain.shape.linked(tries, parents))
 
 
 @lru_cache(maxsize=1024)

@@ -7,7 +7,6 @@ run; so a step begins with the last two committed tokens, or with one where the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -15,42 +14,23 @@ import torch
 from torch import Tensor
 
 from draftwood.batch import ForwardBatch
-from draftwood.cache.kv import KVCache, Places, stage_behind
-from draftwood.drafting import Front, Grower, Proposal, Silent, State, Vocabulary
-from draftwood.model.runner import ModelRunner
+from draftwood.cache.kv import KVCache, Places, behind_last, stage_behind
+from draftwood.drafters.grown import GrownDrafter
+from draftwood.drafting import Front, Grower, Proposal, State, Vocabulary
+from draftwood.model.runner import ModelRunner, ReadsSources
 from draftwood.protocols import BatchView, Features, Randomness
-from draftwood.tree import DraftLaw, Verdict
+from draftwood.tree import Verdict
 
 
-class CausalDrafter(Silent):
+class CausalDrafter(GrownDrafter):
     """Base of drafters that run a causal language model; they have a `runner` once they are attached."""
 
     runner: ModelRunner
     reads = True
 
     def __init__(self, grower: Grower) -> None:
-        self.grower = grower
+        super().__init__(grower)
         self._shorter = False  # than the target's: the model's longest text
-
-    @property
-    def law(self) -> DraftLaw:
-        """The grower's."""
-        return self.grower.law
-
-    @property
-    def max_nodes(self) -> int:
-        """The grower's."""
-        return self.grower.max_nodes
-
-    @property
-    def sizes(self) -> Sequence[int]:
-        """The grower's."""
-        return self.grower.sizes
-
-    @property
-    def surplus(self) -> int:
-        """The grower's."""
-        return self.grower.surplus
 
     def attach(self, target: ModelRunner) -> None:
         """Lay the model's cache under the target's slots."""
@@ -60,10 +40,8 @@ class CausalDrafter(Silent):
             pages = theirs.pool.num_pages, theirs.page_size
             self.runner.cache = KVCache(model.config, *pages, model.dtype, model.device)
         self._shorter = self._max_positions < target.model.config.max_positions
-
-    def depth(self, nodes: int) -> int:
-        """The grower's."""
-        return self.grower.depth_of(nodes)
+        if isinstance(self.runner.model, ReadsSources):
+            self.runner.model.share_encoder(target.model)
 
     def staged(self, nodes: int) -> int:
         """The nodes that the grower asks about."""
@@ -88,6 +66,18 @@ class CausalDrafter(Silent):
         places, tokens, last = self.last_tokens(view, 1 if view.gained == 1 else 2)
         return self.run(view, tokens, places, last)[:, None], ()
 
+    def begin_with(self, view: BatchView, tokens: Tensor, places: Places, room: int) -> tuple[Tensor, State]:
+        """The same, and in the same forward logits at nodes `tokens` [B, k] behind them. [B, 1 + k, R]."""
+        count = 1 if view.gained == 1 else 2
+        _, last, _ = self.last_tokens(view, count)
+        every, cache = torch.cat([last, tokens], 1), self.runner.cache
+        places = behind_last(places, count)
+        batch = stage_behind(view.lengths, view.block_table, every, places, cache.page_size, self._max_positions)
+        visible = batch.visible.view_as(every).clone()
+        visible[:, 0] = (view.lengths - count + 1).clamp(min=1)  # the token before the last does not see the last
+        logits = self.runner.forward(replace(batch, visible=visible.view(-1))).logits
+        return logits.view(*every.shape, -1)[:, count - 1 :], ()
+
     def extend(self, view: BatchView, front: Front, state: State) -> tuple[Tensor, State]:
         """The cache knows their parents. [B, k, R]."""
         return self.run(view, front.tokens, front.places).view(*front.tokens.shape, -1), state
@@ -107,8 +97,11 @@ class CausalDrafter(Silent):
     def commit(self, view: BatchView, proposal: Proposal, verdict: Verdict, features: Features) -> None:
         """Move what it has run of the accepted path behind the text; in a chain it is there already."""
         if not self.law.chain and proposal.tree.num_drafted:
-            columns = proposal.columns_of(verdict.path)
-            self.runner.cache.keep(view.block_table, view.lengths, columns, verdict.length)
+            self.keep(view, proposal.columns_of(verdict.path), verdict.length)
+
+    def keep(self, view: BatchView, columns: Tensor, length: Tensor) -> None:
+        """Move what it has run of the accepted path, which lies at `columns` [B, D + 1], behind the text."""
+        self.runner.cache.keep(view.block_table, view.lengths, columns, length)
 
     def last_tokens(self, view: BatchView, count: int, masks: int = 0) -> tuple[Places, Tensor, Tensor | None]:
         """The last `count` committed tokens of each sequence, and room for `masks` rows behind them: their places, the
@@ -124,7 +117,8 @@ class CausalDrafter(Silent):
         """Logits of the model for `tokens` [B, n] at their places, of all rows or of some. [K, R]."""
         page_size = self.runner.cache.page_size
         limit = self._max_positions
-        batch = stage_behind(view.lengths, view.block_table, tokens, places, page_size, limit, rows)
+        sources = view.source_lengths
+        batch = stage_behind(view.lengths, view.block_table, tokens, places, page_size, limit, rows, sources)
         return self.runner.forward(batch).logits
 
     @property

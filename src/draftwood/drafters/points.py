@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -45,6 +46,15 @@ class HostTrees:
             return self
         parts = [_likely(*tree, own, least) for tree, own in zip(self.trees, self.chances, strict=True)]
         return HostTrees([part[:2] for part in parts], [part[2] for part in parts])
+
+
+@runtime_checkable
+class ListsTrees(Protocol):
+    """A drafter whose trees are lists of the host, where that may look, before they are tensors."""
+
+    def listed(self, view: BatchView, nodes: int) -> HostTrees:
+        """The trees of a step, as `propose` would propose them; none: bare roots."""
+        ...
 
 
 def _likely(
@@ -139,10 +149,11 @@ class HostDrafter(Silent):
 
     def propose(self, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
         """What was prepared for a step of this size; bare roots where nothing was."""
+        if view.may_look or nodes == 0:
+            made = self.listed(view, nodes)
+            return made.proposal() if nodes and made.trees else Proposal.bare(view)
         key = view.size, nodes
         made = self._prepared.pop(key, HostTrees([]))  # roots of any other step would be wrong
-        if view.may_look or nodes == 0:
-            return made.likely(view.min_accept_prob).proposal() if nodes and made.trees else Proposal.bare(view)
         frame = self._frames.get(key)
         if frame is None:  # a graph is about to be captured, or nothing is
             width = 1 if self.law.chain else nodes
@@ -153,6 +164,10 @@ class HostDrafter(Silent):
             return Proposal(tree)
         least = view.min_accept_prob
         return Proposal(tree.without(frame.chances < least) if least > 0 else tree, survival=frame.chances)
+
+    def listed(self, view: BatchView, nodes: int) -> HostTrees:
+        """What was prepared for a step of this size, without unlikely nodes."""
+        return self._prepared.pop((view.size, nodes), HostTrees([])).likely(view.min_accept_prob)
 
     # Made when they are first used: classes derived from this one need not call its constructor.
     @cached_property

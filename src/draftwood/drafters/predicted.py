@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from draftwood.batch import ForwardBatch
 from draftwood.cache.batch_state import uploaded
-from draftwood.cache.kv import Places, stage_behind
 from draftwood.drafters.branches import as_points, with_branches
+from draftwood.drafters.unknown import read_unknown
 from draftwood.drafting import Drafter, Proposal
+from draftwood.faults import Compound, DrafterHealth
 from draftwood.model.runner import ModelRunner
 from draftwood.protocols import PREDICTED, BatchView, Features, HostView, Randomness
 from draftwood.tree import DraftLaw, Draw, Verdict
@@ -106,6 +106,11 @@ class PredictedDrafter:
     _frames: dict[int, Tensor] = field(default_factory=dict)  # by sequences: the same on the device [B, 1 + PREDICTED]
 
     @property
+    def health_of_members(self) -> Sequence[DrafterHealth]:
+        """The inner drafter's members', if it has any."""
+        return self.drafter.health_of_members if isinstance(self.drafter, Compound) else ()
+
+    @property
     def law(self) -> DraftLaw:
         """The inner drafter's; answers with a prediction get trees of chosen tokens."""
         return self.drafter.law
@@ -191,19 +196,7 @@ class PredictedDrafter:
         self.drafter.commit(view, proposal, verdict, features)
         if not (view.mode.predicted and self.drafter.reads and proposal.tree.num_drafted):
             return
-        path, longest = verdict.path, verdict.path.shape[1] - 1
-        if view.may_look:
-            step = torch.arange(longest + 1, device=path.device)
-            accepted = (step > 0) & (step <= verdict.length[:, None])
-            rows = (accepted & (proposal.columns_of(path) == 0)).any(1).nonzero()[:, 0]
-            if not len(rows):
-                return
-            view, path, longest = view.take(rows), path[rows], int(verdict.length[rows].max())
-        tokens = proposal.tree.tokens[path[:, 1 : 1 + longest].clamp(min=0)].clamp(min=0)
-        places, no_logits = _behind_text(view.size, longest, tokens.device)
-        limits = self._target.cache.page_size, self._target.model.config.max_positions
-        # What lies behind a path's end is written over before it is read.
-        self.drafter.ingest(stage_behind(view.lengths, view.block_table, tokens, places, *limits, no_logits), None)
+        read_unknown(self.drafter, self._target, view, proposal, verdict)
 
     def release(self, seq_id: int) -> None:
         """Forget it."""
@@ -238,10 +231,3 @@ def _table(rows: list[list[int]], size: int, length: int) -> Tensor:
     """Rows of a flag and a path, -1 padded, as many as asked for. [size, 1 + length], on the host."""
     padded = [[*row, *[-1] * (1 + length - len(row))] for row in rows]
     return torch.tensor(padded + [[-1] * (1 + length)] * (size - len(rows)), dtype=torch.int64)
-
-
-@lru_cache(maxsize=1024)
-def _behind_text(size: int, count: int, device: torch.device) -> tuple[Places, Tensor]:
-    """Places of the first `count` tokens behind each text, and no rows of logits."""
-    steps = torch.arange(count, device=device).expand(size, -1).contiguous()
-    return Places(steps, steps), torch.empty(0, dtype=torch.int64, device=device)

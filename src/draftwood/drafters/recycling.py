@@ -138,9 +138,9 @@ class RecyclingDrafter(Silent):
         """Level by level: of what follows the likeliest nodes of the last level, the likeliest."""
         if nodes == 0:
             return Proposal.bare(view)
-        least = max(self._least, view.min_accept_prob)
         if view.may_look:
-            return self._grown_on_host(view, nodes, least)
+            return self.listed(view, nodes).proposal()
+        least = max(self._least, view.min_accept_prob)
         depth, salts = self.depth(nodes), _salts(view)
         offers = Offers.room(view.size, self._width, depth, view.roots.device, nodes)
         front, chosen = view.roots[:, None], None
@@ -156,8 +156,9 @@ class RecyclingDrafter(Silent):
         view = replace(view, min_accept_prob=least)
         return linked_proposal(links, scores, torch.zeros_like(links.offers), view, depth, certain=False)
 
-    def _grown_on_host(self, view: BatchView, nodes: int, least: float) -> Proposal:
-        """The likeliest nodes of any level: single rows are read faster there."""
+    def listed(self, view: BatchView, nodes: int) -> HostTrees:
+        """The likeliest nodes of any level, grown on the host: single rows are read faster there."""
+        least = max(self._least, view.min_accept_prob)
         grown, deepest = [], self.depth(nodes)
         rooms = [nodes] * view.size if view.max_nodes is None else view.max_nodes.clamp(max=nodes).tolist()
         depths = [deepest] * view.size if view.max_depth is None else view.max_depth.clamp(max=deepest).tolist()
@@ -165,7 +166,7 @@ class RecyclingDrafter(Silent):
             tree = PointTree(root, room, depth)
             grow(tree, root, self._table.reader(salt), lambda _, token: token, least)
             grown.append(tree)
-        return HostTrees.of(grown).proposal()
+        return HostTrees.of(grown)
 
     def commit(self, view: BatchView, proposal: Proposal, verdict: Verdict, features: Features) -> None:
         """Measure what was known of the path, then keep what the target said at every node."""

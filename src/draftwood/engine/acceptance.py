@@ -13,6 +13,8 @@ class ChainAcceptance:
     """Of chains: by depth, and by how many sequences get a proposal at all."""
 
     MEMORY = 0.97  # what a step's weight becomes with each one after it, and with each step that drafts nothing
+    ENOUGH = 150.0, 0.85  # proposals that are remembered, of which a step may be so many that it is most of them
+    RECENT, SURPRISE = 0.8, 3.5  # a step's weight in what is recent; deviations from which on that is the truth
     LEAST = 6.0  # sequences of a depth that are remembered however long nothing is drafted
     PRIOR = 0.7  # chance that a node behind an accepted one is accepted, before anything is known
     PRIOR_WEIGHT = 2.0
@@ -24,6 +26,7 @@ class ChainAcceptance:
         if most:  # what is assumed of the first node is forgotten as what is learned; of others it is as above them
             self._hits[1], self._trials[1] = self.PRIOR * self.PRIOR_WEIGHT, self.PRIOR_WEIGHT
         self.proposing = Mean(1.0, 1.0)  # share of sequences that get a proposal
+        self._recent = [0.0, 0.0]  # of first nodes: hits and trials
 
     def survival(self) -> list[float]:
         """The chance that the first, the first two, … nodes of a chain are all accepted."""
@@ -45,12 +48,26 @@ class ChainAcceptance:
         """How far each proposal of a step that drafted came."""
         proposed = [(drafted, accepted) for drafted, accepted in report.outcomes if drafted]
         if proposed:
-            self._keep(self.MEMORY, 0.0)
+            most, least = self.ENOUGH
+            self._keep(min(self.MEMORY, max(least, 1 - len(proposed) / most)), 0.0)
+            self._notice(sum(accepted > 0 for _, accepted in proposed), len(proposed))
         for drafted, accepted in proposed:
             for depth in range(1, min(drafted, accepted + 1, self._most) + 1):
                 self._trials[depth] += 1
                 self._hits[depth] += accepted >= depth
         self.proposing = self.proposing.learn(len(proposed) / report.num_sampling)
+
+    def _notice(self, hits: int, trials: int) -> None:
+        """Forget most of what was learnt if the last few steps cannot be explained by it: the text has changed."""
+        self._recent = [self.RECENT * old + new for old, new in zip(self._recent, (hits, trials), strict=True)]
+        known, weight = self._trials[1], self._recent[1]
+        if known < self.LEAST or weight < min(4, 2 * trials):
+            return
+        chance, recent = self._hits[1] / known, self._recent[0] / weight
+        samples = weight * (1 + self.RECENT)  # independent ones that a weighted mean is as good as
+        if abs(recent - chance) > self.SURPRISE * math.sqrt(max(chance * (1 - chance), 0.02) / samples):
+            self._keep(self.LEAST / known, 0.0)
+            self._recent = [0.0, 0.0]
 
     def fade(self) -> None:
         """A step drafted nothing: what is known stays true, but less of it is needed to change it."""

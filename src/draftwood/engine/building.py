@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import torch
 
 from draftwood.assembly import (
+    AUTO,
     build_drafter,
     choose_law,
-    is_lookup,
     load_runner,
+    makes_own_trees,
     offer,
     suited_tree,
 )
@@ -101,14 +102,20 @@ class Builder:
             max_pieces=SEQUENCES,
         )
         scheduler = Scheduler(target.cache.tables, limits)
-        controller = self.controller or default_controller(target, drafter, assumed=not config.offload)
+        controller = self.controller or default_controller(target, drafter, policy=self._policy)
         name = parts.drafter if isinstance(parts.drafter, str) else None
         engine = Engine(target, drafter, laws, controller, scheduler, KeyedRng(), captures=captures, drafter_name=name)
         return engine, laws
 
+    @property
+    def _policy(self) -> str:
+        """Where steps wait for their layers no other model's costs say anything: as much as the drafter likes."""
+        config = self.config
+        return "fixed" if config.offload and config.controller == AUTO else config.controller
+
     def _drafter(self, drafter: str | Drafter) -> Drafter:
         if not isinstance(drafter, str):
             return drafter
-        takes_tree = not is_lookup(drafter) or drafter == self.parts.drafter
+        takes_tree = not makes_own_trees(drafter) or drafter == self.parts.drafter
         tree = (self.parts.tree or suited_tree(drafter, self.parts.law)) if takes_tree else None
         return build_drafter(drafter, tree, self.checkpoint, self.config, allow_pickle=self.allow_pickle)

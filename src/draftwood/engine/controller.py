@@ -7,14 +7,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 from draftwood.costs import StepCosts
 from draftwood.drafting import padded_batch, tree_sizes
 from draftwood.engine.acceptance import ChainAcceptance, TreeAcceptance
-from draftwood.engine.reasons import BestRate, Look, MeasuredFaster, Outlook, WorthTheRow, count
+from draftwood.engine.promises import keeping, prompt_rows
+from draftwood.engine.reasons import BestRate, KeepsPromises, Look, MeasuredFaster, Outlook, WorthTheRow, count
 from draftwood.engine.timing import Mean, StepTiming
-from draftwood.protocols import Budget, Load, StepReport
+from draftwood.protocols import Budget, Gain, Load, StepReport
+
+READING = 0.1  # what a drafter takes to read rows that it missed, of what the target would take for them
 
 
 class FixedBudget:
@@ -135,9 +139,7 @@ class _Goodput:
     TRIES = 4  # steps of a size that was never timed
     EARLY = 8  # steps with drafts after which plain steps are measured, where they never were
     BOREDOM = 0.997  # what times of drafting count after a step without
-    # A drafter that reads every token is behind after plain steps. Reading takes about this share of what the target
-    # would take for the rows, and it has to be worth it within so many steps.
-    READING, HORIZON = 0.1, 50
+    HORIZON = 50  # steps within which it has to be worth it that a drafter reads what it missed
 
     def __init__(
         self,
@@ -168,6 +170,7 @@ class _Goodput:
         size = self._size(report) if report.room else 0
         if size or not report.room:
             self._timing.learn(report, size)
+        self._timing.learn_prompts(report, size)
         if report.room:
             self._learned.observe(report)
             self._behind = 0
@@ -196,21 +199,33 @@ class _Goodput:
         if catching_up:
             once = catching_up / self.HORIZON
             rates |= {n: outlook.tokens / (outlook.seconds + once) for n, outlook in outlooks.items() if n}
+        sizes, kept = keeping(outlooks, load.paces)
+        pressed = len(sizes) < len(rates)
+        rates = {n: rate for n, rate in rates.items() if n in sizes}
         best = max(rates, key=lambda nodes: rates[nodes])
         if sticks and self._last in rates and rates[best] < self.STAY * rates[self._last]:
             best = self._last
-        budget = Budget(best, why=BestRate(best, outlooks[best], plain))
-        budget = self._by_the_clock(budget, rates, batch)
+        why = KeepsPromises(best, outlooks[best], len(load.paces), kept) if pressed else None
+        budget = self._by_the_clock(Budget(best, why=why or BestRate(best, outlooks[best], plain)), rates, batch)
         self._last = budget.max_nodes
-        look = self._look(budget.max_nodes, outlooks, catching_up, batch)
-        return budget if look is None else look
+        look = None if pressed else self._look(budget.max_nodes, outlooks, catching_up, batch)
+        chosen = budget if look is None else look
+        expected = outlooks[chosen.max_nodes].rate / plain.rate
+        return replace(chosen, gain=Gain(expected, self._rates.better(batch, drafting=True)))
+
+    def _with_prompts(self, budget: Budget, load: Load) -> Budget:
+        """The same with room for prompts that leaves others the time they were promised."""
+        if not load.paces:
+            return budget
+        rows = max(load.num_running, 1) * (1 + budget.max_nodes)
+        return replace(budget, max_prompt_rows=prompt_rows(self._timing, load, budget.max_nodes, rows))
 
     def _catching_up(self, load: Load, batch: int) -> float:
         """Seconds until a drafter has read what it missed."""
         if not (self._reads and self._behind):
             return 0.0
         rows = batch * min(self._behind, max(1, round(load.context)))
-        return self.READING * self._timing.costs.at(rows, load.context, batch)
+        return READING * self._timing.costs.at(rows, load.context, batch)
 
     def _by_the_clock(self, budget: Budget, rates: dict[int, float], batch: int) -> Budget:
         """Stay in a mode that was measured faster than the other."""
@@ -219,7 +234,10 @@ class _Goodput:
         better = self._rates.better(batch, drafting=self._last > 0)
         if better is None or better < 1:
             return budget
-        kept = max((n for n in rates if (n > 0) == (self._last > 0)), key=lambda nodes: rates[nodes])
+        same = [n for n in rates if (n > 0) == (self._last > 0)]
+        if not same:
+            return budget
+        kept = max(same, key=lambda nodes: rates[nodes])
         return Budget(kept, why=MeasuredFaster(kept, better))
 
     def _look(self, nodes: int, outlooks: dict[int, Outlook], catching_up: float, batch: int) -> Budget | None:
@@ -287,7 +305,8 @@ class MeasuredBudget(_Goodput):
             return Outlook(tokens[nodes], self._seconds(rows, load, batch, nodes), assumed)
 
         sizes = self._sizes if load.padded else range(self._most + 1)
-        return self._decide({nodes: outlook(nodes) for nodes in sizes}, load, sticks=load.padded)
+        budget = self._decide({nodes: outlook(nodes) for nodes in sizes}, load, sticks=load.padded)
+        return self._with_prompts(budget, load)
 
     def survival(self) -> list[float]:
         """The chance that the first, the first two, … nodes of a chain are all accepted."""
@@ -312,6 +331,9 @@ class MeasuredTreeBudget(_Goodput):
 
     def budget(self, load: Load) -> Budget:
         """As the device runs them."""
+        return self._with_prompts(self._sized(load), load)
+
+    def _sized(self, load: Load) -> Budget:
         batch = max(load.num_running, 1)
         if load.padded:
             sizes = self._sizes
@@ -322,7 +344,7 @@ class MeasuredTreeBudget(_Goodput):
             return grows
         outlooks = {nodes: self._outlook(nodes, load, batch) for nodes in (0, self._most)}
         decided = self._decide(outlooks, load, sticks=True)
-        return grows if decided.max_nodes else decided
+        return replace(grows, gain=decided.gain) if decided.max_nodes else decided
 
     def _outlook(self, nodes: int, load: Load, batch: int) -> Outlook:
         rows = padded_batch(batch) * (1 + nodes) if load.padded else round(batch * (1 + min(nodes, self._grown.value)))

@@ -19,6 +19,7 @@ from draftwood.cache.batch_state import BatchState, StepInputs
 from draftwood.cache.kv import stage_trees
 from draftwood.drafting import Drafter, Proposal
 from draftwood.engine.shapes import StepShape
+from draftwood.engine.survival import SurvivalCalibration
 from draftwood.engine.trace import facts
 from draftwood.faults import DrafterHealth
 from draftwood.model.runner import ModelRunner
@@ -40,6 +41,7 @@ class Parts:
     rng: Randomness
     health: Sequence[DrafterHealth] = ()
     timers: Timers = field(default_factory=Timers)
+    survival: SurvivalCalibration = field(default_factory=SurvivalCalibration)
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,8 @@ def propose(parts: Parts, state: BatchState, view: BatchView, shape: StepShape) 
             return proposal.packed()
         if shape.proposed == shape.nodes or view.mode.predicted:  # what callers predict has rows of its own
             return proposal
-        return proposal.likeliest(shape.batch * shape.nodes, view.rows != state.padding_row)
+        chances = None if proposal.tree.q is not None else parts.survival.chances(proposal, view)
+        return proposal.likeliest(shape.batch * shape.nodes, view.rows != state.padding_row, chances)
 
 
 def score(parts: Parts, view: BatchView, proposal: Proposal, text: ForwardBatch | None) -> Scored:
@@ -136,6 +139,8 @@ def settle(
     if tree.num_drafted:
         index = tree.local[verdict.path.clamp(min=0)]
         parts.target.cache.keep(view.block_table, view.lengths, index, verdict.length, chain=scored.chain)
+        if not (view.may_look or view.mode.predicted):  # where rows are shared by chances
+            parts.survival.learn(scored.proposal, view, verdict, view.rows != state.padding_row)
     with parts.timers.measure("draft"):
         parts.drafter.commit(view, scored.proposal, verdict, scored.features)
         if scored.text is not None:

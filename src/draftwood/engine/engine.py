@@ -30,7 +30,7 @@ from draftwood.errors import IncompatibleParts
 from draftwood.faults import guarded
 from draftwood.model.runner import ModelRunner
 from draftwood.protocols import Budget, Controller, Randomness, Span, StepMode, StepReport, TimedStep, Verifier
-from draftwood.request import Event, FinishReason
+from draftwood.request import Event, FinishReason, StepTrace
 from draftwood.telemetry import Timers
 from draftwood.tree import DraftLaw, HostVerdict
 
@@ -54,6 +54,8 @@ class _InFlight:
     since: float
     draft_seconds: float  # spent on drafting before the launch
     alone: bool  # nothing else took device time: no prefill in it or before it
+    prompt_rows: int  # that were prefilled with it, or before it
+    budget: Budget
 
     @property
     def plan(self) -> Plan:
@@ -97,6 +99,7 @@ class Engine:
         self._collected_at = 0.0
         self._timing_invalid = False
         self._behind_text = False  # a prefill was launched since the last step
+        self._prefilled = 0  # rows of it
         scheduler.on_end, scheduler.staged = self._release, self._guarded.staged
 
     @torch.inference_mode()
@@ -114,6 +117,7 @@ class Engine:
         launched = self._launch(ready, prompts, budget) if ready.items else None
         if prompts.items and (launched is None or not launched.launched.with_prompts):
             self._timing_invalid = self._behind_text = True
+            self._prefilled += prompts.num_rows
             self.runner.read(prompts.spans)
         self.scheduler.commit(prompts, NOTHING)
         self._read_scored(scored)
@@ -192,7 +196,8 @@ class Engine:
         alone = not (launched.with_prompts or self._behind_text)
         alone = alone and launched.captured == self.runner.captures  # else it took what its shape will not take again
         self._behind_text = False
-        return _InFlight(launched, lives, since, drafting, alone)
+        rows, self._prefilled = self._prefilled + prompts.num_rows * launched.with_prompts, 0
+        return _InFlight(launched, lives, since, drafting, alone, rows, budget)
 
     def _add_to_batch(self, ready: Plan) -> None:
         state, tables = self.runner.state, self.scheduler.tables
@@ -269,7 +274,8 @@ class Engine:
             self._unread.difference_update(self._pages_from(item.seq.id, self._read.get(item.seq.id, item.start)))
         # A step begins with the last two tokens, so what the step in flight adds need not be known here.
         behind = [(item, self._read.pop(item.seq.id, item.end)) for item in ready.items]
-        self._read_along([Span(i.seq.id, i.seq.tokens, read, i.end - 1) for i, read in behind if read < i.end - 1])
+        missed = [(i.seq, read, i.end - 1) for i, read in behind if read < i.end - 1]
+        self._read_along([Span(seq.id, seq.tokens, read, end, seq.source, seq.images) for seq, read, end in missed])
 
     def _pages_from(self, seq_id: int, token: int) -> list[int]:
         return self.scheduler.tables.pages(seq_id)[token // self.target.cache.page_size :]
@@ -286,7 +292,7 @@ class Engine:
         """Let the drafter read, with as many pieces together as a step has rows for."""
         rows = self.scheduler.config.max_rows
         pieces = [
-            Span(span.seq_id, span.tokens, start, min(span.end, start + rows))
+            replace(span, start=start, end=min(span.end, start + rows))
             for span in spans
             for start in range(span.start, span.end, rows)
         ]
@@ -311,7 +317,7 @@ class Engine:
         if flight is None:
             return []
         outcome = flight.launched.wait()
-        seconds = self._seconds(flight)
+        whole, seconds = self._seconds(flight)
         running = {seq.id: seq for seq in self.scheduler.running}
         kept = [
             b
@@ -320,25 +326,30 @@ class Engine:
         ]
         plan = Plan(tuple(flight.plan.items[b] for b in kept)).brought_up_to_date()
         outcome = outcome.take(kept)
-        report = self._report(plan, flight, outcome, seconds)
+        report = self._report(plan, flight, outcome, seconds, whole)
         self.controller.observe(report)
         if seconds is not None and report.num_sampling:
             self.last_step = TimedStep(report, seconds)
         if flight.launched.nodes:
             self._gained |= {i.seq.id: len(t) for i, t in zip(plan.items, outcome.tokens, strict=True)}
         logprobs = [flight.launched.logprobs(b, tokens) for b, tokens in zip(kept, outcome.tokens, strict=True)]
-        traces = [flight.launched.trace(b) for b in kept]
+        traces = [_explained(flight.launched.trace(b), flight.budget, whole) for b in kept]
         return self.scheduler.commit(plan, outcome, logprobs, traces)
 
-    def _seconds(self, flight: _InFlight) -> float | None:
-        """Seconds of the step, unless something else took time meanwhile."""
+    def _seconds(self, flight: _InFlight) -> tuple[float, float | None]:
+        """Seconds since the step before was known, and those of the step, unless something else took time meanwhile."""
         now = time.perf_counter()
         seconds = now - max(flight.since, self._collected_at)
         disturbed, self._collected_at, self._timing_invalid = self._timing_invalid or not flight.alone, now, False
-        return None if disturbed else seconds
+        return seconds, None if disturbed else seconds
 
-    def _report(self, plan: Plan, flight: _InFlight, outcome: HostVerdict, seconds: float | None) -> StepReport:
+    def _report(
+        self, plan: Plan, flight: _InFlight, outcome: HostVerdict, seconds: float | None, whole: float
+    ) -> StepReport:
         told_apart = not self.scheduler.config.asynchronous
+        rows = flight.prompt_rows
+        if told_apart:  # what is read behind a step is waited for together with it
+            rows, self._prefilled = rows + self._prefilled, 0
         return StepReport(
             num_rows=flight.launched.rows,
             num_sampling=len(outcome.tokens),
@@ -350,7 +361,16 @@ class Engine:
             step_seconds=seconds,
             context=sum(len(item.seq.tokens) for item in plan.items) / max(len(plan.items), 1),
             room=flight.launched.nodes,
+            prompt_rows=rows,
+            whole_seconds=whole if rows and seconds is None else None,
         )
+
+
+def _explained(trace: StepTrace | None, budget: Budget, seconds: float) -> StepTrace | None:
+    """With what the controller decided for the step, and what it took."""
+    if trace is None:
+        return None
+    return replace(trace, why=str(budget.why), expected_gain=budget.gain.expected, seconds=seconds)
 
 
 def _masked(seq: Sequence) -> bool:

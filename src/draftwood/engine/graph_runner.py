@@ -42,7 +42,10 @@ def batch_state_for(target: ModelRunner, capacity: int, max_nodes: int) -> Batch
     """State for sequences as long as the model and its cache allow."""
     tables = target.cache.tables
     longest = min(target.model.config.max_positions, tables.capacity) + 2 * max_nodes + 2
-    return BatchState(capacity, longest, tables.page_size, target.cache.scratch_page, target.device)
+    config = target.model.config
+    kinds = {"has_sources": config.encoder is not None, "has_turns": bool(config.rope.sections)}
+    scratch = target.cache.scratch_page
+    return BatchState(capacity, longest, tables.page_size, scratch, target.device, **kinds)
 
 
 @dataclass

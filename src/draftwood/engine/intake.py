@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from draftwood.batch import Source
 from draftwood.drafters.by_request import OfferedDrafters
 from draftwood.engine.engine import check_exact
+from draftwood.engine.images import Conversation, ImageReader
 from draftwood.engine.orders import params_of, unpacked
 from draftwood.engine.sequence import Sequence as Answer
+from draftwood.engine.sources import PlainPrompt, Prompt, SourceReader, WithSource
 from draftwood.engine.text import TextStream
 from draftwood.errors import ContextLengthExceeded, IncompatibleParts, InvalidRequest
 from draftwood.model.checkpoint import Checkpoint
@@ -24,7 +27,7 @@ from draftwood.rng import Purpose, fold_seed
 from draftwood.tree import POINT_TREE, DraftLaw
 from draftwood.verifiers import AUTO, ByRequest, default_law
 
-Prompt = str | Sequence[int] | Sequence[Mapping[str, object]]  # a text, its tokens, or a conversation
+__all__ = ["Guessers", "Intake", "Prompt"]
 
 
 @dataclass(frozen=True)
@@ -95,26 +98,38 @@ def _decided_by_seed(law: Verifier, params: SamplingParams) -> bool:
 class Intake:
     """Checks requests, and makes their answers."""
 
-    def __init__(self, checkpoint: Checkpoint, guessers: Guessers, max_length: int, capacity: int) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        guessers: Guessers,
+        max_length: int,
+        capacity: int,
+        images: ImageReader,
+    ) -> None:
         self.tokenizer = checkpoint.tokenizer()
         self.max_length = max_length
         self._config = checkpoint.config
         self._guessers = guessers
         self._capacity = capacity
+        self.images = images
+        self.sources = SourceReader(checkpoint.config.encoder, self.encode_text)
         self._grammars = Grammars(self.tokenizer, checkpoint.config.vocab_size)
         self._request_ids = itertools.count()
         self._sequence_ids = itertools.count()
 
     def answers(self, prompt: Prompt, params: SamplingParams, tenant: str = "") -> tuple[str | None, list[Answer]]:
         """The prompt as a text, where it is one, and its answers in the making, on behalf of `tenant`."""
-        text, tokens = self.encode(prompt)
-        self._check_tokens(tokens, params)
+        source = self.sources.read(prompt)
+        prompt, files = self._without_images(prompt)
+        text, tokens = self._text(prompt)
+        tokens, images = self.images.place(tokens, files)
+        self._check_tokens(tokens, params, 0 if source is None else len(source))
         params = self._guessers.fitted(params)
         if params.min_tokens and not (params.stop or self._stop_ids(params)):
             params = replace(params, min_tokens=0)  # nothing can end it early: it runs where others do
         request_id = next(self._request_ids)
         seed = secrets.randbits(63) if params.seed is None else params.seed
-        first = self._answer(request_id, tokens, params, seed, tenant)
+        first = replace(self._answer(request_id, source, tokens, params, seed, tenant), images=images)
         others = range(1, params.n)
         return text, [first, *(self._sibling(first, i, fold_seed(seed, Purpose.SAMPLE, i)) for i in others)]
 
@@ -124,7 +139,27 @@ class Intake:
         text = TextStream(Detokenizer(self.tokenizer), params.stop)
         return unpacked(plain, params, text, self._constraint(params))
 
-    def encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _without_images(self, prompt: Prompt) -> tuple[Prompt, list[bytes]]:
+        """A conversation without the images in it, and their files; anything else as it is."""
+        if isinstance(prompt, Conversation):
+            return prompt.tokens, list(prompt.files)
+        if isinstance(prompt, str | WithSource) or not all(isinstance(item, Mapping) for item in prompt):
+            return prompt, []
+        return self.images.apart([item for item in prompt if isinstance(item, Mapping)])
+
+    def _text(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+        """What the decoder begins with; behind an encoder, the token that its texts begin with goes before all else."""
+        begun = prompt.prompt if isinstance(prompt, WithSource) else prompt
+        spec = self._config.encoder
+        if spec is not None and not begun:
+            return "" if begun == "" else None, list(spec.opening)
+        assert begun is not None
+        if spec is None:
+            return self.encode(begun)
+        text, tokens = (begun, self.encode_text(begun, special=False)) if isinstance(begun, str) else self.encode(begun)
+        return text, tokens if tokens[:1] == [spec.start] else [spec.start, *tokens]
+
+    def encode(self, prompt: PlainPrompt) -> tuple[str | None, list[int]]:
         """The tokens of a text, of a conversation, or themselves."""
         if isinstance(prompt, str):
             return prompt, self.encode_text(prompt)
@@ -150,16 +185,26 @@ class Intake:
     def _limits(self) -> str:
         return f"the model's context window is {self._config.max_positions} and the cache holds {self._capacity}"
 
-    def _answer(self, request_id: int, tokens: list[int], params: SamplingParams, seed: int, tenant: str) -> Answer:
+    def _answer(
+        self,
+        request_id: int,
+        source: Source | None,
+        tokens: list[int],
+        params: SamplingParams,
+        seed: int,
+        tenant: str,
+    ) -> Answer:
+        spec, before = self._config.encoder, [] if source is None else list(source.tokens)
+        longest = self.max_length if spec is None else min(self.max_length, len(before) + spec.max_text)
         law = self._guessers.laws.law_of(params.law)
         return Answer(
             id=next(self._sequence_ids),
             request_id=request_id,
             index=0,
-            tokens=list(tokens),
+            tokens=[*before, *tokens],
             params=params,
             seed=seed,
-            max_length=min(len(tokens) + params.max_tokens, self.max_length),
+            max_length=min(len(before) + len(tokens) + params.max_tokens, longest),
             stop_ids=self._stop_ids(params),
             bad_words=tuple(tuple(ids) for word in params.bad_words for ids in self._spellings(word)),
             text=TextStream(Detokenizer(self.tokenizer), params.stop),
@@ -169,6 +214,7 @@ class Intake:
             reproducible=self._guessers.reproducible(params),
             prediction=tuple(self.encode_text(params.prediction, special=False)) if params.prediction else (),
             constraint=self._constraint(params),
+            source=source,
             tenant=tenant,
         )
 
@@ -192,11 +238,14 @@ class Intake:
     def _constraint(self, params: SamplingParams) -> Constraint | None:
         return None if params.grammar is None else self._grammars.start(params.grammar)
 
-    def _check_tokens(self, tokens: list[int], params: SamplingParams) -> None:
+    def _check_tokens(self, tokens: list[int], params: SamplingParams, source: int) -> None:
         vocabulary = self._config.vocab_size
         if not tokens:
             raise InvalidRequest("The prompt is empty: give the model at least one token to continue from.")
-        longest = self.max_length - (params.max_tokens > 0)
+        longest = self.max_length - (params.max_tokens > 0) - source
+        if self._config.encoder is not None:
+            longest = min(longest, self._config.encoder.max_text - (params.max_tokens > 0))
+            self._check_room(source, longest)
         if len(tokens) > longest:
             raise ContextLengthExceeded(
                 f"The prompt has {len(tokens)} tokens and the limit is {longest}: {self._limits}. Shorten the "
@@ -210,6 +259,13 @@ class Intake:
             outside = next((token for token in ids if not 0 <= token < vocabulary), None)
             if outside is not None:
                 raise InvalidRequest(f"Token {outside} in {name} is not in the vocabulary (0 to {vocabulary - 1}).")
+
+    def _check_room(self, source: int, longest: int) -> None:
+        if longest < 1:
+            raise ContextLengthExceeded(
+                f"encoder_input takes {source} places, which leaves none for an answer: {self._limits}. Shorten it or "
+                "raise cache_tokens."
+            )
 
     def _spellings(self, word: str) -> list[list[int]]:
         """A word at the start of a text and inside one are different tokens; both are meant."""

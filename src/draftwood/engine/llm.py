@@ -14,9 +14,8 @@ import gc
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 from draftwood.assembly import AUTO, build_verifier
 from draftwood.calibration import calibrate, default_controller, known_costs
@@ -24,10 +23,14 @@ from draftwood.config import EngineConfig
 from draftwood.costs import StepCosts
 from draftwood.drafters.by_request import OfferedDrafters
 from draftwood.drafting import Drafter
+from draftwood.engine.answering import Answering
 from draftwood.engine.building import Builder, Parts
 from draftwood.engine.followers import spec_of
+from draftwood.engine.images import ImageReader
 from draftwood.engine.intake import Guessers, Intake, Prompt
+from draftwood.engine.policies import find_policy
 from draftwood.engine.sequence import Sequence as Answer
+from draftwood.engine.sources import EncoderInput, PlainPrompt, paired, with_source
 from draftwood.engine.team import gather, placed
 from draftwood.engine.worker import Companion, ComputeThread, Listener, Pulse, Worker
 from draftwood.errors import DraftwoodError, InvalidRequest
@@ -42,58 +45,8 @@ from draftwood.request import (
     Result,
     SamplingParams,
     SpeculationStats,
-    TokenLogprob,
 )
 from draftwood.settling import settle
-
-
-@dataclass
-class _Answering:
-    """A request on its way: its events, and what they add up to."""
-
-    prompt: str | None
-    answers: list[Answer]
-    texts: list[list[str]] = field(init=False)
-    accepted: list[list[bool]] = field(init=False)
-    logprobs: list[list[TokenLogprob]] = field(init=False)
-    prompt_logprobs: tuple[TokenLogprob | None, ...] = ()
-    ends: dict[int, Event] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.texts, self.accepted, self.logprobs = ([[] for _ in self.answers] for _ in range(3))
-
-    def add(self, event: Event) -> None:
-        self.texts[event.index].append(event.text)
-        self.accepted[event.index].extend(event.accepted)
-        self.logprobs[event.index].extend(event.logprobs)
-        self.prompt_logprobs = event.prompt_logprobs or self.prompt_logprobs
-        if event.finished:
-            self.ends[event.index] = event
-
-    @property
-    def done(self) -> bool:
-        return len(self.ends) == len(self.answers)
-
-    def result(self) -> Result:
-        completions = [self._completion(i, answer) for i, answer in enumerate(self.answers)]
-        first = self.answers[0]
-        prompt = tuple(first.tokens[: first.prompt_length])
-        return Result(self.prompt, prompt, tuple(completions), self.prompt_logprobs)
-
-    def _completion(self, i: int, answer: Answer) -> Completion:
-        end = self.ends[i]
-        assert end.finish_reason is not None
-        return Completion(
-            index=i,
-            text="".join(self.texts[i]),
-            token_ids=tuple(answer.tokens[answer.prompt_length :]),
-            accepted=tuple(self.accepted[i]),
-            finish_reason=end.finish_reason,
-            stats=end.stats,
-            seed=answer.seed,
-            logprobs=tuple(self.logprobs[i]),
-            error=end.error,
-        )
 
 
 class LLM:
@@ -131,6 +84,7 @@ class LLM:
         self._controller = controller
         if isinstance(law, str) and law != AUTO:
             build_verifier(law)  # refuse an unknown name before anything is read
+        find_policy(config.controller)
         self.checkpoint = open_checkpoint(model, config.impl) if isinstance(model, str | Path) else model
         names = {"drafter": drafter, "law": law, "tree": tree}
         self._team = gather(
@@ -153,7 +107,10 @@ class LLM:
         offered = self.engine.drafter if isinstance(self.engine.drafter, OfferedDrafters) else None
         strict = self.engine.target.model.strict
         guessers = Guessers(self.engine.drafter.law, offered, self.laws, suits_itself=law == AUTO, strict=strict)
-        self.intake = Intake(self.checkpoint, guessers, self.max_length, self.engine.scheduler.tables.capacity)
+        model = self.engine.target.model
+        images = ImageReader.of(self.checkpoint, model.dtype, model.device)
+        capacity = self.engine.scheduler.tables.capacity
+        self.intake = Intake(self.checkpoint, guessers, self.max_length, capacity, images)
         if self._team.follows:
             compute.call(lambda: self._team.follow(self.engine, self.intake.unpacked))
             raise SystemExit  # what comes behind, in a program that torchrun has started, is for rank 0
@@ -178,7 +135,8 @@ class LLM:
             costs = calibrate(self.engine.target, say)
             trusted = costs if costs.doubt is None else None
             engine = self.engine
-            engine.controller = self._controller or default_controller(engine.target, engine.drafter, trusted)
+            policy = self.config.controller
+            engine.controller = self._controller or default_controller(engine.target, engine.drafter, trusted, policy)
             return costs
 
         return ComputeThread.shared().call(measure)
@@ -213,38 +171,61 @@ class LLM:
 
     @overload  # a text is a sequence of texts too, but here it is one prompt
     def generate(  # pyright: ignore[reportOverlappingOverload]
-        self, prompts: str, params: SamplingParams | None = None
+        self, prompts: str, params: SamplingParams | None = None, *, encoder_input: None = None
     ) -> Result: ...
     @overload
     def generate(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: Sequence[PlainPrompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        encoder_input: EncoderInput = None,
     ) -> list[Result]: ...
+    @overload
     def generate(
-        self, prompts: str | Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams] | None = None
+        self,
+        prompts: str | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        encoder_input: EncoderInput,
+    ) -> Any: ...
+    def generate(
+        self,
+        prompts: str | Sequence[PlainPrompt] | None = None,
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        encoder_input: EncoderInput = None,
     ) -> Result | list[Result]:
         """Answer a prompt, or all of a list in one batch, with `params` for all of them or a list, one for each.
 
         A single prompt that cannot run raises. In a list it gets a result with `finish_reason` "error" and the
         reason, and the others run on.
+
+        A model with an encoder reads `encoder_input`: a text, token ids, or an array of features, or a list of such.
+        Prompts are then how answers begin, and may be left out.
         """
         params = params or SamplingParams()
-        asked: Sequence[Prompt] = [prompts] if isinstance(prompts, str) else prompts
+        asked, alone = paired(prompts, encoder_input)
         each = [params] * len(asked) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(asked):
             raise InvalidRequest(
                 f"{len(asked)} prompts came with {len(each)} sets of parameters: give one, or one each."
             )
-        if isinstance(prompts, str):
-            return self._wait([self._prepare(prompts, each[0])])[0]
+        if alone:
+            return self._wait([self._prepare(asked[0], each[0])])[0]
         return self._wait([self._prepare_or_explain(*both) for both in zip(asked, each, strict=True)])
 
-    def chat(self, messages: Sequence[dict[str, str]], params: SamplingParams | None = None) -> Result:
-        """Answer a conversation: a list of {"role": …, "content": …}."""
+    def chat(self, messages: Sequence[dict[str, Any]], params: SamplingParams | None = None) -> Result:
+        """Answer a conversation: a list of {"role": …, "content": …}. For a model that sees images, a content may be a
+        list of parts as in OpenAI's interface: {"type": "image_url", "image_url": {"url": "data:image/png;base64,…"}}.
+        """
         return self._wait([self._prepare(messages, params or SamplingParams())])[0]
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[Event, None, None]:
+    def stream(
+        self, prompt: Prompt | None, params: SamplingParams | None = None, *, encoder_input: EncoderInput = None
+    ) -> Generator[Event, None, None]:
         """Answer a prompt event by event. Leaving the loop early cancels the request."""
-        answering = self._prepare(prompt, params or SamplingParams())
+        answering = self._prepare(with_source(prompt, encoder_input), params or SamplingParams())
         inbox: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self._worker.submit(answering.answers, inbox.put)
         try:
@@ -281,9 +262,11 @@ class LLM:
         """Whether there is still a thread to compute on."""
         return self._worker.alive and self._team.lost is None
 
-    async def astream(self, prompt: Prompt, params: SamplingParams | None = None) -> AsyncGenerator[Event, None]:
+    async def astream(
+        self, prompt: Prompt | None, params: SamplingParams | None = None, *, encoder_input: EncoderInput = None
+    ) -> AsyncGenerator[Event, None]:
         """`stream` for an event loop. Leaving the loop early, or being cancelled, cancels the request."""
-        answering = self._prepare(prompt, params or SamplingParams())
+        answering = self._prepare(with_source(prompt, encoder_input), params or SamplingParams())
         inbox: asyncio.Queue[Event] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         self._worker.submit(answering.answers, lambda event: _call_in(loop, inbox.put_nowait, event))
@@ -295,9 +278,11 @@ class LLM:
         finally:
             self._cancel(answering)
 
-    async def agenerate(self, prompt: Prompt, params: SamplingParams | None = None) -> Result:
+    async def agenerate(
+        self, prompt: Prompt | None, params: SamplingParams | None = None, *, encoder_input: EncoderInput = None
+    ) -> Result:
         """`generate` for an event loop: one prompt; gather several to batch them."""
-        answering = self._prepare(prompt, params or SamplingParams())
+        answering = self._prepare(with_source(prompt, encoder_input), params or SamplingParams())
         loop, finished = asyncio.get_running_loop(), asyncio.Event()
         self._listen([answering], lambda: _call_in(loop, finished.set))
         try:
@@ -306,8 +291,8 @@ class LLM:
             self._cancel(answering)
         return answering.result()
 
-    def _wait(self, requests: list[_Answering | Result]) -> list[Result]:
-        running = [request for request in requests if isinstance(request, _Answering)]
+    def _wait(self, requests: list[Answering | Result]) -> list[Result]:
+        running = [request for request in requests if isinstance(request, Answering)]
         finished = threading.Event()
         self._listen(running, finished.set)
         try:
@@ -316,9 +301,9 @@ class LLM:
         finally:
             for request in running:
                 self._cancel(request)
-        return [r.result() if isinstance(r, _Answering) else r for r in requests]
+        return [r.result() if isinstance(r, Answering) else r for r in requests]
 
-    def _listen(self, requests: list[_Answering], finished: Callable[[], None]) -> None:
+    def _listen(self, requests: list[Answering], finished: Callable[[], None]) -> None:
         """Collect all events on the compute thread and call `finished` after the last.
 
         Waking the caller for every event would cost more than the event: on two cores it takes one away from the step.
@@ -333,11 +318,11 @@ class LLM:
         for request in requests:
             self._worker.submit(request.answers, hear)
 
-    def _cancel(self, answering: _Answering) -> None:
+    def _cancel(self, answering: Answering) -> None:
         if not answering.done:
             self._worker.cancel(answering.answers[0].request_id)
 
-    def _prepare_or_explain(self, prompt: Prompt, params: SamplingParams) -> _Answering | Result:
+    def _prepare_or_explain(self, prompt: Prompt, params: SamplingParams) -> Answering | Result:
         try:
             return self._prepare(prompt, params)
         except DraftwoodError as refusal:
@@ -353,8 +338,8 @@ class LLM:
             )
             return Result(prompt if isinstance(prompt, str) else None, (), (failed,))
 
-    def _prepare(self, prompt: Prompt, params: SamplingParams) -> _Answering:
-        return _Answering(*self.intake.answers(prompt, params))
+    def _prepare(self, prompt: Prompt, params: SamplingParams) -> Answering:
+        return Answering(*self.intake.answers(prompt, params))
 
 
 def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Event) -> None:

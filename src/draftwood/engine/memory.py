@@ -101,9 +101,17 @@ def activation_bytes(config: ModelConfig, rows: int, dtype: torch.dtype) -> int:
 
 
 def plan_memory(
-    target: ModelConfig, draft: ModelConfig | None, config: EngineConfig, free: int, total: int
+    target: ModelConfig,
+    draft: ModelConfig | None,
+    config: EngineConfig,
+    free: int,
+    total: int,
+    copy: str | None = None,
 ) -> MemoryPlan:
-    """The plan for a target, a draft model if there is one, and a device with `free` of `total` bytes."""
+    """The plan for a target, a draft model if there is one, and a device with `free` of `total` bytes.
+
+    `copy`: the format of a second copy of the target's weights, if its drafts have one.
+    """
     dtype = config.torch_dtype()
     models = [target] if draft is None else [target, draft]
     token = sum(token_bytes(model, dtype) for model in models)
@@ -114,7 +122,7 @@ def plan_memory(
         draft_weights = 0 if draft is None else weight_bytes(draft, config.weights, dtype)
     return MemoryPlan(
         weights=weight_bytes(target, config.weights, dtype) - away + (2 * layer if away else 0),
-        draft_weights=draft_weights,
+        draft_weights=draft_weights + (0 if copy is None else weight_bytes(target, copy, dtype)),
         cache=(config.num_pages + SPARE_PAGES) * config.page_size * token,
         graphs=FIXED + sum(activation_bytes(model, config.max_rows, dtype) for model in models),
         free=free,
@@ -131,10 +139,15 @@ def device_memory(device: torch.device) -> tuple[int, int]:
 
 
 def automatic_cache_tokens(
-    target: ModelConfig, draft: ModelConfig | None, config: EngineConfig, free: int, total: int
+    target: ModelConfig,
+    draft: ModelConfig | None,
+    config: EngineConfig,
+    free: int,
+    total: int,
+    copy: str | None = None,
 ) -> int:
     """Tokens that fit in most of what is left: whole pages, and no more than all requests could ever use."""
-    plan = replace(plan_memory(target, draft, config, free, total), cache=0)
+    plan = replace(plan_memory(target, draft, config, free, total, copy), cache=0)
     size = config.page_size
     fitting = _room(plan)
     if fitting < size:

@@ -67,7 +67,7 @@ class Plan:
     @property
     def spans(self) -> list[Span]:
         """Every item's pending tokens."""
-        return [Span(item.seq.id, item.seq.tokens, item.start, item.end) for item in self.items]
+        return [Span(i.seq.id, i.seq.tokens, i.start, i.end, i.seq.source, i.seq.images) for i in self.items]
 
     @property
     def num_rows(self) -> int:

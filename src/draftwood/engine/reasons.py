@@ -3,7 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple, Protocol, runtime_checkable
+
+RULE = "rule"  # kind of a reason that is only words
+
+
+@runtime_checkable
+class Reason(Protocol):
+    """What can be counted by its kind."""
+
+    kind: ClassVar[str]
+
+
+def kind_of(why: object) -> str:
+    """Of a budget's reason."""
+    return why.kind if isinstance(why, Reason) else RULE
 
 
 class Outlook(NamedTuple):
@@ -29,6 +43,7 @@ class Outlook(NamedTuple):
 class BestRate:
     """It is the best size."""
 
+    kind: ClassVar[str] = "best rate"
     nodes: int
     best: Outlook
     plain: Outlook
@@ -40,9 +55,26 @@ class BestRate:
 
 
 @dataclass(frozen=True, slots=True)
+class KeepsPromises:
+    """It is the best of the sizes that keep what requests were promised, or comes nearest to it."""
+
+    kind: ClassVar[str] = "promises"
+    nodes: int
+    best: Outlook
+    promised: int  # sequences
+    kept: bool
+
+    def __str__(self) -> str:
+        size = count(self.nodes) if self.nodes else "no nodes"
+        how = "keeps" if self.kept else "comes nearest to"
+        return f"{size}: {how} what {self.promised} of the sequences were promised; {self.best}"
+
+
+@dataclass(frozen=True, slots=True)
 class MeasuredFaster:
     """The mode was faster by the clock than the one which estimates speak for."""
 
+    kind: ClassVar[str] = "measured faster"
     nodes: int
     better: float  # times
 
@@ -55,6 +87,7 @@ class MeasuredFaster:
 class Look:
     """A short try of what does not seem to pay, or was not measured lately."""
 
+    kind: ClassVar[str] = "look"
     nodes: int
 
     def __str__(self) -> str:
@@ -67,6 +100,7 @@ class Look:
 class WorthTheRow:
     """A tree may have nodes down to a certain chance."""
 
+    kind: ClassVar[str] = "worth the row"
     nodes: int
     chance: float
 

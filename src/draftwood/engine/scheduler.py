@@ -1,8 +1,8 @@
 """Who runs next, with how many tokens and how much room to guess. Imports no torch.
 
 There is no prefill phase and no decode phase: every sequence catches up with its own tokens, a chunk at a time, and
-samples when it has caught up. When pages run out the youngest gives its own back and starts over later; draft nodes
-never preempt a sequence.
+samples when it has caught up. When pages run out the one with the latest turn gives its own back and starts over later;
+draft nodes never preempt a sequence.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from types import MappingProxyType
 
 from draftwood.cache.blocks import PageTables
 from draftwood.engine.plan import Plan, PlanItem
+from draftwood.engine.reasons import kind_of
 from draftwood.engine.sequence import Sequence
 from draftwood.errors import DraftwoodError, QueueFull
-from draftwood.protocols import Budget, Load
+from draftwood.protocols import Budget, Load, Pace
 from draftwood.request import Event, FinishReason, StepTrace, TokenLogprob
 from draftwood.tree import HostVerdict
 
@@ -26,6 +27,9 @@ NO_DISTRIBUTION = (
     "The model gave logits that are not finite, so there is no next token. Its weights may be damaged, or its numbers "
     "too large for the type it computes in: try dtype float32."
 )
+
+
+LEAST_PIECE = 16  # rows of a prompt that a step reads, whatever was promised to others
 
 
 @dataclass(frozen=True)
@@ -67,13 +71,20 @@ class Scheduler:
         self._turns = itertools.count(1)
         self._last_served: Counter[str] = Counter()  # tenant -> the turn in which it last got a place
         self.budget = Budget(0, why="no step has run yet")  # of the last step
+        self.decisions: Counter[str] = Counter()  # by the kind of their reason
 
     @property
     def load(self) -> Load:
         """How busy it is."""
         lengths = [len(seq.tokens) for seq in self.running]
         context = sum(lengths) / max(len(lengths), 1)
-        return Load(len(lengths), len(self.waiting), context, self.config.asynchronous)
+        return Load(len(lengths), len(self.waiting), context, self.config.asynchronous, self._paces())
+
+    def _paces(self) -> tuple[Pace, ...]:
+        if all(seq.params.slo is None for seq in self.running):
+            return ()
+        now, gain = self.clock(), sum(seq.gain for seq in self.running) / len(self.running)
+        return tuple(pace for seq in self.running if (pace := seq.pace(now, gain)) is not None)
 
     @property
     def has_work(self) -> bool:
@@ -106,12 +117,13 @@ class Scheduler:
         `ahead`: the most tokens a sequence may have gained on the device that the host does not know of; at least one.
         `most`: draft nodes of one tree, where those of a step are shared unevenly; None: as many as the budget says.
         """
+        self.decisions[kind_of(budget.why)] += 1
         self.budget, most = budget, budget.max_nodes if most is None else most
         self._admit()
         share = self._node_rows(max((seq.wanted_nodes(most) for seq in self.running), default=0))
         items: dict[int, PlanItem] = {}
         text, pieces = self._prefill_room()
-        for seq in sorted(self.running, key=lambda s: (self._pending(s) > 1, s.id)):
+        for seq in sorted(self.running, key=lambda s: (self._pending(s) > 1, s.turn, s.id)):
             rows = self.config.max_rows - sum(item.end - item.start + item.max_nodes for item in items.values())
             prefills = [item for item in items.values() if not item.samples]
             if self._pending(seq) > 1:
@@ -121,7 +133,8 @@ class Scheduler:
             if rows < 1 or seq.id not in self.tables or (seq.id in ahead and length + 1 >= seq.max_length):
                 continue  # no room, preempted, or certain to end with what it has gained already
             ready = start == length - 1
-            end = length if ready else min(start + rows, length - 1)
+            # An encoder reads a source as a whole, whatever rows there are.
+            end = length if ready else max(min(start + rows, length - 1), seq.source_length)
             room = min(end + ahead.get(seq.id, 0) + (seq.id in ahead), seq.max_length)
             if end > start and self._make_room(seq, room, items):
                 nodes = min(share, rows - 1, seq.wanted_nodes(most)) if ready else 0
@@ -132,13 +145,16 @@ class Scheduler:
 
     def _prefill_room(self) -> tuple[int, int]:
         """Rows and pieces of prompts that the next step takes. While sequences decode, as many rows as a step has room
-        for: the largest size that the pending rows fill, or the smallest that holds them.
+        for: the largest size that the pending rows fill, or the smallest that holds them; no more than the budget says,
+        but always some, or prompts would starve.
         """
         pending = [self._pending(seq) - 1 for seq in self.running]
-        sizes, rows = self.config.prefill_sizes, sum(pending)
-        if not sizes or all(pending):
+        sizes, rows, most = self.config.prefill_sizes, sum(pending), self.budget.max_prompt_rows
+        if all(pending) or (not sizes and most is None):
             return self.config.max_rows, len(pending)
-        filled = [size for size in sizes if size <= rows]
+        if not sizes:
+            return min(self.config.max_rows, max(LEAST_PIECE, most or 0)), len(pending)
+        filled = [size for size in sizes if size <= rows and (most is None or size <= most)]
         return max(filled, default=sizes[0]), self.config.max_pieces
 
     def _node_rows(self, wanted: int) -> int:
@@ -224,7 +240,7 @@ class Scheduler:
             if self._sibling_will_share(seq):
                 held.append(self.waiting.popleft())
                 continue
-            cached = self.tables.open(seq.id, seq.reusable_tokens, seq.params.cache_salt)
+            cached = self.tables.open(seq.id, seq.reusable_tokens, seq.prefix_salt)
             missing = -(-(len(seq.tokens) - cached) // self.tables.page_size)
             if self.running and missing > self.tables.pool.num_available:
                 self.tables.close(seq.id)
@@ -237,16 +253,18 @@ class Scheduler:
         self.waiting.extendleft(reversed(held))
 
     def _bring_next_forward(self) -> None:
-        """Fair queuing: the tenant with the fewest running answers is next; of several, the one served longest ago.
-
-        Its oldest answer is put first. A preempted answer goes before all others, whatever its tenant.
+        """Fair queuing: the tenant with the fewest running answers is next; of several, the one served longest ago; of
+        its answers that with the earliest turn. A preempted answer goes before all others, whatever its tenant, but
+        those of a more urgent priority with an earlier turn.
         """
         first = self.waiting[0]
-        if first.preemptions or all(seq.tenant == first.tenant for seq in self.waiting):
-            return
-        running = Counter(seq.tenant for seq in self.running)
-        # Of equals, the first: those of one tenant are in the order of their arrival.
-        chosen = min(self.waiting, key=lambda seq: (running[seq.tenant], self._last_served[seq.tenant]))
+        if first.preemptions:
+            urgency, turn = first.params.priority, first.turn
+            sooner = [seq for seq in self.waiting if seq.params.priority < urgency and seq.turn < turn]
+            chosen = min(sooner, key=lambda seq: seq.turn, default=first)
+        else:
+            running = Counter(seq.tenant for seq in self.running)
+            chosen = min(self.waiting, key=lambda seq: (running[seq.tenant], self._last_served[seq.tenant], seq.turn))
         if chosen is not first:
             self.waiting.remove(chosen)
             self.waiting.appendleft(chosen)
@@ -259,9 +277,11 @@ class Scheduler:
         )
 
     def _make_room(self, seq: Sequence, length: int, items: dict[int, PlanItem]) -> bool:
-        """Pages for `length` tokens, taken from the youngest if need be; False if that is the sequence itself."""
+        """Pages for `length` tokens, taken from whom has the latest turn if need be; False if that is the sequence
+        itself.
+        """
         while not self.tables.reserve(seq.id, length):
-            victim = max(self.running, key=lambda s: s.id)
+            victim = max(self.running, key=lambda s: (s.turn, s.id))
             self._preempt(victim)
             items.pop(victim.id, None)
             if victim is seq:

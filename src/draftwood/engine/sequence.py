@@ -6,13 +6,16 @@ import math
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
+from draftwood.batch import Images, Source
 from draftwood.cache.batch_state import RowSettings
 from draftwood.engine.text import TextStream
 from draftwood.errors import GrammarError
-from draftwood.protocols import PREDICTED, Constraint
+from draftwood.protocols import PREDICTED, Constraint, Pace
 from draftwood.request import Event, FinishReason, SamplingParams, SpeculationStats, TokenLogprob
 
 DEEP = 1 << 20  # deeper than any tree
+HEAD_START = 10.0  # seconds: what a level of priority is worth, and a first token that is promised for no time
+RECENT = 0.2  # weight of the last step in what drafts gain a sequence
 
 
 @dataclass(eq=False)  # itself, not its like
@@ -22,10 +25,10 @@ class Sequence:
     id: int  # in order of arrival: the smaller, the older
     request_id: int
     index: int
-    tokens: list[int]
+    tokens: list[int]  # of its source, prompt and answer
     params: SamplingParams
     seed: int
-    max_length: int  # prompt and answer together
+    max_length: int  # source, prompt and answer together
     stop_ids: frozenset[int]
     bad_words: tuple[tuple[int, ...], ...]
     text: TextStream
@@ -35,6 +38,8 @@ class Sequence:
     reproducible: bool = True
     prediction: tuple[int, ...] = ()
     constraint: Constraint | None = None
+    source: Source | None = None  # what an encoder reads before the prompt
+    images: Images | None = None  # what stands at the prompt's image tokens
     tenant: str = ""  # on whose behalf it runs: free places go to the tenant that has the fewest
     prompt_length: int = field(init=False)
     cached_prompt_tokens: int = 0
@@ -46,12 +51,33 @@ class Sequence:
     admitted: float | None = None
     first_token: float | None = None
     prompt_logprobs: list[TokenLogprob | None] = field(init=False)  # of the prompt's first tokens; [] unless asked for
+    turn: float = field(init=False)  # see `__post_init__`
+    gain: float = field(init=False, default=1.0)  # accepted tokens of a step that drafted for it, lately
     _told_prompt: bool = field(init=False, default=False)
 
     def __post_init__(self) -> None:
+        # By when it is due to begin. Whatever comes first has the earlier turn: turns never change, so a request waits
+        # at most for those that come within its own head start, and none starves.
+        slo = self.params.slo
+        promised = HEAD_START if slo is None or slo.ttft_ms is None else min(slo.ttft_ms / 1000, HEAD_START)
+        self.turn = self.arrived + promised + HEAD_START * self.params.priority
         self.prompt_length = len(self.tokens)
         asked = self.params.prompt_logprobs is not None and self.index == 0
-        self.prompt_logprobs = [None] if asked else []  # nothing comes before the first token
+        # Nothing comes before the first token; an encoder gives no distribution of what it reads.
+        self.prompt_logprobs = [None] * (self.source_length + 1) if asked else []
+
+    @property
+    def source_length(self) -> int:
+        """First tokens that an encoder reads, all of them together."""
+        return 0 if self.source is None else len(self.source)
+
+    @property
+    def prefix_salt(self) -> str:
+        """Pages are shared with sequences of the same one: what an encoder makes of a token depends on all others,
+        and an image token is another one for each image.
+        """
+        seen = [part.key for part in (self.source, self.images) if part is not None]
+        return " ".join([*seen, self.params.cache_salt])
 
     @property
     def num_generated(self) -> int:
@@ -83,13 +109,25 @@ class Sequence:
         """Draft tokens one behind the other that its request allows."""
         return DEEP if self.params.max_depth is None else self.params.max_depth
 
+    def pace(self, now: float, average_gain: float) -> Pace | None:
+        """What is promised for its next tokens; None: nothing, or there is no first one yet."""
+        slo = self.params.slo
+        if slo is None or slo.tpot_ms is None or self.first_token is None:
+            return None
+        each = slo.tpot_ms / 1000
+        left = self.first_token + self.num_generated * each - now
+        return Pace(each, left, self.gain / average_gain if average_gain else 1.0)
+
     def row_settings(self, vocab_size: int) -> RowSettings:
         """What the batch state holds of it besides its tokens. Stop tokens are those of the vocabulary that a minimum
         length defers.
         """
         stops = frozenset(token for token in self.stop_ids if token < vocab_size)
         deferred = stops if self.params.min_tokens else frozenset()
-        return RowSettings(self.params, self.seed, self.prompt_length, self.max_length, self.deepest, deferred)
+        return RowSettings(
+            self.params, self.seed, self.prompt_length, self.max_length, self.deepest, deferred, self.source_length,
+            0 if self.images is None else self.images.shift,
+        )  # fmt: skip
 
     def wanted_nodes(self, nodes: int) -> int:
         """Draft nodes it wants where others get `nodes`: also for what is predicted, within what its request allows."""
@@ -107,6 +145,8 @@ class Sequence:
         self.steps += 1
         self.drift += drift
         self.drafted += num_drafted
+        if num_drafted:
+            self.gain += RECENT * (num_accepted - self.gain)
         self.first_token = now if self.first_token is None else self.first_token
         for i, token in enumerate(gained):
             self.tokens.append(token)
@@ -143,6 +183,7 @@ class Sequence:
             drift=None if math.isnan(self.drift) else self.drift,
             seed=self.seed,
             reproducible=self.reproducible,
+            slo=self.params.slo,
         )
 
     def event(
@@ -179,4 +220,4 @@ class Sequence:
         if self._told_prompt or not self.prompt_logprobs or self._unscored:
             return ()
         self._told_prompt = True
-        return tuple(self.prompt_logprobs)
+        return tuple(self.prompt_logprobs[self.source_length :])

@@ -9,6 +9,8 @@ from typing import NamedTuple
 from draftwood.costs import StepCosts
 from draftwood.protocols import StepReport
 
+MOST_PROMPT_ROWS = 1 << 16  # that a step is asked about
+
 
 class Mean(NamedTuple):
     """An average that forgets. Replaced, never changed: other threads may read it."""
@@ -39,6 +41,11 @@ class CorrectedCosts:
     def __init__(self, table: StepCosts) -> None:
         self.table = table
         self._logs: dict[int, Mean] = {}  # bucket -> logarithm of measured / table
+
+    @property
+    def known(self) -> bool:
+        """Whether any step was measured."""
+        return bool(self._logs)
 
     @property
     def assumed(self) -> bool:
@@ -109,6 +116,7 @@ class StepTiming:
 
     def __init__(self, table: StepCosts, forwards: Callable[[int], float]) -> None:
         self.costs = CorrectedCosts(table)
+        self._mixed = CorrectedCosts(table)  # of steps with rows of prompts
         self._forwards = forwards  # of a drafter for each size: what a size takes that never ran is told by it
         self._known: dict[int, dict[int, _Drafting]] = {}  # bits of the batch -> size -> times
 
@@ -125,6 +133,25 @@ class StepTiming:
             self._learn_drafting(report, size, seconds, self.costs.table.at(*told))
         elif seconds is not None:
             self.costs.observe(*told, seconds)
+
+    def learn_prompts(self, report: StepReport, size: int) -> None:
+        """A step with rows of prompts beside those that decode."""
+        rows, seconds = report.num_rows + report.prompt_rows, report.whole_seconds
+        if report.prompt_rows and seconds is not None:
+            drafting = self.drafting(report.num_sampling, size)
+            self._mixed.observe(rows, report.context, report.num_sampling, seconds - drafting)
+
+    def prompt_rows(self, rows: int, context: float, batch: int, seconds: float) -> int:
+        """Rows of prompts beside `rows` of others with which the target takes no more than so long; 0 if it takes
+        longer even without.
+        """
+        mixed = self._mixed if self._mixed.known else self.costs
+        least, most = 0, MOST_PROMPT_ROWS
+        while least < most:
+            middle = (least + most + 1) // 2
+            fits = mixed.at(rows + middle, context, batch) <= seconds
+            least, most = (middle, most) if fits else (least, middle - 1)
+        return least
 
     def _learn_drafting(self, report: StepReport, size: int, seconds: float, table: float) -> None:
         bits = report.num_sampling.bit_length()

@@ -5,6 +5,7 @@ only ever adds: where it grows next may depend on what it drew, what it keeps ma
 """
 
 from draftwood.growers.fixed import Levels, StaticShape, chain
+from draftwood.growers.greedy import Greedy
 from draftwood.growers.paths import Paths
 from draftwood.growers.pickers import (
     Best,
@@ -17,6 +18,7 @@ from draftwood.growers.pickers import (
     WithoutReplacement,
 )
 from draftwood.growers.ranked import Beam, BestFirst
+from draftwood.growers.sequoia import sequoia
 
 __all__ = [
     "Beam",
@@ -26,6 +28,7 @@ __all__ = [
     "Children",
     "Coupled",
     "Frontier",
+    "Greedy",
     "Hybrid",
     "Independent",
     "Levels",
@@ -33,4 +36,5 @@ __all__ = [
     "StaticShape",
     "WithoutReplacement",
     "chain",
+    "sequoia",
 ]

@@ -14,7 +14,7 @@ from draftwood.drafting import Front, FrontierModel, Proposal
 from draftwood.growers.pickers import Best, ChildPicker, Children, Frontier
 from draftwood.protocols import BatchView, Randomness
 from draftwood.shape import TreeShape
-from draftwood.tree import POINT_CHAIN, POINT_TREE, DraftLaw, TokenTree
+from draftwood.tree import DraftLaw, TokenTree
 
 MAX_NODES = 2048
 
@@ -274,9 +274,12 @@ class Levels(_Fixed):
 
 @dataclass(frozen=True)
 class StaticShape(_Fixed):
-    """A fixed tree of ranks: node (0, 2) is the third likeliest token after the likeliest one (Medusa, EAGLE-1)."""
+    """A fixed tree of ranks: node (0, 2) is the third child of the first one; by the `picker` the third likeliest token
+    (Medusa, EAGLE-1), or the third drawn (Sequoia).
+    """
 
     nodes: tuple[tuple[int, ...], ...]
+    picker: ChildPicker = field(default_factory=Best)
 
     def __post_init__(self) -> None:
         known = set(self.nodes)
@@ -288,13 +291,13 @@ class StaticShape(_Fixed):
 
     @property
     def law(self) -> DraftLaw:
-        """Chosen by rank."""
-        return POINT_CHAIN if all(rank == 0 for node in self.nodes for rank in node) else POINT_TREE
+        """A chain where all are first children."""
+        return DraftLaw(self.picker.draws, chain=all(rank == 0 for node in self.nodes for rank in node))
 
     @property
     def chosen_by(self) -> ChildPicker:
-        """By rank."""
-        return Best()
+        """The picker."""
+        return self.picker
 
     def plan(self) -> list[list[tuple[int, int]]]:
         """Siblings in falling order of likelihood."""
@@ -308,7 +311,7 @@ class StaticShape(_Fixed):
 
     def within_depth(self, deepest: int) -> StaticShape:
         """Its first levels."""
-        return StaticShape(tuple(node for node in self.nodes if len(node) <= deepest))
+        return StaticShape(tuple(node for node in self.nodes if len(node) <= deepest), self.picker)
 
 
 def chain(depth: int) -> Levels:

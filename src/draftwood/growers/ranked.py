@@ -27,14 +27,14 @@ LEAST = torch.finfo(torch.float32).min  # of log-probabilities: only what is imp
 
 # What follows from sizes alone is made once, and stays: captured steps read it where it was when they were captured.
 @cache
-def _packed(size: int, rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def packed(size: int, rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """Offsets [B + 1], owner and local index [B * rows] of trees of one size."""
     owner, local = torch.arange(size, device=device), torch.arange(rows, device=device)
     return torch.arange(size + 1, device=device) * rows, owner.repeat_interleave(rows), local.repeat(size)
 
 
 @cache
-def _asked_in(size: int, width: int, forward: int, words: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def asked_in(size: int, width: int, forward: int, words: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """The columns of the nodes that forward number `forward` (from 1) is about, and their bits. [B, k], [B, k, W]."""
     columns = torch.arange(1 + (forward - 1) * width, 1 + forward * width, device=device).expand(size, -1).contiguous()
     return columns, own_bits(columns, words)
@@ -61,7 +61,7 @@ def linked_proposal(
     size, nodes = scores.shape
     if view.may_look:
         certain, max_depth = bool((scores > -torch.inf).all()), int(links.depth.max())
-    offsets, owner, local = _packed(size, 1 + nodes, scores.device)
+    offsets, owner, local = packed(size, 1 + nodes, scores.device)
     shape = TreeShape(
         links.parents, offsets, owner, local, links.depth, links.ancestors, links.tries, max_depth, 1 + nodes
     )
@@ -153,7 +153,7 @@ class Beam(_Ranked):
             if view.may_look and not _goes_on(chosen, level + 1, view):
                 offers.end(level)
                 break
-            own, own_bit = _asked_in(view.size, width, level + 1, num_words(1 + width * (depth - 1)), device)
+            own, own_bit = asked_in(view.size, width, level + 1, num_words(1 + width * (depth - 1)), device)
             bits = own_bit if bits is None else own_bit | bits.gather(1, chosen.parents[..., None].expand_as(own_bit))
             columns = columns.scatter(1, chosen.offers, own)
             front = _front_of_level(chosen, own, bits, fronts)
@@ -326,7 +326,7 @@ class _Asked:
         """The likeliest k of the nodes `wanted` [B, N]; where there are fewer, others that get no children."""
         number, (size, _, words) = len(self.fronts) + 1, self.bits.shape
         place = torch.argsort(~wanted, dim=1, stable=True)[:, : self.width]
-        own, own_bit = _asked_in(size, self.width, number, words, place.device)
+        own, own_bit = asked_in(size, self.width, number, words, place.device)
         there, tokens, levels = wanted.gather(1, place), pool.tokens.gather(1, place), pool.levels.gather(1, place)
         parent = torch.nn.functional.pad(pool.columns, (1, 0)).gather(1, pool.parents.gather(1, place))
         bits = own_bit | self.bits.gather(1, parent[..., None].expand_as(own_bit))

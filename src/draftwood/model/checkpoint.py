@@ -170,10 +170,18 @@ class SafetensorsCheckpoint:
         config = ModelConfig.from_hf(stated if self._scheme is None else plain)
         self.config = dataclasses.replace(config, eos_token_ids=folder_eos_ids(folder))
         self._family = FAMILIES[config.family]
-        self._files = tensor_files(folder)
+        found = tensor_files(folder)
+        known_as = _text_name if self.config.images else str  # in files of models that see images
+        self._names = {known_as(name): name for name in found}
+        self._files = {known_as(name): path for name, path in found.items()}
         self._opened: dict[Path, Any] = {}
         if not self.config.tied_head and not self.has("lm_head.weight"):
             raise _missing("lm_head.weight", self.name)
+
+    @property
+    def folder(self) -> Path:
+        """Where it lies."""
+        return self._folder
 
     @property
     def files(self) -> list[Path]:
@@ -262,10 +270,23 @@ class SafetensorsCheckpoint:
         if path not in self._opened:
             self._opened[path] = open_safetensors(path)
         try:
-            file = self._opened[path]
-            return file.get_tensor(name) if entry is None else file.get_slice(name)[entry]
+            file, own = self._opened[path], self._names[name]
+            return file.get_tensor(own) if entry is None else file.get_slice(own)[entry]
         except SafetensorError as error:  # the index promised what the file does not hold
             raise _missing(name, str(path)) from error
+
+
+_WITHIN = (
+    ("language_model.lm_head.", "lm_head."),
+    ("model.language_model.", "model."),
+    ("language_model.model.", "model."),
+)
+
+
+def _text_name(name: str) -> str:
+    """The name of a text model's tensor without that of the model around it."""
+    within = next((own for own in _WITHIN if name.startswith(own[0])), None)
+    return name if within is None else within[1] + name.removeprefix(within[0])
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

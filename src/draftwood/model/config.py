@@ -15,7 +15,18 @@ from typing import Any
 
 from .reading import SIZES, optional_integer, token_ids
 from .rope import RopeConfig, refusing_malformed, require, shown
-from .spec import ACTIVATIONS, AttentionSpec, ExpertsSpec, HeadNormSpec, LayerSpec, MlpSpec, NormSpec, StreamSpec
+from .spec import (
+    ACTIVATIONS,
+    AttentionSpec,
+    EncoderSpec,
+    ExpertsSpec,
+    HeadNormSpec,
+    ImageSpec,
+    LayerSpec,
+    MlpSpec,
+    NormSpec,
+    StreamSpec,
+)
 
 __all__ = ["GGUF_CONTROL", "ModelConfig", "RopeConfig", "gguf_eos_ids", "token_ids"]
 
@@ -52,6 +63,8 @@ class ModelConfig:
     bos_token_id: int | None
     layers: tuple[LayerSpec, ...] = ()  # what each is, if they are not plain
     stream: StreamSpec = _PLAIN
+    encoder: EncoderSpec | None = None  # None: a decoder alone
+    images: ImageSpec | None = None  # None: it sees none
 
     def __post_init__(self) -> None:
         for name, most in SIZES.items():
@@ -114,9 +127,10 @@ class ModelConfig:
         """Whether some layer is a mixture of experts."""
         return any(isinstance(layer.mlp, ExpertsSpec) for layer in self.layers)
 
-    def first(self, count: int) -> ModelConfig:
-        """Its first layers alone."""
-        return replace(self, num_layers=count, windows=self.windows[:count], layers=self.layers[:count])
+    def part(self, layers: Sequence[int]) -> ModelConfig:
+        """Some of its layers alone."""
+        specs = tuple(self.layers[i] for i in layers) if self.layers else ()
+        return replace(self, num_layers=len(layers), windows=tuple(self.windows[i] for i in layers), layers=specs)
 
     def with_layers(self, count: int) -> ModelConfig:
         """So many plain layers of these sizes, each of which sees all of the text."""
@@ -187,9 +201,11 @@ def _text_of(config: Mapping[str, Any], within: str | None) -> Mapping[str, Any]
     """The part of a configuration that describes a text model."""
     if within is None:
         return config
+    if within not in config and "hidden_size" in config:
+        return config  # older files have both in one table
     text = config.get(within)
     require(isinstance(text, Mapping), f"its {within} is {shown(text)} where a table is needed")
-    shared = ("eos_token_id", "bos_token_id", "tie_word_embeddings")
+    shared = ("eos_token_id", "bos_token_id", "tie_word_embeddings", "image_token_id", "image_token_index")
     return {**{key: config[key] for key in shared if key in config}, **text}  # pyright: ignore[reportGeneralTypeIssues]
 
 

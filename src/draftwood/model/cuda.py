@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache as cached
 from pathlib import Path
@@ -85,6 +86,7 @@ class CudaTransformer:
             return made
 
         self._layers = load_layers(layer, config.num_layers, offload, device)
+        self._cached = list(range(config.num_layers))  # where in the pages each layer's keys and values lie
         self._final_norm = loader.norm("model.norm")
         self.num_bytes = loader.num_bytes
         self._rotations = {turning: self._table(*turning) for turning in {_turning(spec) for spec in self._specs}}
@@ -103,14 +105,12 @@ class CudaTransformer:
     def _loader(self, checkpoint: Checkpoint, progress: Progress = lambda *_: None) -> CudaLoader:
         return CudaLoader(checkpoint, self.dtype, self.device, self.weights, self.strict, progress)
 
-    def first(self, count: int) -> CudaTransformer:
-        """Its first layers as a model, in the same memory."""
+    def part(self, layers: Sequence[int]) -> CudaTransformer:
+        """Some of its layers as a model, in the same memory."""
         part = copy.copy(self)
-        part.config, part._layers, part._specs = (
-            self.config.first(count),
-            self._layers.first(count),
-            self._specs[:count],
-        )
+        part.config, part._specs = self.config.part(layers), tuple(self._specs[i] for i in layers)
+        part._layers, part._cached = self._layers.part(layers), [self._cached[i] for i in layers]
+        part._norms = {number: self._norms[i] for number, i in enumerate(layers)}
         return part
 
     def substituted(self, checkpoint: Checkpoint, weights: WeightFormat) -> CudaTransformer:
@@ -127,7 +127,7 @@ class CudaTransformer:
     def refresh(self, checkpoint: Checkpoint) -> None:
         """Compute with the layers and the last norm of `checkpoint` from now on; words stay."""
         loader = self._loader(checkpoint)
-        for i, layer in enumerate(self._layers.first(len(self._specs)).resident):
+        for i, layer in enumerate(self._layers.part(range(len(self._specs))).resident):
             write_over([layer], [loader.layer(i)])
         write_over([self._final_norm], [loader.norm("model.norm")])
 
@@ -138,7 +138,7 @@ class CudaTransformer:
         named = {"model.norm.weight": self._final_norm.weight, "model.embed_tokens.weight": self._embedding}
         if not self.config.tied_head:
             named["lm_head.weight"] = self._head.weight.codes
-        for i, layer in enumerate(self._layers.first(len(self._specs)).resident):
+        for i, layer in enumerate(self._layers.part(range(len(self._specs))).resident):
             named |= {f"model.layers.{i}.{name}": view for name, view in layer.views(self.config)}
         return named
 
@@ -155,7 +155,7 @@ class CudaTransformer:
         for i in range(len(self._specs)):
             layer = self._layers.get(i)
             self._layers.prefetch(i + 1)
-            turning = self._turning(i, layer, batch.positions, batch.slots, cache.store[i])
+            turning = self._turning(i, layer, batch.positions, batch.slots, cache.store[self._cached[i]])
             run = self._run_plain if self._fused(i) else self._run_apart
             read = stream = run(i, layer, stream, read, turning, attention[shapes[i]])
             if i in needs:  # the next layer may write over it
@@ -174,7 +174,7 @@ class CudaTransformer:
         next_norm, following = self._behind(i)
         ahead = ONE_ROW if len(stream.hidden) == 1 and not self.strict else SEVERAL_ROWS
         query = layer.qkv.turned(read, turning, layer.output.beginning(ahead.output))
-        mixed = attention.run(i, query)
+        mixed = attention.run(self._cached[i], query)
         then = layer.gate_up.beginning(ahead.gate_up, gated=True)
         stream = layer.output.add_to(stream.hidden, mixed, layer.mlp_norm, then)
         wide = layer.gate_up.gated(stream, self.config.activation, layer.down.beginning(ahead.down))
@@ -186,7 +186,7 @@ class CudaTransformer:
     ) -> Stream:
         """A layer with norms, a scale or a sum over ranks behind its products."""
         scale = self._specs[i].residual_scale
-        mixed = attention.run(i, layer.qkv.turned(read, turning))
+        mixed = attention.run(self._cached[i], layer.qkv.turned(read, turning))
         made = self._ranks.sum(layer.output(Stream(mixed)))
         stream = Stream(_added(stream.hidden, made, layer.attention_output_norm, scale), layer.mlp_norm)
         made = self._ranks.sum(layer.down(Stream(layer.gate_up.gated(stream, self.config.activation))))
@@ -217,7 +217,7 @@ class CudaTransformer:
         for i in range(len(self._specs)):
             layer = self._layers.get(i)
             made = layer.qkv.outputs_from(config.num_heads * config.head_dim)(Stream(rows))
-            rotate_and_store(made, self._turning(i, layer, positions, slots, cache.store[i], 0))
+            rotate_and_store(made, self._turning(i, layer, positions, slots, cache.store[self._cached[i]], 0))
 
     def _turning(
         self, i: int, layer: Layer, positions: Tensor, slots: Tensor, store: Tensor, num_heads: int | None = None

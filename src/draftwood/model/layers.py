@@ -102,13 +102,19 @@ class Rotary:
         self._dtype = torch.complex128 if dtype == torch.float64 else torch.complex64
         self._table = torch.empty(0, len(inverse_frequencies) + still, dtype=self._dtype, device=device)
 
-    def at(self, positions: Tensor, highest: int, num_turned: int, num_still: int) -> Tensor:
-        """Rotations at `positions` [N], none above `highest`, for heads that turn and heads that do not.
+    def at(
+        self, positions: Tensor, highest: int, num_turned: int, num_still: int, planes: Tensor | None = None
+    ) -> Tensor:
+        """Rotations at `positions` [N], none above `highest`, for heads that turn and heads that do not; or, by
+        `planes` [D / 2], at three of each row: [3, N], of which each pair turns by its own.
 
         Values do not turn, but one multiplication by one costs less than taking them apart from queries and keys.
         [N, (num_turned + num_still) * D / 2] complex.
         """
-        turned = self.table(highest + 1)[positions].unsqueeze(1).expand(-1, num_turned, -1)
+        found = self.table(highest + 1)[positions]
+        if planes is not None:
+            found = found.gather(0, planes.to(positions.device).expand(1, positions.shape[1], -1))[0]
+        turned = found.unsqueeze(1).expand(-1, num_turned, -1)
         return torch.cat([turned, torch.ones_like(turned[:, :1]).expand(-1, num_still, -1)], 1).flatten(1)
 
     def table(self, length: int) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ class NativeTransformer:
     dtype = torch.float32
     device = torch.device("cpu")
     strict = True
+    _whole: NativeTransformer | None = None  # what it is a part of, whose memory its layers point to
 
     def __init__(
         self, library: Kernels, checkpoint: Checkpoint, weights: WeightFormat, progress: Progress = lambda *_: None
@@ -74,11 +76,13 @@ class NativeTransformer:
         """Memory of all weights."""
         return sum(arena.num_bytes for arena in self._arenas)
 
-    def first(self, count: int) -> NativeTransformer:
-        """Its first layers as a model, in the same memory."""
+    def part(self, layers: Sequence[int]) -> NativeTransformer:
+        """Some of its layers as a model, in the same memory."""
         part = copy.copy(self)
-        part.config, part._model = self.config.first(count), structs.Model.from_buffer_copy(self._model)
-        part._model.num_layers = count
+        part.config, part._model = self.config.part(layers), structs.Model.from_buffer_copy(self._model)
+        part._layers = (structs.Layer * len(layers))(*(self._layers[i] for i in layers))
+        part._model.layers, part._model.num_layers = part._layers, len(layers)
+        part._whole = self
         return part
 
     def refresh(self, checkpoint: Checkpoint) -> None:
@@ -111,6 +115,7 @@ class NativeTransformer:
             packer.floats("model.embed_positions.weight", stream.learned_positions), config.num_layers,
             config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim, config.vocab_size,
             weights.byte_activations, stream.embedding_scale, stream.logit_scale, stream.logit_softcap or 0,
+            (ctypes.c_int64 * 3)(*config.rope.sections),
         )  # fmt: skip
 
     def _pack_each(self, packer: Packer, checkpoint: Checkpoint, progress: Progress) -> list[structs.Layer]:
@@ -126,12 +131,15 @@ class NativeTransformer:
         logits = torch.empty(len(batch.logit_rows), self.config.vocab_size)
         features = torch.empty(len(needs), len(batch.tokens), self.config.hidden_size)
         arrays = [getattr(batch, name).contiguous() for name in _ARRAYS]
-        tables = self._tables(num_keys)
+        tables = self._tables(max(num_keys, 1 + int(batch.positions.max())))  # a draft may leave keys out
+        turns = None if batch.turns is None else batch.turns.contiguous()
+        which, embeds = _given(batch)
         struct = structs.Batch(
             len(batch.tokens), len(batch.tree_base), batch.ancestors.shape[1], batch.block_table.shape[1],
             len(batch.logit_rows), *(array.data_ptr() for array in arrays), ctypes.addressof(tables),
             cache.store.data_ptr(), cache.store.shape[3], cache.page_size, logits.data_ptr(), wanted.data_ptr(),
             len(needs), features.data_ptr(), address(given and given.residual), address(given and given.wide),
+            address(turns), address(which), address(embeds),
         )  # fmt: skip
         scratch = self._scratch.fit(len(batch.tokens), num_keys, num_nodes)
         self._library.dw_forward(ctypes.byref(self._model), ctypes.byref(struct), ctypes.byref(scratch))
@@ -150,6 +158,15 @@ class NativeTransformer:
                 table = torch.view_as_real(rotary.table(length))
                 self._rotations[i] = table.transpose(1, 2).flatten(1).contiguous()
         return (ctypes.c_void_p * len(self._rotations))(*(table.data_ptr() for table in self._rotations))
+
+
+def _given(batch: ForwardBatch) -> tuple[Tensor | None, Tensor | None]:
+    """Which of the given embeddings each row begins with, -1 where it is its token's, and these. [N], [K, hidden]."""
+    if batch.embed_rows is None or batch.embeds is None:
+        return None, None
+    which = torch.full((len(batch.tokens),), -1)
+    which[batch.embed_rows] = torch.arange(len(batch.embed_rows))
+    return which, batch.embeds.float().contiguous()
 
 
 def _turnings(config: ModelConfig) -> list[Turning]:
@@ -214,7 +231,7 @@ def pack_layer(packer: Packer, config: ModelConfig, storage: Storage | None, i: 
         _turnings(config).index((attention.rope, attention.rotated)) if attention.rope else -1, attention.rotated,
         expert.gated, ACTIVATIONS[expert.activation], spec.wiring.parallel,
         attention.scale, attention.softcap or 0, spec.residual_scale,
-        packer.floats(f"{own}.sinks.weight", attention.sinks), mixture,
+        packer.floats(f"{own}.sinks.weight", attention.sinks), mixture, i,
     )  # fmt: skip
 
 

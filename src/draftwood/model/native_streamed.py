@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import ctypes
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -18,7 +19,7 @@ from draftwood.errors import InvalidRequest
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.native import NativeTransformer, pack_layer
 from draftwood.model.packing import Arena, Packer, Progress
-from draftwood.model.streaming import spilled
+from draftwood.model.streaming import require_resident, spilled
 from draftwood.model.weights import WeightFormat
 from draftwood.ops.native import Kernels, structs
 
@@ -63,14 +64,10 @@ class StreamedNative(NativeTransformer):
         """Layers that are always in memory: the first ones."""
         return self.config.num_layers - len(self._away)
 
-    def first(self, count: int) -> NativeTransformer:
-        """Its first layers as a model, if they are in memory."""
-        if count > self.num_resident:
-            raise InvalidRequest(
-                f"{self.num_resident} of this model's layers stay in memory, and a drafter needs its first {count}: "
-                "lower offload."
-            )
-        return self._plain(super().first(count))
+    def part(self, layers: Sequence[int]) -> NativeTransformer:
+        """Some of its layers as a model, if they are in memory."""
+        require_resident(layers, self.num_resident)
+        return self._plain(super().part(layers))
 
     def substituted(self, checkpoint: Checkpoint, weights: WeightFormat) -> NativeTransformer:
         """The same with layers in another format in place of those in files."""
@@ -105,12 +102,11 @@ class StreamedNative(NativeTransformer):
         for start, end in pairwise(borders):
             self._away[max(0, end - self.num_resident) % len(self._away)].will_need()
             asked = frozenset(i - start for i in needs if start <= i < end)
-            pages = Pages(cache.store[start:end], cache.page_size)
             part = self._part(start, end)
             if end == count:
-                out = NativeTransformer.forward(part, batch, pages, asked, given)
+                out = NativeTransformer.forward(part, batch, cache, asked, given)
                 return ForwardOutput(out.logits, features | _from(start, out, asked))
-            out = NativeTransformer.forward(part, nowhere, pages, asked | {end - 1 - start}, given)
+            out = NativeTransformer.forward(part, nowhere, cache, asked | {end - 1 - start}, given)
             features |= _from(start, out, asked)
             given = GivenRows(out.features[end - 1 - start].clone())
         raise AssertionError("a model has a last layer")

@@ -66,11 +66,17 @@ class RopeConfig:
     truncate: bool = True  # yarn
     short_factor: tuple[float, ...] = ()  # longrope, [head_dim / 2]
     long_factor: tuple[float, ...] = ()  # longrope, [head_dim / 2]
+    sections: tuple[int, ...] = ()  # how many pairs turn by time, height and width; none: all by position
 
     def __post_init__(self) -> None:
         require(
             self.kind in ROPE_KINDS,
             f"rotary embedding kind {self.kind!r} is not supported; supported are {', '.join(ROPE_KINDS)}",
+        )
+        counts = self.sections
+        require(
+            not counts or (len(counts) == 3 and all(isinstance(n, int) and n >= 0 for n in counts)),
+            f"its rotary sections are {shown(counts)} where three numbers of pairs are needed",
         )
         require(self.theta > 1, f"rope theta is {self.theta}, which must be above 1")
         require(self.factor > 0, f"rope scaling factor is {self.factor}, which must be positive")
@@ -107,6 +113,10 @@ class RopeConfig:
 
     def inverse_frequencies(self, head_dim: int) -> tuple[Tensor, float]:
         """The float64 [head_dim / 2] angles per position, and the scale to put on cos and sin."""
+        pairs = sum(self.sections)
+        require(
+            not pairs or 2 * pairs == head_dim, f"its rotary sections have {pairs} pairs of a head's {head_dim // 2}"
+        )
         exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
         plain = self.theta**-exponents
         return _SCALINGS[self.kind](self, plain)
@@ -171,6 +181,11 @@ def _longrope(rope: RopeConfig, plain: Tensor) -> tuple[Tensor, float]:
     require(rope.original_max_positions > 1, "longrope needs original_max_position_embeddings above 1")
     stretch = math.log(max(rope.factor, 1.0)) / math.log(rope.original_max_positions)
     return plain / factors, math.sqrt(1 + stretch)
+
+
+def planes_of(sections: tuple[int, ...]) -> Tensor:
+    """Of each pair, whether time (0), height (1) or width (2) turns it. [pairs] int64."""
+    return torch.tensor([plane for plane, count in enumerate(sections) for _ in range(count)], dtype=torch.int64)
 
 
 _SCALINGS: dict[str, Callable[[RopeConfig, Tensor], tuple[Tensor, float]]] = {

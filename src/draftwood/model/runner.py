@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
 
-from draftwood.batch import ForwardBatch, ForwardOutput, Pages
+from draftwood.batch import ForwardBatch, ForwardOutput, GivenRows, Pages
 from draftwood.cache.kv import KVCache
 from draftwood.errors import InvalidRequest
 from draftwood.model import native
@@ -57,10 +58,18 @@ class Model(Protocol):
 
 @runtime_checkable
 class Sliceable(Model, Protocol):
-    """A model of which a part is a model."""
+    """A model of which a part is a model, and which can begin with a residual stream instead of tokens."""
 
-    def first(self, count: int) -> Sliceable:
-        """Its first layers as a model, in the same memory; what its head says of them means nothing."""
+    def forward(
+        self, batch: ForwardBatch, cache: Pages, needs: frozenset[int] = frozenset(), given: GivenRows | None = None
+    ) -> ForwardOutput:
+        """See `Model`."""
+        ...
+
+    def part(self, layers: Sequence[int]) -> Sliceable:
+        """Some of its layers, rising, and its last norm and head as a model, in the same memory. It reads and writes a
+        layer's keys and values where the whole model does.
+        """
         ...
 
 
@@ -82,6 +91,15 @@ class Refreshable(Model, Protocol):
 
         In place, and only between forwards: captured graphs know nothing but addresses.
         """
+        ...
+
+
+@runtime_checkable
+class ReadsSources(Model, Protocol):
+    """A decoder behind an encoder."""
+
+    def share_encoder(self, other: Model) -> bool:
+        """Read with the encoder of `other` from now on, if it is the same one; whether it is."""
         ...
 
 
@@ -121,7 +139,11 @@ def _universal(
     checkpoint: UniversalCheckpoint, dtype: torch.dtype, device: torch.device, weights: WeightFormat
 ) -> Model:
     require_supported(checkpoint.name, dtype, device, weights)
-    from draftwood.model.universal import UniversalModel  # transformers is an extra
+    if checkpoint.config.encoder is not None:
+        from draftwood.model.universal_seq2seq import Seq2SeqModel  # transformers is an extra
+
+        return Seq2SeqModel(checkpoint, dtype, device)
+    from draftwood.model.universal import UniversalModel
 
     return UniversalModel(checkpoint, dtype, device)
 
@@ -168,6 +190,13 @@ class ModelRunner:
     def __init__(self, model: Model, num_pages: int, page_size: int) -> None:
         self.model = model
         self.cache = KVCache(model.config, num_pages, page_size, model.dtype, model.device)
+
+    @classmethod
+    def over(cls, model: Model, cache: KVCache) -> ModelRunner:
+        """A model that reads and writes another one's keys and values."""
+        runner = cls.__new__(cls)
+        runner.model, runner.cache = model, cache
+        return runner
 
     @classmethod
     def load(

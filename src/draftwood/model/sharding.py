@@ -101,8 +101,8 @@ def sharded(config: ModelConfig, size: int, weights: WeightFormat) -> ModelConfi
 
 
 def _obstacles(config: ModelConfig, size: int, weights: WeightFormat) -> Iterator[str]:
-    if isinstance(config, UniversalConfig):
-        yield "it runs on transformers' own modules, and only our own decoder can be split"
+    if isinstance(config, UniversalConfig) or config.encoder is not None:
+        yield "only our own decoders can be split, without an encoder"
         return
     for count, name in ((config.num_heads, "attention heads"), (config.num_kv_heads, "key-value heads")):
         if count % size:

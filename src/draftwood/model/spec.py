@@ -147,6 +147,34 @@ class LayerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class FeatureShape:
+    """Features that an encoder reads instead of tokens, always as many."""
+
+    bins: int
+    frames: int
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderSpec:
+    """What stands before a decoder whose layers also attend to an encoder's states."""
+
+    max_source: int  # states that the encoder makes, or tokens that it reads
+    max_text: int  # positions of the decoder
+    start: int  # the token that the decoder's text begins with
+    opening: tuple[int, ...]  # its text where the caller gives none: the start, and what has to follow it
+    vocab_size: int  # of what the encoder reads
+    same_words: bool  # what it reads is written in the decoder's tokens
+    features: FeatureShape | None = None  # None: it reads tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ImageSpec:
+    """What a model that sees images has in its prompts for them."""
+
+    token: int  # stands for a piece of an image
+
+
+@dataclass(frozen=True, slots=True)
 class StreamSpec:
     """What happens before the first layer and behind the last."""
 

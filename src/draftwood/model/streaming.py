@@ -38,8 +38,8 @@ class Layers(Protocol[L_co]):
         """The i-th layer will be asked for next; behind the last comes the first again."""
         ...
 
-    def first(self, count: int) -> Layers[L_co]:
-        """The first so many."""
+    def part(self, layers: Sequence[int]) -> Layers[L_co]:
+        """Some of them."""
         ...
 
     @property
@@ -66,14 +66,23 @@ class ResidentLayers(Generic[L]):
     def prefetch(self, i: int) -> None:
         """It is there."""
 
-    def first(self, count: int) -> Layers[L]:
-        """The first so many."""
-        return ResidentLayers(self.resident[:count])
+    def part(self, layers: Sequence[int]) -> Layers[L]:
+        """Some of them."""
+        return ResidentLayers([self.resident[i] for i in layers])
 
     @property
     def held(self) -> Iterable[object]:
         """All of them."""
         return self.resident
+
+
+def require_resident(layers: Sequence[int], count: int) -> None:
+    """Refuse to make a model of layers that are away."""
+    if any(i >= count for i in layers):
+        raise InvalidRequest(
+            f"{count} of this model's layers stay on the device, and a drafter needs layer {max(layers) + 1}: lower "
+            "offload."
+        )
 
 
 class Copies(Protocol):
@@ -176,14 +185,10 @@ class StreamedLayers(Generic[L]):
         self._holds[place], self._there[place] = i, False
         self.copies.begin(place, data, self.places[place][: len(data)])
 
-    def first(self, count: int) -> Layers[L]:
-        """The first so many, if they are on the device."""
-        if count > len(self.resident):
-            raise InvalidRequest(
-                f"{len(self.resident)} of this model's layers stay on the device, and a drafter needs its first "
-                f"{count}: lower offload."
-            )
-        return ResidentLayers(self.resident[:count])
+    def part(self, layers: Sequence[int]) -> Layers[L]:
+        """Some of them, if they are on the device."""
+        require_resident(layers, len(self.resident))
+        return ResidentLayers([self.resident[i] for i in layers])
 
     @property
     def held(self) -> Iterable[object]:

@@ -6,17 +6,18 @@ Shapes: N rows of a forward · H heads · K key heads · D head size.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from draftwood.batch import AttentionShape, ForwardBatch, ForwardOutput, Pages
+from draftwood.batch import AttentionShape, ForwardBatch, ForwardOutput, GivenRows, Pages
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.experts import Experts
 from draftwood.model.layers import ACTIVATIONS, Norm, Rotary, gated, rotate, softcapped, tensors_of, write_over
 from draftwood.model.loading import WeightLoader
-from draftwood.model.rope import RopeConfig
+from draftwood.model.rope import RopeConfig, planes_of
 from draftwood.model.sharding import ranks_of, share_of
 from draftwood.model.spec import (
     ATTENTION_NORM,
@@ -90,6 +91,7 @@ class Transformer:
         self.head, self.embedding = loader.head_and_embedding()
         self.positions = loader.positions()
         self.layers = load_layers(lambda i: _layer(loader, i, self.specs[i]), len(self.specs), offload, device)
+        self.cached = list(range(config.num_layers))  # where in the pages each layer's keys and values lie
         self.final_norm = loader.norm("model.norm", config.final_norm)
         self.rotaries = {turn: self._rotary(*turn) for turn in map(_turning, self.specs) if turn is not None}
 
@@ -99,10 +101,11 @@ class Transformer:
         tensors = list(tensors_of([self.head, self.final_norm, self.embedding, self.positions, *self.layers.held]))
         return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
 
-    def first(self, count: int) -> Transformer:
-        """Its first layers as a model, in the same memory."""
+    def part(self, layers: Sequence[int]) -> Transformer:
+        """Some of its layers as a model, in the same memory."""
         part = copy.copy(self)
-        part.config, part.layers, part.specs = self.config.first(count), self.layers.first(count), self.specs[:count]
+        part.config, part.specs = self.config.part(layers), tuple(self.specs[i] for i in layers)
+        part.layers, part.cached = self.layers.part(layers), [self.cached[i] for i in layers]
         return part
 
     def substituted(self, checkpoint: Checkpoint, weights: WeightFormat) -> Transformer:
@@ -119,16 +122,20 @@ class Transformer:
         loader = WeightLoader(checkpoint, self.dtype, self.device, self.weights)
         fresh = [_layer(loader, i, spec) for i, spec in enumerate(self.specs)]
         write_over(
-            [*self.layers.first(len(self.specs)).resident, self.final_norm],
+            [*self.layers.part(range(len(self.specs))).resident, self.final_norm],
             [*fresh, loader.norm("model.norm", self.config.final_norm)],
         )
 
-    def forward(self, batch: ForwardBatch, cache: Pages, needs: frozenset[int] = frozenset()) -> ForwardOutput:
+    def forward(
+        self, batch: ForwardBatch, cache: Pages, needs: frozenset[int] = frozenset(), given: GivenRows | None = None
+    ) -> ForwardOutput:
         """Run the rows of `batch`, writing their keys and values to `cache`."""
+        if given is not None and given.wide is not None:
+            raise ValueError("torch's operations begin with a residual stream alone")
         shapes = [_shape(spec.attention) for spec in self.specs]
         attention = {shape: plan_attention(batch, cache, shape) for shape in set(shapes)}
         rotations = {turn: self._rotations(rotary, batch) for turn, rotary in self.rotaries.items()}
-        hidden = self._begin(batch)
+        hidden = self._begin(batch) if given is None else given.residual
         features: dict[int, Tensor] = {}
         for i, spec in enumerate(self.specs):
             layer = self.layers.get(i)
@@ -136,8 +143,9 @@ class Transformer:
             turn = _turning(spec)
             read = hidden if layer.attention_norm is None else layer.attention_norm(hidden)
             query, key_value = self._project(layer, spec, read, None if turn is None else rotations[turn])
-            cache.layers[i].index_copy_(1, batch.slots, key_value.transpose(0, 1))
-            mixed = _attend(attention[shapes[i]], i, query, layer.sinks)
+            at = self.cached[i]
+            cache.layers[at].index_copy_(1, batch.slots, key_value.transpose(0, 1))
+            mixed = _attend(attention[shapes[i]], at, query, layer.sinks)
             hidden = self._finish(layer, spec, hidden, read, mixed)
             if i in needs:
                 features[i] = hidden
@@ -148,6 +156,8 @@ class Transformer:
         hidden, scale = self.embedding[batch.tokens], self.config.stream.embedding_scale
         if scale != 1.0:
             hidden = hidden * torch.tensor(scale, dtype=self.dtype)  # rounded to the model's type, as in training
+        if batch.embed_rows is not None and batch.embeds is not None:
+            hidden = hidden.index_copy(0, batch.embed_rows, batch.embeds.to(hidden.dtype))
         return hidden if self.positions is None else hidden + self.positions[batch.positions]
 
     def _logits(self, hidden: Tensor) -> Tensor:
@@ -200,7 +210,10 @@ class Transformer:
     def _rotations(self, rotary: Rotary, batch: ForwardBatch) -> Tensor:
         config = self.config
         turning = config.num_heads + config.num_kv_heads
-        return rotary.at(batch.positions, config.max_positions - 1, turning, config.num_kv_heads)
+        sections = config.rope.sections
+        positions = batch.positions if not sections or batch.turns is None else batch.turns
+        planes = planes_of(sections) if positions.dim() == 2 else None
+        return rotary.at(positions, config.max_positions - 1, turning, config.num_kv_heads, planes)
 
 
 def _added(hidden: Tensor, part: Linear | Experts, x: Tensor, norm: Norm | None, scale: float) -> Tensor:

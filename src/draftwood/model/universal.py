@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
-from draftwood.batch import ForwardBatch, ForwardOutput, Pages
+from draftwood.batch import ForwardBatch, ForwardOutput, Pages, Source
 from draftwood.cache.kv import KVCache
 from draftwood.errors import CheckpointError, InvalidRequest
 from draftwood.model.self_check import LENGTHS, NODES, PAGE, SEQUENCES, worst_difference
@@ -53,17 +53,16 @@ class UniversalModel:
 
     def __init__(self, checkpoint: UniversalCheckpoint, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device, self.weights = dtype, device, FORMATS["stored"]
-        self._modules = _loaded(checkpoint, dtype)
+        self._modules = loaded(AutoModelForCausalLM, checkpoint, dtype)
         accepted = inspect.signature(self._modules.forward).parameters
         self._keeps, self._takes_positions = "logits_to_keep" in accepted, "position_ids" in accepted
         self.config, self.route, self._layout = self._settled(checkpoint)
-        _set_attention(self._modules, self.route.attention)
+        set_attention(self._modules, self.route.attention)
 
     @property
     def num_bytes(self) -> int:
         """Memory of all weights."""
-        tensors = [*self._modules.parameters(), *self._modules.buffers()]
-        return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
+        return bytes_of(self._modules)
 
     def forward(self, batch: ForwardBatch, cache: Pages, needs: frozenset[int] = frozenset()) -> ForwardOutput:
         """Run the rows of `batch`, writing their keys and values to `cache`."""
@@ -90,14 +89,14 @@ class UniversalModel:
         """The first way that computes what the model itself does; a refusal where none does."""
         reasons = []
         for route in ROUTES:
-            _set_attention(self._modules, route.attention)
+            set_attention(self._modules, route.attention)
             try:
                 _require_visible_windows(route, checkpoint)
                 layout = self._probed(route, checkpoint.config.vocab_size)
                 config = replace(checkpoint.config, planes=layout.total, plane=layout.plane)
                 worst = self._checked(config, route, layout)
             except Exception as error:  # whatever modules that were not written for this do
-                reasons.append(f"{route.says}: {_said(error)}")
+                reasons.append(f"{route.says}: {said(error)}")
                 continue
             if worst <= TOLERANCE:
                 return config, route, layout
@@ -129,33 +128,39 @@ class UniversalModel:
         def forward(batch: ForwardBatch, memory: Pages) -> ForwardOutput:
             return ForwardOutput(self._run(Step(batch, memory, layout), route), {})
 
-        def reference(tokens: Tensor) -> Tensor:
-            with _attention(self._modules, "eager", route.attention), torch.inference_mode():
+        def reference(tokens: Tensor, _: Source | None) -> Tensor:
+            with attending(self._modules, "eager", route.attention), torch.inference_mode():
                 return self._modules(tokens[None], use_cache=False).logits[0]
 
         return worst_difference(forward, reference, cache, config.vocab_size)
 
 
-def _loaded(checkpoint: UniversalCheckpoint, dtype: torch.dtype) -> Any:
+def loaded(kind: Any, checkpoint: UniversalCheckpoint, dtype: torch.dtype) -> Any:
     """The modules with their weights, ready to compute; only safetensors are read, and no code of the folder."""
     config = hf_config(checkpoint.stated)
     config._experts_implementation = "eager"  # expert by expert: a row's sums do not depend on other rows' experts
     try:
         with _quiet():
-            found: Any = AutoModelForCausalLM.from_pretrained(
+            found: Any = kind.from_pretrained(
                 checkpoint.folder, config=config, dtype=dtype, attn_implementation="eager", trust_remote_code=False,
                 use_safetensors=True, local_files_only=True, output_loading_info=True,
             )  # fmt: skip
     except Exception as error:  # what it says depends on the family
-        raise CheckpointError(f"{checkpoint.name} cannot be loaded by transformers: {_said(error)}.") from error
-    modules, said = found
-    lacking = sorted(str(name) for kind in ("missing_keys", "mismatched_keys") for name in said[kind])
+        raise CheckpointError(f"{checkpoint.name} cannot be loaded by transformers: {said(error)}.") from error
+    modules, report = found
+    lacking = sorted(str(name) for kind in ("missing_keys", "mismatched_keys") for name in report[kind])
     if lacking:
         raise CheckpointError(
             f"{checkpoint.name} has no {', '.join(lacking[:3])} that fits its configuration: the files are incomplete "
             "or of another architecture. Download the model again."
         )
     return modules.eval().requires_grad_(False)
+
+
+def bytes_of(modules: nn.Module) -> int:
+    """Memory of all weights."""
+    tensors = [*modules.parameters(), *modules.buffers()]
+    return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
 
 
 @contextmanager
@@ -177,12 +182,13 @@ def _require_visible_windows(route: Route, checkpoint: UniversalCheckpoint) -> N
         raise CheckpointError(f"its {windows[0]} cannot be seen in them")
 
 
-def _said(error: Exception) -> str:
+def said(error: Exception) -> str:
+    """Its kind and first line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200].rstrip('. ')}" if lines else type(error).__name__
 
 
-def _set_attention(modules: nn.Module, name: str) -> None:
+def set_attention(modules: nn.Module, name: str) -> None:
     """Let all parts attend in this way."""
     for part in modules.modules():
         config = vars(part).get("config")
@@ -191,9 +197,10 @@ def _set_attention(modules: nn.Module, name: str) -> None:
 
 
 @contextmanager
-def _attention(modules: nn.Module, name: str, before: str) -> Iterator[None]:
-    _set_attention(modules, name)
+def attending(modules: nn.Module, name: str, before: str) -> Iterator[None]:
+    """Attend in another way for a while."""
+    set_attention(modules, name)
     try:
         yield
     finally:
-        _set_attention(modules, before)
+        set_attention(modules, before)

@@ -16,10 +16,13 @@ from torch import Tensor
 
 from ..errors import CheckpointError, InvalidRequest
 from .config import ModelConfig
+from .encoders import encoder_of, modules_of
 from .families import FAMILIES
+from .files import read_object
 from .folder import open_safetensors, tensor_files
 from .reading import SIZES
 from .rope import RopeConfig, require, shown
+from .spec import EncoderSpec
 from .weights import FORMATS, WeightFormat
 
 if TYPE_CHECKING:
@@ -63,10 +66,10 @@ class UniversalCheckpoint:
 
         self.name = name or str(folder)
         self.folder = folder
-        self.stated = _readable(folder, stated)
+        self.stated = readable(folder, stated)
         self._files = tensor_files(folder)
         with_own = hf_config(self.stated)
-        self.config = _described(with_own, folder_eos_ids(folder), _count(self.files))
+        self.config = _described(with_own, folder_eos_ids(folder), _count(self.files), self._encoder(with_own))
 
     @property
     def files(self) -> list[Path]:
@@ -78,6 +81,12 @@ class UniversalCheckpoint:
         """What its configuration says of windows, chunks or local attention, its defaults included."""
         stated = hf_config(self.stated).get_text_config(decoder=True).to_dict()
         return {key: value for key, value in stated.items() if any(word in key for word in _WINDOWS)}
+
+    def _encoder(self, config: Any) -> EncoderSpec | None:
+        if not config.is_encoder_decoder:
+            return None
+        generation = read_object(self.folder / "generation_config.json")
+        return encoder_of(config, {**self.stated, **generation}, modules_of(config))
 
     def has(self, name: str) -> bool:
         """Nothing is known under our names."""
@@ -145,8 +154,10 @@ def hf_config(stated: Mapping[str, Any]) -> Any:
         config = CONFIG_MAPPING[str(kind)].from_dict(dict(stated))
     except Exception as error:  # its classes validate in their own ways
         raise CheckpointError(f"This model cannot be run: transformers refuses its config.json: {error}.") from error
+    if config.is_encoder_decoder:
+        require(modules_of(config) is not None, f"its architecture is {shown(kind)}, which has an encoder for no text")
+        return config
     require(type(config) in MODEL_FOR_CAUSAL_LM_MAPPING, f"its architecture is {shown(kind)}, which is no text decoder")
-    require(not config.is_encoder_decoder, f"its architecture is {shown(kind)}, which has an encoder")
     modules: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     require(
         not modules._is_stateful,
@@ -160,7 +171,7 @@ def _version() -> str:
     return metadata.version("transformers")
 
 
-def _readable(folder: Path, stated: Mapping[str, Any]) -> dict[str, Any]:
+def readable(folder: Path, stated: Mapping[str, Any]) -> dict[str, Any]:
     """What transformers is given of a config.json."""
     require(
         not stated.get("quantization_config"),
@@ -195,7 +206,7 @@ def _count(files: list[Path]) -> int:
     return total
 
 
-def _described(config: Any, eos: tuple[int, ...], parameters: int) -> UniversalConfig:
+def _described(config: Any, eos: tuple[int, ...], parameters: int, encoder: EncoderSpec | None) -> UniversalConfig:
     """Its sizes under our names; transformers gives most of its configurations the same attributes."""
     text = config.get_text_config(decoder=True)
     sizes = {**text.to_dict(), **{ours: getattr(text, ours, None) for ours in text.attribute_map}}
@@ -203,18 +214,19 @@ def _described(config: Any, eos: tuple[int, ...], parameters: int) -> UniversalC
     def size(*names: str, default: int) -> int:
         return next((sizes[n] for n in names if isinstance(sizes.get(n), int) and sizes[n] > 0), default)
 
-    hidden, heads = size("hidden_size", default=0), size("num_attention_heads", default=1)
-    layers = size("num_hidden_layers", default=0)
+    hidden = size("hidden_size", default=0)
+    heads = size("decoder_attention_heads", "num_attention_heads", default=1)
+    layers = size("decoder_layers", "num_decoder_layers", "num_hidden_layers", default=0)
     return UniversalConfig(
         family=str(text.model_type),
-        vocab_size=size("vocab_size", default=0),
+        vocab_size=size("decoder_vocab_size", "vocab_size", default=0),
         hidden_size=hidden,
-        intermediate_size=size("intermediate_size", "ffn_dim", "n_inner", default=4 * hidden),
+        intermediate_size=size("intermediate_size", "decoder_ffn_dim", "ffn_dim", "n_inner", default=4 * hidden),
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=size("num_key_value_heads", default=heads),
         head_dim=size("head_dim", default=hidden // heads),
-        max_positions=_context(sizes),
+        max_positions=_context(sizes) if encoder is None else encoder.max_source + encoder.max_text,
         norm_eps=1e-6,
         rope=RopeConfig(),
         tied_head=bool(config.tie_word_embeddings),
@@ -223,6 +235,7 @@ def _described(config: Any, eos: tuple[int, ...], parameters: int) -> UniversalC
         activation="silu",
         eos_token_ids=eos,
         bos_token_id=sizes.get("bos_token_id"),
+        encoder=encoder,
         model_type=str(config.model_type),
         parameters=parameters,
     )  # fmt: skip

@@ -57,10 +57,10 @@ class Layout:
     total: int
 
     @classmethod
-    def of(cls, shapes: tuple[LayerShape, ...]) -> Layout:
-        """Planes as wide as divides every head's size."""
+    def of(cls, shapes: tuple[LayerShape, ...], plane: int | None = None) -> Layout:
+        """Planes as wide as divides every head's size, or of a given width."""
         sizes = {dim for shape in shapes for dim in (shape.key_dim, shape.value_dim)}
-        plane = max(width for width in range(1, min(sizes) + 1) if all(size % width == 0 for size in sizes))
+        plane = plane or max(width for width in range(1, min(sizes) + 1) if all(size % width == 0 for size in sizes))
         starts, total = [], 0
         for shape in shapes:
             starts.append(total)
@@ -100,6 +100,11 @@ class Step:
         return [(table[:, None] * size + within).view(-1)[:n] for table, n in zip(tables, self.num_keys, strict=True)]
 
     @cached_property
+    def runs(self) -> list[slice | Tensor]:
+        """The same, as slices where keys lie in a row."""
+        return [as_run(own) for own in self.slots]
+
+    @cached_property
     def seen(self) -> Tensor:
         """Which keys of its sequence a row may see, whatever the model says. [N, keys] bool."""
         return visible_keys(self.batch, max(self.num_keys), None)
@@ -132,13 +137,15 @@ class Step:
             cut = numbers.unflatten(2, (-1, self.width)).transpose(1, 2).flatten(0, 1)
             planes[first : first + len(cut)].index_copy_(1, self.batch.slots, cut)
 
-    def read(self, call: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values at some slots. 2 x [K, n, D]."""
+    def read(self, call: int, slots: slice | Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values at some slots, of slices in place where planes are as wide as heads. 2 x [K, n, D]."""
         planes, shape, start = self._planes(call)
         parts = []
         for dim in (shape.key_dim, shape.value_dim):
             count = shape.kv_heads * dim // self.width
-            cut = planes[start : start + count].index_select(1, slots).unflatten(0, (shape.kv_heads, -1))
+            own = planes[start : start + count]
+            cut = own[:, slots] if isinstance(slots, slice) else own.index_select(1, slots)
+            cut = cut.unflatten(0, (shape.kv_heads, -1))
             parts.append(cut.transpose(1, 2).flatten(2))
             start += count
         return parts[0], parts[1]
@@ -154,6 +161,10 @@ class Step:
         assert self.layout is not None
         return self.pages.store.flatten(0, 2), self.layout.shapes[call], self.layout.starts[call]
 
+    def beside(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor | None:
+        """What a layer gets that asks for something else than attention over the rows' own text. [1, N, H, Dv]."""
+        return None
+
     def next_call(self, module: nn.Module) -> int:
         """The number of this call of attention; layers are known by their order."""
         assert self.layout is not None
@@ -164,7 +175,19 @@ class Step:
         return call
 
 
+def as_run(slots: Tensor) -> slice | Tensor:
+    """Slots that lie in a row as a slice: what is there is then read without a copy."""
+    if not len(slots) or bool((slots.diff() != 1).any()):
+        return slots
+    return slice(int(slots[0]), int(slots[-1]) + 1)
+
+
 _STEP: ContextVar[Step] = ContextVar("draftwood_step")
+
+
+def current() -> Step | None:
+    """The forward that modules run in; None: they run by themselves."""
+    return _STEP.get(None)
 
 
 @contextmanager
@@ -205,10 +228,15 @@ def _attend(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     sliding_window: int | None = None,
+    position_bias: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """[1, H, N, D], [1, K, N, D], [1, K, N, Dv] -> [1, N, H, Dv]."""
     step = _STEP.get()
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    other = step.beside(module, query, key, value, scale)
+    if other is not None:
+        return other, None
     if step.pages is None:
         require_window(attention_mask, sliding_window)
         step.found.append(LayerShape(key.shape[1], key.shape[-1], value.shape[-1], module))
@@ -218,8 +246,10 @@ def _attend(
     call = step.next_call(module)
     step.write(call, key[0], value[0])
     mask = step.mask(attention_mask)
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    rows = [_attend_one(step, call, i, query[0], mask, scale, softcap, s_aux) for i in range(len(step.slots))]
+    bias = None if position_bias is None else position_bias[0]
+    if bias is not None and bias.shape[-1] != mask.shape[1]:
+        raise CheckpointError("a layer adds a bias to its scores that was not made for our keys")
+    rows = [_attend_one(step, call, i, query[0], mask, scale, softcap, s_aux, bias) for i in range(len(step.slots))]
     return torch.cat(rows, 1).transpose(0, 1)[None].contiguous(), None
 
 
@@ -241,12 +271,15 @@ def _attend_one(
     scale: float,
     softcap: float | None,
     sinks: Tensor | None,
+    bias: Tensor | None,
 ) -> Tensor:
-    """The rows of one sequence. [H, n, Dv]."""
+    """The rows of one sequence; a bias [H, N, keys] is added to their scores. [H, n, Dv]."""
     low, high = step.offsets[i], step.offsets[i + 1]
-    keys, values = step.read(call, step.slots[i])
+    keys, values = step.read(call, step.runs[i])
     grouped = query[:, low:high].unflatten(0, (len(keys), -1))  # [K, H / K, n, D]
     scores = grouped @ keys[:, None].transpose(2, 3) * scale
+    if bias is not None:
+        scores = scores + bias[:, low:high, : keys.shape[1]].unflatten(0, (len(keys), -1))
     sink = None if sinks is None else sinks.view(*grouped.shape[:2], 1, 1)
     weights = weigh(scores, mask[low:high, : keys.shape[1]], softcap, sink)
     return (weights @ values[:, None]).flatten(0, 1)

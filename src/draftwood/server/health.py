@@ -51,7 +51,7 @@ class Monitor:
             if event.finished:
                 loop.call_soon_threadsafe(lambda: ended.done() or ended.set_result(event))
 
-        _, answers = self._llm.intake.answers([0], SamplingParams(max_tokens=1))
+        _, answers = self._llm.intake.answers(self._llm.intake.sources.smallest, SamplingParams(max_tokens=1))
         self._llm.submit(answers, hear)
         try:
             event = await asyncio.wait_for(ended, self._stall)

@@ -16,6 +16,7 @@ from typing import Any
 
 from draftwood.engine.engine import Engine
 from draftwood.engine.llm import LLM
+from draftwood.engine.reasons import kind_of
 from draftwood.protocols import PredictsSeconds
 from draftwood.server.admission import Admission
 from draftwood.server.errors import log
@@ -152,6 +153,9 @@ class Live:
                 "least_chance": round(budget.min_accept_prob, 4),
                 "name": type(self._llm.engine.controller).__name__,
                 "why": str(budget.why),
+                "reason": kind_of(budget.why),
+                "expected_gain": _rounded(budget.gain.expected),
+                "measured_gain": _rounded(budget.gain.measured),
             },
             "last_step": _last_step(self._llm.engine),
             "status": self._status(),
@@ -161,6 +165,10 @@ class Live:
         if self._monitor.reason is not None:
             return "dead"
         return "ready" if self._admission.closed_for is None else "draining"
+
+
+def _rounded(gain: float | None) -> float | None:
+    return None if gain is None else round(gain, 4)
 
 
 def _last_step(engine: Engine) -> dict[str, float | None] | None:

@@ -109,6 +109,10 @@ class Metrics:
         self._position = self._counter(
             "spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by their place.", "position"
         )
+        self._promises = {
+            kept: self._counter(f"slo_{'kept' if kept else 'violated'}", text, "promise")
+            for kept, text in ((True, "Promises that were kept."), (False, "Promises that were broken."))
+        }
         named = {
             "prompt_tokens": "Tokens of prompts that were read.",
             "generation_tokens": "Tokens of answers.",
@@ -198,6 +202,9 @@ class Metrics:
         }
         for name, value in times.items():
             self._times[name].observe(value)
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            for promise, kept in stats.promises_kept.items():
+                self._promises[kept].labels(self._model, promise).inc()
         if stats.num_tokens > 1:
             self._times["request_time_per_output_token_seconds"].observe(decode / (stats.num_tokens - 1))
 
@@ -224,6 +231,7 @@ class _Load(Collector):
         gauges = {
             "num_requests_running": ("Answers that run.", len(scheduler.running)),
             "num_requests_waiting": ("Answers that wait.", len(scheduler.waiting)),
+            "controller_nodes": ("Draft nodes of each sequence in the last step.", scheduler.budget.max_nodes),
             "kv_cache_usage_perc": ("Share of the cache in use, 1 being all.", 1 - pool.num_available / pool.num_pages),
         }
         counters = {
@@ -237,6 +245,23 @@ class _Load(Collector):
                 metric.add_metric((self._model,), value)
                 yield metric
         yield from self._drafters()
+        yield from self._decisions()
+
+    def _decisions(self) -> Iterable[Metric]:
+        """What the controller decides, why, and what it gains."""
+        scheduler = self._llm.engine.scheduler
+        why = CounterMetricFamily(
+            f"{PREFIX}controller_decisions", "Steps by the reason for their size.", labels=("model_name", "reason")
+        )
+        for kind, count in list(scheduler.decisions.items()):
+            why.add_metric((self._model, kind), count)
+        yield why
+        told = {"expected": scheduler.budget.gain.expected, "measured": scheduler.budget.gain.measured}
+        for name, gain in told.items():
+            text = f"Tokens a second with drafts, of those without, as {name}; nan: not known."
+            metric = GaugeMetricFamily(f"{PREFIX}controller_{name}_gain", text, labels=("model_name",))
+            metric.add_metric((self._model,), float("nan") if gain is None else gain)
+            yield metric
 
     def _drafters(self) -> Iterable[Metric]:
         """What has gone wrong with each drafter."""

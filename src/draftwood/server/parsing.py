@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from draftwood.engine.images import ImageReader
 from draftwood.errors import DraftwoodError
 from draftwood.model.grammar import choice_grammar, json_grammar, regex_grammar
 from draftwood.model.tokenizer import Tokenizer
-from draftwood.request import SamplingParams
+from draftwood.request import SamplingParams, Slo
 from draftwood.server.errors import invalid, refusal
 from draftwood.server.schemas import (
     ChatRequest,
@@ -57,6 +58,7 @@ NOT_OFFERED: NotOffered = {
     "max_completion_tokens": ((), "use max_tokens"),
     "top_logprobs": ((), "logprobs is the number of alternatives here"),
     "echo": ((False,), "use /v1/completions"),
+    "encoder_input": ((), "use /v1/completions"),
     "web_search_options": ((), "this server reaches no other"),
 }
 
@@ -134,6 +136,8 @@ def _params(
         max_depth=wishes.depth,
         trace=wishes.report == "trace",
         cache_salt=request.cache_salt or "",
+        slo=None if request.slo is None else Slo(request.slo.ttft_ms, request.slo.tpot_ms),
+        priority=request.priority or 0,
         **{name: value for name, value in given.items() if value is not None},
     )
 
@@ -216,22 +220,35 @@ def plain_text(content: str | Sequence[ContentPart] | None, field: str) -> str:
     return "".join(part.text or "" for part in content)
 
 
-def chat_text(tokenizer: Tokenizer, messages: Sequence[Message], toolbox: ToolBox | None) -> str:
-    """A conversation as the model reads it."""
-    knows = tokenizer.knows_tools
-    said = [_as_template(message) if knows else _as_words(message) for message in messages]
+def chat_text(
+    tokenizer: Tokenizer, messages: Sequence[Message], toolbox: ToolBox | None, images: ImageReader
+) -> tuple[str, list[bytes]]:
+    """A conversation as the model reads it, and the files of its images."""
+    knows, files = tokenizer.knows_tools, []
+    contents = [_content(message.content, images, files) for message in messages]
+    write = _as_template if knows else _as_words
+    said = [write(message, content) for message, content in zip(messages, contents, strict=True)]
     if toolbox is not None and not knows:
         said = _with_instructions(said, toolbox.instructions)
     tools = None if toolbox is None or not knows else toolbox.descriptions
-    return tokenizer.render_chat(said, tools=tools)
+    return tokenizer.render_chat(said, tools=tools), files
+
+
+def _content(content: str | Sequence[ContentPart] | None, images: ImageReader, files: list[bytes]) -> Any:
+    if content is None or isinstance(content, str) or all(part.type != "image_url" for part in content):
+        return plain_text(content, "messages")
+    try:
+        return images.content([part.model_dump() for part in content], files)
+    except DraftwoodError as error:
+        raise refusal(error, "messages") from error
 
 
 def _role(message: Message) -> str:
     return "system" if message.role == "developer" else message.role
 
 
-def _as_template(message: Message) -> dict[str, Any]:
-    said: dict[str, Any] = {"role": _role(message), "content": plain_text(message.content, "messages")}
+def _as_template(message: Message, content: Any) -> dict[str, Any]:
+    said: dict[str, Any] = {"role": _role(message), "content": content}
     if message.tool_calls:
         said["tool_calls"] = [
             {"type": "function", "function": {"name": c.function.name, "arguments": _unwrapped(c.function.arguments)}}
@@ -249,9 +266,10 @@ def _unwrapped(arguments: str) -> Any:
         return arguments
 
 
-def _as_words(message: Message) -> dict[str, Any]:
+def _as_words(message: Message, content: Any) -> dict[str, Any]:
     """For templates that know no tools: calls and their results as text."""
-    content = plain_text(message.content, "messages")
+    if not isinstance(content, str):
+        return {"role": _role(message), "content": content}
     if message.role == "tool":
         return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
     calls = [write_call(call.function.name, call.function.arguments) for call in message.tool_calls or []]

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from draftwood.request import MOST_PRIORITY
+
 T = TypeVar("T")
 INT64 = 1 << 63
 MAX_ITEMS = 16_384  # of a list of messages, of parts or of texts
@@ -77,6 +79,18 @@ class Speculation(BaseModel):
     )
 
 
+Milliseconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class Promise(BaseModel):
+    """What one request is promised: service-level objectives."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    ttft_ms: Milliseconds | None = Field(None, description="From arrival to the first token.")
+    tpot_ms: Milliseconds | None = Field(None, description="For each token behind it, on average over the answer.")
+
+
 class StructuredOutputs(Open):
     """vLLM's way to say what an answer has to be; one of these."""
 
@@ -111,6 +125,10 @@ class Sampling(Open):
     stream_options: StreamOptions | None = None
     user: str | None = None
     speculation: Annotated[Speculation, FewKeys] | None = None
+    slo: Promise | None = Field(None, description="Steps are sized to keep it first; see docs/serving.md.")
+    priority: Annotated[int, Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY)] | None = Field(
+        None, description="The smaller, the sooner, among the requests of one API key."
+    )
     deadline: Seconds | None = Field(None, description="Seconds after which the answer is given up.")
     cache_salt: Annotated[str, Field(max_length=256)] | None = Field(
         None, description="Only requests with the same salt share cached prefixes of their prompts."
@@ -221,7 +239,12 @@ class ChatRequest(Sampling):
 class CompletionRequest(Sampling):
     """A text to go on with."""
 
-    prompt: str | Items[str] | TokenIds | Items[TokenIds]
+    prompt: str | Items[str] | TokenIds | Items[TokenIds] | None = Field(
+        None, description="Has to be given unless `encoder_input` is: then it is how the answer begins."
+    )
+    encoder_input: str | Items[str] | TokenIds | Items[TokenIds] | None = Field(
+        None, description="What the encoder of an encoder-decoder model reads; one, or one for each prompt."
+    )
     max_tokens: Annotated[int, Field(ge=0, lt=1 << 31)] | None = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
         None, description="0, only with `echo`: nothing is generated; with `logprobs` the prompt is scored."
     )

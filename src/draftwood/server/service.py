@@ -12,9 +12,11 @@ from fastapi import Request
 from fastapi.responses import Response
 
 from draftwood.drafters.by_request import OfferedDrafters
+from draftwood.engine.images import Conversation
 from draftwood.engine.intake import Prompt
 from draftwood.engine.llm import LLM
 from draftwood.engine.sequence import Sequence as Answer
+from draftwood.engine.sources import WithSource, paired
 from draftwood.request import FinishReason, SamplingParams
 from draftwood.server.admission import Admission, Arrival, Ticket
 from draftwood.server.choice_state import Choice
@@ -100,7 +102,7 @@ class Service:
         arrival = self._arrival(body, request, params)
 
         def prepare() -> list[list[Answer]]:
-            return self._answers([self._chat_tokens(body.messages, toolbox)], params, arrival.caller)
+            return self._answers([self._conversation(body.messages, toolbox)], params, arrival.caller)
 
         ticket = await self.admission.take(arrival, prepare, params.n, patient=not body.stream)
         return await self._respond(body, request, ticket, params, writer, reads_calls=toolbox is not None)
@@ -141,15 +143,20 @@ class Service:
         """Each prompt as it is repeated: decoded once, however many answers it gets."""
         firsts = [first for first, *_ in answers]
         if params.prompt_logprobs is not None:
-            check_entries(sum(first.prompt_length for first in firsts), params.n, params.prompt_logprobs)
+            check_entries(
+                sum(first.prompt_length - first.source_length for first in firsts), params.n, params.prompt_logprobs
+            )
         make = Echo.of if params.prompt_logprobs is None else Echo.scored
-        return (make(prompt, tuple(a.tokens), self.llm.tokenizer) for prompt, a in zip(prompts, firsts, strict=True))
+        plain = (prompt.prompt or "" if isinstance(prompt, WithSource) else prompt for prompt in prompts)
+        texts = (tuple(first.tokens[first.source_length :]) for first in firsts)
+        return (make(prompt, text, self.llm.tokenizer) for prompt, text in zip(plain, texts, strict=True))
 
     def _answers(self, prompts: Sequence[Prompt], params: SamplingParams, caller: Caller) -> list[list[Answer]]:
         return [self.llm.intake.answers(prompt, params, caller.name)[1] for prompt in prompts]
 
-    def _chat_tokens(self, messages: Sequence[Message], toolbox: ToolBox | None) -> list[int]:
-        return self.llm.intake.encode_text(chat_text(self.llm.tokenizer, messages, toolbox), special=False)
+    def _conversation(self, messages: Sequence[Message], toolbox: ToolBox | None) -> Conversation:
+        text, files = chat_text(self.llm.tokenizer, messages, toolbox, self.llm.intake.images)
+        return Conversation(self.llm.intake.encode_text(text, special=False), files)
 
     def _arrival(self, body: Sampling, request: Request, params: SamplingParams) -> Arrival:
         deadline = self.config.deadline if body.deadline is None else body.deadline
@@ -197,7 +204,8 @@ class Service:
         if (body.prompt is None) == (body.messages is None):
             raise invalid("Give either a prompt or messages.", "prompt")
         if body.messages is not None:
-            return self._chat_tokens(body.messages, None)
+            asked = self._conversation(body.messages, None)
+            return self.llm.intake.images.place(asked.tokens, asked.files)[0]
         return self.llm.intake.encode_text(body.prompt or "", special=body.add_special_tokens)
 
     def text(self, tokens: Sequence[int]) -> str:
@@ -229,13 +237,14 @@ def _nothing_to_do(arrival: Arrival, prompts: list[list[Answer]]) -> Ticket:
 
 
 def _prompts(body: CompletionRequest) -> list[Prompt]:
-    """One prompt, or each of a list."""
+    """One prompt, or each of a list, with what the encoder is to read for it."""
     given = body.prompt
-    if isinstance(given, str) or (given and isinstance(given[0], int)):
-        return [given]  # type: ignore[list-item]
-    if not given:
-        raise invalid("There is no prompt.", "prompt")
-    return list(given)  # type: ignore[arg-type]
+    if given is None or given == []:
+        if body.encoder_input is None:
+            raise invalid("There is no prompt.", "prompt")
+        return paired(None, body.encoder_input)[0]
+    one = not isinstance(given, str) and isinstance(given[0], int)
+    return paired([given] if one else given, body.encoder_input)[0]  # type: ignore[list-item, arg-type]
 
 
 def _figures(reply: Reply) -> dict[str, Any]:

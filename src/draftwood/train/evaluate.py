@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from draftwood.assembly import build_grower, load_parallel, student_drafter, usual_tree
+from draftwood.assembly import build_grower, load_parallel, student_drafter
 from draftwood.config import EngineConfig
-from draftwood.drafters.trained import drafter_of
+from draftwood.drafters.trained import drafter_of, usual_tree
 from draftwood.drafting import Drafter
 from draftwood.engine.controller import FixedBudget
 from draftwood.engine.llm import LLM

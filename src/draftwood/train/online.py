@@ -19,10 +19,10 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from draftwood.drafters.by_request import OfferedDrafters
 from draftwood.drafters.features import FeatureDrafter
 from draftwood.drafters.kangaroo import ShallowDrafter
 from draftwood.drafters.predicted import PredictedDrafter
+from draftwood.drafters.several import Several
 from draftwood.drafters.student import StudentDrafter
 from draftwood.drafting import Drafter
 from draftwood.engine.engine import Engine
@@ -319,9 +319,9 @@ def _guessers(drafter: Drafter) -> Iterator[Drafter]:
     """Itself, or those whose guesses it passes on."""
     if isinstance(drafter, PredictedDrafter):
         yield from _guessers(drafter.drafter)
-    elif isinstance(drafter, OfferedDrafters):
-        for offered in (drafter.default, *drafter.others.values()):
-            yield from _guessers(offered)
+    elif isinstance(drafter, Several):
+        for guard in drafter.guards:
+            yield from _guessers(guard.drafter)
     else:
         yield drafter
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from draftwood.ops.residual import law_at
 from draftwood.ops.verdict import kseq_layers, layers, pooled_layers
 from draftwood.protocols import BatchView
-from draftwood.tree import TokenTree, Verdict
+from draftwood.tree import DraftLaw, TokenTree, Verdict
 from draftwood.verifiers.law import NodeLaw, Odds, ratio
 from draftwood.verifiers.rules import KSeq, Rejection, SiblingRule, draws_behind, residual
 
@@ -32,6 +32,12 @@ Left = Callable[[Tensor], Tensor]  # nodes [k] -> residual rows [k, V]
 
 class LayerLaw(NodeLaw):
     """The sweep all layer laws share; they differ in how scores are assigned."""
+
+    def refuses(self, law: DraftLaw) -> str | None:
+        """A layer is judged as a whole, so what is in it may not follow from what was drawn."""
+        if law.grown:
+            return "it judges whole layers, and where this drafter draws follows from what it drew before"
+        return super().refuses(law)
 
     def odds(self, tree: TokenTree, p: Tensor) -> Odds:
         """Scores from the root down, chances from the deepest layer up."""

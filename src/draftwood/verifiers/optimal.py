@@ -58,9 +58,11 @@ class Optimal(TopDown):
         super().__init__("optimal", OptimalTransport())
 
     def refuses(self, law: DraftLaw) -> str | None:
-        """Also where there is no solver."""
+        """Also where there is no solver, or siblings hang together."""
         if find_spec("scipy") is None:
             return "it needs scipy, which is not installed (pip install 'draftwood[lab]')"
+        if law.grafted:
+            return "its rule asks what else could have been drawn, and combined trees would have had other nodes then"
         return super().refuses(law)
 
 

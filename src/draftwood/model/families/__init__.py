@@ -19,6 +19,7 @@ from . import (
     granite,
     hunyuan,
     llama,
+    llava,
     mistral,
     mixtral,
     nemotron,
@@ -27,6 +28,7 @@ from . import (
     phi3,
     qwen2,
     qwen2_moe,
+    qwen2_vl,
     qwen3,
     qwen3_moe,
     seed_oss,
@@ -69,6 +71,9 @@ _ALL = (
     seed_oss.FAMILY,
     hunyuan.FAMILY,
     nemotron.FAMILY,
+    llava.FAMILY,
+    qwen2_vl.FAMILY,
+    qwen2_vl.NEXT,
 )
 FAMILIES = {family.name: family for family in _ALL}
 

@@ -108,6 +108,25 @@ static void turn(float *x, const float *rotation, int64_t rotated) {
     }
 }
 
+/* The same by time, height and width of the row: each pair by its own. */
+static void turn_in_sections(const Model *m, const Batch *b, int64_t row, float *x, const float *table, int64_t rotated) {
+    const int64_t half = rotated / 2;
+    int64_t i = 0;
+    for (int64_t plane = 0; plane < 3; plane++) {
+        const float *rotation = table + b->turns[plane * b->num_rows + row] * rotated;
+        for (int64_t end = i + m->sections[plane]; i < end; i++) {
+            const float first = x[i], second = x[i + half], cosine = rotation[i], sine = rotation[half + i];
+            x[i] = fmaf(first, cosine, -(second * sine));
+            x[i + half] = fmaf(second, cosine, first * sine);
+        }
+    }
+}
+
+static void turn_row(const Model *m, const Layer *layer, const Batch *b, int64_t row, float *x, const float *table) {
+    if (b->turns && m->sections[0]) turn_in_sections(m, b, row, x, table, layer->rotated);
+    else turn(x, table + b->positions[row] * layer->rotated, layer->rotated);
+}
+
 /* Norms of whole rows of queries, and of keys. */
 static void norm_rows(const Model *m, const Layer *layer, const Batch *b, const Scratch *s, const Team *team) {
     const int64_t queries = m->num_heads * m->head_dim, keys = m->num_kv_heads * m->head_dim;
@@ -127,18 +146,18 @@ static void norm_head(const Model *m, const Layer *layer, int64_t head, float *x
 }
 
 /* Head norms and rotation of queries and keys, and the write of keys and values to their slots. */
-static void place(const Model *m, const Layer *layer, const Batch *b, const Scratch *s, int64_t index, const Team *team) {
+static void place(const Model *m, const Layer *layer, const Batch *b, const Scratch *s, const Team *team) {
     const int64_t dim = m->head_dim, heads = m->num_heads + 2 * m->num_kv_heads, stride = layer->qkv.outputs;
     const int64_t first_value = m->num_heads + m->num_kv_heads, head_size = b->num_slots * dim;
     const float *table = layer->rotation < 0 ? NULL : b->rotations[layer->rotation];
-    float *store = b->store + index * 2 * m->num_kv_heads * head_size;
+    float *store = b->store + layer->cached * 2 * m->num_kv_heads * head_size;
     if (layer->query_norm.weight && layer->head_norms == WHOLE_ROWS) norm_rows(m, layer, b, s, team);
     SHARE(team, item, b->num_rows * heads) {
         const int64_t row = item / heads, head = item % heads;
         float *x = s->qkv + row * stride + head * dim;
         if (head < first_value) {
             if (!layer->norms_turned) norm_head(m, layer, head, x);
-            if (table) turn(x, table + b->positions[row] * layer->rotated, layer->rotated);
+            if (table) turn_row(m, layer, b, row, x, table);
             if (layer->norms_turned) norm_head(m, layer, head, x);
         }
         if (head >= m->num_heads)
@@ -150,13 +169,14 @@ static void place(const Model *m, const Layer *layer, const Batch *b, const Scra
 static void run_attention(const Model *m, const Batch *b, const Scratch *s, int64_t index, const Team *team) {
     const Layer *layer = &m->layers[index];
     const int64_t head_size = b->num_slots * m->head_dim;
-    const float *keys = b->store + index * 2 * m->num_kv_heads * head_size, *values = keys + m->num_kv_heads * head_size;
+    const float *keys = b->store + layer->cached * 2 * m->num_kv_heads * head_size;
+    const float *values = keys + m->num_kv_heads * head_size;
     Target qkv = {.kind = STORE, .out = s->qkv, .stride = layer->qkv.outputs, .limit = layer->qkv.outputs};
     if (b->wide && index == 0)
         plain_product(m, &layer->qkv, b->wide, s, b->num_rows, qkv, team);
     else
         normed_product(m, &layer->qkv, &layer->attention_norm, s, NULL, b->num_rows, qkv, team);
-    place(m, layer, b, s, index, team);
+    place(m, layer, b, s, team);
     attend(m, layer, keys, values, b, s, s->qkv, layer->qkv.outputs, s->mixed, layer->output.inputs, team);
 }
 
@@ -202,6 +222,10 @@ static void run_layer(const Model *m, const Batch *b, const Scratch *s, int64_t 
 static void begin_row(const Model *m, const Batch *b, int64_t row, float *begin) {
     if (b->residual) {
         memcpy(begin, b->residual + row * m->hidden, m->hidden * sizeof(float));
+        return;
+    }
+    if (b->which && b->which[row] >= 0) {
+        memcpy(begin, b->embeds + b->which[row] * m->hidden, m->hidden * sizeof(float));
         return;
     }
     const float scale = (float)m->embedding_scale;

@@ -65,6 +65,7 @@ typedef struct {
     double residual_scale;        /* of what attention and MLP add */
     const float *sinks;           /* [num_heads] a score of each head behind which no value stands; or null */
     const Mixture *mixture;       /* instead of one MLP, or around it; or null */
+    int64_t cached;               /* where in the store its keys and values lie */
 } Layer;
 
 typedef struct {
@@ -75,6 +76,7 @@ typedef struct {
     int64_t num_layers, hidden, num_heads, num_kv_heads, head_dim, vocabulary;
     int64_t byte_activations; /* whether products with int8 and int4 weights round their inputs to bytes */
     double embedding_scale, logit_scale, logit_softcap;
+    int64_t sections[3]; /* pairs of a head that turn by time, height and width, where rows have `turns` */
 } Model;
 
 typedef struct {
@@ -90,6 +92,9 @@ typedef struct {
     float *features;            /* [num_wanted, num_rows, hidden] */
     const float *residual;      /* [num_rows, hidden] what the stream begins with instead of tokens; or NULL */
     const float *wide;          /* [num_rows, inputs of the first layer's qkv] what it reads instead; or NULL */
+    const int64_t *turns;       /* [3, num_rows] what rotation goes by; NULL: positions */
+    const int64_t *which;       /* [num_rows] which of `embeds` a row begins with, -1: its token's; NULL: all tokens' */
+    const float *embeds;        /* [any, hidden] */
 } Batch;
 
 /* What products with matrices in groups read of rows, beside the rows. */

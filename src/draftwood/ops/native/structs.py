@@ -49,7 +49,7 @@ class Layer(Structure):
         ("window", c_int64), ("rotation", c_int64), ("rotated", c_int64),
         ("gated", c_int64), ("activation", c_int64), ("parallel", c_int64),
         ("scale", c_double), ("softcap", c_double), ("residual_scale", c_double),
-        ("sinks", c_void_p), ("mixture", POINTER(Mixture)),
+        ("sinks", c_void_p), ("mixture", POINTER(Mixture)), ("cached", c_int64),
     ]  # fmt: skip
 
 
@@ -62,6 +62,7 @@ class Model(Structure):
         ("num_heads", c_int64), ("num_kv_heads", c_int64), ("head_dim", c_int64), ("vocabulary", c_int64),
         ("byte_activations", c_int64),
         ("embedding_scale", c_double), ("logit_scale", c_double), ("logit_softcap", c_double),
+        ("sections", c_int64 * 3),
     ]  # fmt: skip
 
 
@@ -76,7 +77,7 @@ class Batch(Structure):
         ("block_table", c_void_p), ("logit_rows", c_void_p),
         ("rotations", c_void_p), ("store", c_void_p), ("num_slots", c_int64), ("page_size", c_int64),
         ("logits", c_void_p), ("wanted", c_void_p), ("num_wanted", c_int64), ("features", c_void_p),
-        ("residual", c_void_p), ("wide", c_void_p),
+        ("residual", c_void_p), ("wide", c_void_p), ("turns", c_void_p), ("which", c_void_p), ("embeds", c_void_p),
     ]  # fmt: skip
 
 
@@ -127,6 +128,8 @@ SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "dw_verdict_longest": (None, [c_void_p]),
     "dw_decode_rows": (None, [c_int64, c_void_p, *[c_int64] * 3, c_void_p]),
     "dw_block_product": (None, [c_void_p, c_void_p, c_int64, c_void_p]),
+    "dw_narrow": (None, [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64]),
+    "dw_successors": (c_int64, [c_void_p, c_void_p, *[c_int64] * 5, c_void_p, c_void_p]),
     "dw_pack_codes": (None, [c_int64, *[c_void_p] * 3, c_int64, c_int64, *[c_void_p] * 3, c_int64]),
 }
 

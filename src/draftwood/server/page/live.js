@@ -106,7 +106,14 @@ function state(word) {
 function decision(controller) {
   byId("controller-name").textContent = controller?.name ?? "";
   byId("controller-choice").textContent = controller ? choice(controller) : "Nothing was decided yet.";
-  byId("controller-why").textContent = controller?.why ?? "";
+  byId("controller-why").textContent = controller ? controller.why + gained(controller) : "";
+}
+
+/** @param {NonNullable<Live["controller"]>} controller */
+function gained({ expected_gain, measured_gain }) {
+  const times = (/** @type {number | null} */ gain, /** @type {string} */ how) =>
+    gain === null ? "" : ` ${how} ${gain.toFixed(2)} times as fast as without guesses.`;
+  return times(expected_gain, "; expected") + times(measured_gain, "Measured");
 }
 
 /** @param {NonNullable<Live["controller"]>} controller */

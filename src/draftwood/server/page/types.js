@@ -77,7 +77,7 @@
  * @property {number | null} tokens_per_second
  * @property {number | null} tokens_per_step
  * @property {number[]} acceptance_by_depth
- * @property {{nodes: number | null, depth: number | null, name: string, why: string} | null} controller
+ * @property {{nodes: number | null, depth: number | null, name: string, why: string, expected_gain: number | null, measured_gain: number | null} | null} controller
  * @property {LastStep | null} last_step
  * @property {"ready" | "draining" | "dead"} status
  *

@@ -1,0 +1,105 @@
+"""Drafters made of the target itself, by name: which part of it each runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from draftwood.drafters.skips import require_skips
+from draftwood.drafters.view import View, Window, first_layers, without_layers
+from draftwood.entries import Entry
+from draftwood.errors import IncompatibleParts
+from draftwood.machine import give_back_memory
+from draftwood.model.checkpoint import Checkpoint
+from draftwood.model.runner import Model, load_model
+from draftwood.model.weights import FORMATS
+
+SINKS = 4  # tokens at the beginning that a windowed draft reads in any case: a whole page, in fact
+ViewOf = Callable[[Checkpoint], View]  # of a model that lies there
+
+
+def _early_exit(layers: int, window: int) -> ViewOf:
+    if layers < 0:
+        raise ValueError("layers counts those that a draft runs; 0 is a third of them")
+    part = View(first_layers(layers), window=_window(window))
+    return lambda checkpoint: part
+
+
+def _layer_skip(skip: tuple[int, ...], window: int) -> ViewOf:
+    seen = _window(window)
+
+    def without(checkpoint: Checkpoint) -> View:
+        return View(without_layers(skip or require_skips(checkpoint).skipped), window=seen)
+
+    return without
+
+
+def _rounded(on_cpu: str, on_gpu: str) -> Callable[[int], ViewOf]:
+    """A copy of all weights in a smaller format; on a CPU inputs of products are rounded, too, which is faster."""
+
+    def of(checkpoint: Checkpoint) -> Callable[[Model], Model]:
+        def rounded(target: Model) -> Model:
+            form = FORMATS[on_cpu if target.device.type == "cpu" else on_gpu]
+            if target.weights.name == form.name:
+                raise IncompatibleParts(
+                    f"The target's weights are {form.name} already, as those of the draft would be: it would gain "
+                    "nothing. Take another drafter, or a target that is stored as it is (--weights stored)."
+                )
+            model = load_model(checkpoint, target.dtype, target.device, form)
+            checkpoint.forget()
+            give_back_memory()
+            return model
+
+        return rounded
+
+    def part(window: int) -> ViewOf:
+        seen = _window(window)
+        return lambda checkpoint: View(rounded=of(checkpoint), window=seen)
+
+    return part
+
+
+def _windowed(recent: int, sinks: int) -> ViewOf:
+    window = Window(sinks, recent)
+    return lambda checkpoint: View(window=window)
+
+
+def _window(recent: int) -> Window | None:
+    if recent < 0:
+        raise ValueError("window counts tokens; 0 reads all of the text")
+    return Window(SINKS, recent) if recent else None
+
+
+COPIES = {"self-int8": "int8", "self-int4": "int4"}  # of all weights, in a format that accelerators have, too
+
+
+def is_self_draft(drafter: str) -> bool:
+    """Whether the name is that of a part of the target itself."""
+    return drafter.partition(":")[0] in SELF_DRAFTS
+
+
+def copied_as(drafter: object) -> str | None:
+    """The format of the second copy of the target's weights that a drafter of this name holds, if it does."""
+    return COPIES.get(drafter.partition(":")[0]) if isinstance(drafter, str) else None
+
+
+SELF_DRAFTS: Mapping[str, Entry] = {
+    "early-exit": Entry(
+        _early_exit,
+        {"layers": 0, "window": 0},
+        "the target's own first layers, then its head (layers=0: a third); pays for models trained to exit early",
+    ),
+    "layer-skip": Entry(
+        _layer_skip,
+        {"skip": (), "window": 0},
+        "the target without some layers: skip=10x11x12, or what `draftwood search-skip` has found",
+    ),
+    "self-int8": Entry(
+        _rounded("w8a8", COPIES["self-int8"]), {"window": 0}, "the target with 8-bit weights; itself it stays exact"
+    ),
+    "self-int4": Entry(
+        _rounded("w4a8", COPIES["self-int4"]), {"window": 0}, "the target with 4-bit weights; itself it stays exact"
+    ),
+    "window": Entry(
+        _windowed, {"recent": 1024, "sinks": SINKS}, "the target, reading only the beginning and the end of long texts"
+    ),
+}

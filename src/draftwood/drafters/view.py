@@ -1,0 +1,193 @@
+"""Drafts of the target itself: some of its layers, its weights rounded, or a part of the text it remembers.
+
+A view reads the keys and values that the target has made of the text, in the target's pages, and keeps none of its own.
+What it writes lies where the target writes when it verifies: at the last committed token, which the target has not run,
+and behind the text. The target writes there before it reads there. So a view reads no prompts, and nothing has to be
+kept, moved or freed for it.
+
+    slots        0 … n-2                 n-1      n, n+1, …
+    target       keys and values         -        -
+    a view       reads them, its layers  root     nodes it is asked about
+    verifying    reads them              writes   writes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from draftwood.cache.kv import Places, behind_last, stage_behind
+from draftwood.drafters.grown import GrownDrafter
+from draftwood.drafting import Front, Grower, Proposal, State, Vocabulary
+from draftwood.errors import IncompatibleParts
+from draftwood.model.config import ModelConfig
+from draftwood.model.runner import Model, ModelRunner, Sliceable
+from draftwood.protocols import BatchView, Randomness
+
+Layers = Callable[[ModelConfig], Sequence[int]]  # of a model, those that a view runs, rising
+
+
+@dataclass(frozen=True)
+class Window:
+    """What a view reads of a long text: its first `sinks` tokens and its last `recent` ones, in whole pages."""
+
+    sinks: int
+    recent: int
+
+    def __post_init__(self) -> None:
+        if self.sinks < 0 or self.recent < 1:
+            raise ValueError("a window needs at least one recent token, and sinks that are not negative")
+
+    def pages(self, page_size: int) -> tuple[int, int]:
+        """Pages at the beginning and at the end."""
+        return -(-self.sinks // page_size), -(-self.recent // page_size) + 1
+
+
+@dataclass(frozen=True)
+class View:
+    """A part of a model that drafts for it; without settings all of it."""
+
+    layers: Layers | None = None
+    rounded: Callable[[Model], Model] | None = None  # the same model with other weights
+    window: Window | None = None
+
+    def of(self, target: Model) -> Model:
+        """The part of this target. Refuses what it cannot be made of."""
+        if not isinstance(target, Sliceable):
+            raise IncompatibleParts(
+                "The target runs on transformers' own modules, of which no part can draft; take another drafter."
+            )
+        model = target if self.rounded is None else self.rounded(target)
+        if type(model) is not type(target) or not isinstance(model, Sliceable):  # who order keys in their own way
+            raise IncompatibleParts("With rounded weights the target runs on other kernels; take another drafter.")
+        if self.layers is not None:
+            model = model.part(self._chosen(target.config, self.layers))
+        if self.window is not None and any(spec.attention.window for spec in model.config.layer_specs):
+            raise IncompatibleParts(
+                "Some layers of the target look back through windows of their own; a windowed draft would gain little."
+            )
+        return model
+
+    @staticmethod
+    def _chosen(config: ModelConfig, layers: Layers) -> Sequence[int]:
+        chosen = layers(config)
+        if not chosen or list(chosen) != sorted(set(chosen)) or not 0 <= chosen[0] <= chosen[-1] < config.num_layers:
+            raise IncompatibleParts(
+                f"A draft runs some of the layers 0 to {config.num_layers - 1}, rising, not {list(chosen)}."
+            )
+        return chosen
+
+
+class ViewDrafter(GrownDrafter):
+    """Drafts with a part of its target, with any grower."""
+
+    runner: ModelRunner  # its model, on the target's pages
+
+    def __init__(self, view: View, grower: Grower) -> None:
+        super().__init__(grower)
+        self.view = view
+
+    def attach(self, target: ModelRunner) -> None:
+        """Of which it runs a part."""
+        self.runner = ModelRunner.over(self.view.of(target.model), target.cache)
+
+    def staged(self, nodes: int) -> int:
+        """The nodes that the grower asks about."""
+        return self.grower.staged(nodes)
+
+    def propose(self, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
+        """Grow a tree for every sequence."""
+        return self.grower.grow(self, view, nodes, rng) if nodes else Proposal.bare(view)
+
+    def begin(self, view: BatchView) -> tuple[Tensor, State]:
+        """Logits at the roots, and what is read of the text. [B, 1, R]."""
+        state = self.seen(view, self.staged(self.max_nodes))
+        places = _last(view.size, view.roots.device)
+        return self.run(state, view.roots[:, None], places).view(view.size, 1, -1), state
+
+    def begin_with(self, view: BatchView, tokens: Tensor, places: Places, room: int) -> tuple[Tensor, State]:
+        """The same, and in the same forward logits at nodes `tokens` [B, k] behind them; so many places are written to
+        in all. [B, 1 + k, R].
+        """
+        state = self.seen(view, room)
+        every = torch.cat([view.roots[:, None], tokens], 1)
+        return self.run(state, every, behind_last(places, 1)).view(*every.shape, -1), state
+
+    def extend(self, view: BatchView, front: Front, state: State) -> tuple[Tensor, State]:
+        """The pages know their parents. [B, k, R]."""
+        return self.run(state, front.tokens, front.places).view(*front.tokens.shape, -1), state
+
+    def vocabulary(self, level: int | None) -> Vocabulary | None:
+        """All tokens."""
+        return None
+
+    def keep(self, view: BatchView, columns: Tensor, length: Tensor) -> None:
+        """The target keeps what it makes itself."""
+
+    def seen(self, view: BatchView, places: int) -> State:
+        """Of each sequence, the tokens that are read [B], pages for them and `places` more [B, P'], how many tokens are
+        left out [B, 1], and, behind images, how far turns lie from positions [B]. Places for which a sequence has no
+        page are in the scratch page.
+        """
+        cache, table = self.runner.cache, view.block_table
+        more = -(-places // cache.page_size) + 1
+        table = torch.nn.functional.pad(table, (0, more), value=cache.scratch_page)
+        none, turned = torch.zeros_like(view.lengths)[:, None], () if view.turn_shifts is None else (view.turn_shifts,)
+        if self.view.window is None:
+            return view.lengths, table, none, *turned
+        sinks, recent = self.view.window.pages(cache.page_size)
+        if table.shape[1] <= sinks + recent + more:
+            return view.lengths, table, none, *turned
+        last = (view.lengths - 1) // cache.page_size
+        first = (last - recent + 1).clamp(min=sinks)
+        kept = first[:, None] + _steps(recent + more, table.device)
+        near = table.gather(1, kept.clamp(max=table.shape[1] - 1))
+        left_out = (first - sinks) * cache.page_size
+        return view.lengths - left_out, torch.cat([table[:, :sinks], near], 1), left_out[:, None], *turned
+
+    def run(self, seen: State, tokens: Tensor, places: Places) -> Tensor:
+        """Logits for `tokens` [B, n] at their places behind what is `seen` of each text. [B * n, R]."""
+        lengths, table, left_out, *turned = seen
+        highest = self.runner.model.config.max_positions
+        batch = stage_behind(lengths, table, tokens, places, self.runner.cache.page_size, highest)
+        if self.view.window is not None:  # keys keep the positions they have in the whole text
+            positions = (batch.positions.view_as(tokens) + left_out).clamp(max=highest - 1)
+            batch = replace(batch, positions=positions.view(-1))
+        if turned:
+            batch = replace(batch, turns=(batch.positions.view_as(tokens) + turned[0][:, None]).view(-1).expand(3, -1))
+        return self.runner.forward(batch).logits
+
+
+def first_layers(count: int) -> Layers:
+    """Leave early: the first layers alone, a third of them for 0."""
+    return lambda config: range(min(count, config.num_layers) or -(-config.num_layers // 3))
+
+
+def without_layers(skipped: Sequence[int]) -> Layers:
+    """All layers but these."""
+
+    def kept(config: ModelConfig) -> Sequence[int]:
+        unknown = [i for i in skipped if not 0 <= i < config.num_layers]
+        if unknown:
+            raise IncompatibleParts(
+                f"There is no layer {unknown[0]} to be skipped: the target's are 0 to {config.num_layers - 1}."
+            )
+        return [i for i in range(config.num_layers) if i not in set(skipped)]
+
+    return kept
+
+
+@lru_cache(maxsize=1024)
+def _last(size: int, device: torch.device) -> Places:
+    """The last token of each sequence."""
+    steps = torch.full((size, 1), -1, device=device)
+    return Places(steps, steps)
+
+
+@lru_cache(maxsize=1024)
+def _steps(count: int, device: torch.device) -> Tensor:
+    return torch.arange(count, device=device)

@@ -1,0 +1,92 @@
+"""Images in conversations: OpenAI's content parts, checked, and what the model's vision tower makes of them."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from draftwood.batch import Images
+from draftwood.errors import InvalidRequest
+from draftwood.model.checkpoint import Checkpoint, SafetensorsCheckpoint
+from draftwood.model.vision import VisionTower, placed
+
+MAX_IMAGES = 64  # of one request
+_DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,", re.ASCII)
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A conversation that is rendered already, and the files of its images."""
+
+    tokens: list[int]  # with one image token for each
+    files: Sequence[bytes] = ()
+
+
+@dataclass(frozen=True)
+class ImageReader:
+    """What reads a request's images; the tower is None where the model sees none."""
+
+    tower: VisionTower | None
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> ImageReader:
+        """For a model, loaded with it."""
+        spec = checkpoint.config.images
+        if spec is None or not isinstance(checkpoint, SafetensorsCheckpoint) or device.type != "cpu":
+            return cls(None)
+        return cls(VisionTower(checkpoint.folder, spec, dtype))
+
+    def apart(self, messages: Messages) -> tuple[list[dict[str, Any]], list[bytes]]:
+        """Messages as chat templates want them, and the files of their images."""
+        files: list[bytes] = []
+        said = [{**message, "content": self.content(message.get("content"), files)} for message in messages]
+        return said, files
+
+    def place(self, tokens: list[int], files: Sequence[bytes]) -> tuple[list[int], Images | None]:
+        """A prompt with its images where the template has left one token for each."""
+        if not files or self.tower is None:
+            return tokens, None
+        return placed(tokens, [self.tower.see(file) for file in files], self.tower.spec)
+
+    def content(self, content: object, files: list[bytes]) -> object:
+        """A message's content as templates want it; the files of its images are added to `files`."""
+        if not isinstance(content, list | tuple):
+            return content
+        parts = [self._part(part, files) for part in content]
+        if any(part["type"] == "image" for part in parts):
+            return parts
+        return "".join(part["text"] for part in parts)  # what templates of text models know
+
+    def _part(self, part: object, files: list[bytes]) -> dict[str, Any]:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if isinstance(part, Mapping) and kind == "text" and isinstance(part.get("text"), str):
+            return {"type": "text", "text": part["text"]}
+        if isinstance(part, Mapping) and kind == "image_url":
+            if self.tower is None:
+                raise InvalidRequest("This model sees no images here: send text, or load one that does, on a CPU.")
+            if len(files) >= MAX_IMAGES:
+                raise InvalidRequest(f"A conversation has at most {MAX_IMAGES} images.")
+            files.append(_file_of(part.get("image_url")))
+            return {"type": "image"}
+        raise InvalidRequest(f"A part of a message is a text or an image_url, not {kind!r:.50}.")
+
+
+def _file_of(given: object) -> bytes:
+    """The bytes of a data URL; nothing is fetched from anywhere."""
+    url = given.get("url") if isinstance(given, Mapping) else given
+    head = _DATA_URL.match(url) if isinstance(url, str) else None
+    if head is None or not isinstance(url, str):
+        raise InvalidRequest(
+            "An image_url has to be a data URL (data:image/png;base64,…): images are not fetched from other places."
+        )
+    try:
+        return base64.b64decode(url[head.end() :], validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InvalidRequest(f"The data of an image_url is not base64: {error}.") from error
