@@ -24,6 +24,7 @@ import draftwood
 from draftwood.assembly import SHIPPED
 from draftwood.cli import app
 from draftwood.cli.screen import coloured, figures
+from draftwood.engine.building import Builder
 from draftwood.engine.llm import LLM
 from draftwood.model import store
 from draftwood.request import Event, FinishReason, SpeculationStats
@@ -516,7 +517,7 @@ def test_too_little_memory_is_explained(folder: str, monkeypatch: pytest.MonkeyP
     def build(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(LLM, "_build_engine", build)
+    monkeypatch.setattr(Builder, "build", build)
     assert_refused(generate_with(folder), "memory")
 
 
@@ -582,7 +583,7 @@ def test_interrupted_loading_is_no_traceback(folder: str, monkeypatch: pytest.Mo
     def build(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(LLM, "_build_engine", build)
+    monkeypatch.setattr(Builder, "build", build)
     result = generate_with(folder)
     assert (result.exit_code, result.stdout) == (130, "")
     assert "Stopped." in result.stderr

@@ -6,9 +6,8 @@ A name may carry settings behind a colon, separated by commas; `draftwood parts`
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 
 from draftwood.config import EngineConfig
 from draftwood.drafters.by_request import OfferedDrafters
-from draftwood.drafters.cascade import CASCADE, build_cascade, middle_of
+from draftwood.drafters.cascade import CASCADE, build_cascade
 from draftwood.drafters.combined import CombinedDrafter
 from draftwood.drafters.intersection import Bridge, IntersectionDrafter
 from draftwood.drafters.lookups import LOOKUPS, build_lookup, build_member, combined_sources, is_lookup, room_of
@@ -26,19 +25,12 @@ from draftwood.drafters.predicted import PredictedDrafter
 from draftwood.drafters.reencoding import ReencodingDrafter
 from draftwood.drafters.remote import REMOTE, build_remote
 from draftwood.drafters.rest import RestDrafter
-from draftwood.drafters.self_drafts import SELF_DRAFTS, copied_as, is_self_draft
+from draftwood.drafters.self_drafts import SELF_DRAFTS, is_self_draft
 from draftwood.drafters.student import StudentDrafter
+from draftwood.drafters.substitute import SubstituteDrafter
 from draftwood.drafters.trained import DEFAULT_TREE, drafter_of, usual_tree
 from draftwood.drafters.view import ViewDrafter
 from draftwood.drafting import Drafter, Grower
-from draftwood.engine.memory import (
-    automatic_cache_tokens,
-    check,
-    device_memory,
-    explain_out_of_memory,
-    plan_memory,
-    with_states_for,
-)
 from draftwood.entries import Entry, split_spec
 from draftwood.errors import IncompatibleParts, InvalidRequest
 from draftwood.growers import (
@@ -57,11 +49,10 @@ from draftwood.growers import (
 )
 from draftwood.machine import give_back_memory
 from draftwood.model.checkpoint import HUB_ID, Checkpoint, open_checkpoint
-from draftwood.model.config import ModelConfig
 from draftwood.model.encoders import check_reads_as_much
 from draftwood.model.native import Progress
 from draftwood.model.runner import ModelRunner, require_strict
-from draftwood.model.universal_folder import UniversalCheckpoint, require_supported
+from draftwood.model.weights import FORMATS
 from draftwood.nets.embeddings import TargetEmbeddings
 from draftwood.nets.layouts import (
     DrafterFiles,
@@ -128,6 +119,8 @@ TREES: Mapping[str, Entry] = {
 
 
 MODEL_DRAFTER = "model:NAME"
+SUBSTITUTE = "subspec"  # the target's own layers, low-bit copies of those that are away
+SUBSTITUTED = ("int4", "int8")
 NEARLY_ALL = 0.9  # of the target's tokens: vocabularies that differ in markers and padding
 LEAST_OF_NETWORKS = 0.02  # chance of a node beside those of networks, whose trees are not cut by chance either
 
@@ -188,15 +181,16 @@ def build_drafter(
     if name == "cascade":
         _refuse_tree(tree, name, CASCADE)
         return build_cascade(split_spec(spec)[1], lambda part: build_drafter(part, None, target, config))
+    if name == SUBSTITUTE:
+        return _substitute(spec, tree, target, config)
     if is_self_draft(spec):
         part = SELF_DRAFTS[name].build("drafter", *split_spec(spec))
         return ViewDrafter(part(target), build_grower(tree or DEFAULT_TREE))
     trained = trained_folder(spec)
     if name not in LOOKUPS and (trained.is_dir() or HUB_ID.fullmatch(spec)):
         return load_trained(trained if trained.is_dir() else spec, tree, target, config, allow_pickle=allow_pickle)
-    entry = _entry(
-        "drafter", {**LOOKUPS, "remote": REMOTE}, name, ("cascade", *SELF_DRAFTS, *SHIPPED, MODEL_DRAFTER, "a folder")
-    )
+    others = ("cascade", *SELF_DRAFTS, *SHIPPED, MODEL_DRAFTER, SUBSTITUTE, "a folder")
+    entry = _entry("drafter", {**LOOKUPS, "remote": REMOTE}, name, others)
     _refuse_tree(tree, name, entry)
     lookup = build_remote(spec, target, config) if name == "remote" else build_lookup(spec, config.torch_device())
     check_datastores(lookup, target)
@@ -209,6 +203,19 @@ def _refuse_tree(tree: str | None, name: str, entry: Entry) -> None:
             f"The drafter '{name}' makes its own trees; --tree goes with models and trained networks. "
             f"Its settings are: {', '.join(entry.defaults) or 'none'}."
         )
+
+
+def _substitute(spec: str, tree: str | None, target: Checkpoint, config: EngineConfig) -> SubstituteDrafter:
+    _, settings = split_spec(spec)
+    weights = settings.pop("weights", SUBSTITUTED[0])
+    if settings or weights not in SUBSTITUTED:
+        raise InvalidRequest(
+            f"'{spec}': the drafter '{SUBSTITUTE}' has the setting weights, {' or '.join(SUBSTITUTED)}."
+        )
+    if not config.offload:
+        raise InvalidRequest(f"'{SUBSTITUTE}' drafts with the layers that --offload leaves on the device; give that.")
+    grower = build_grower(tree or usual_tree(SubstituteDrafter, config.torch_device()))
+    return SubstituteDrafter(target, FORMATS[weights], grower)
 
 
 def check_datastores(drafter: Drafter, target: Checkpoint) -> None:
@@ -336,8 +343,10 @@ def student_drafter(student: SharedWords, tree: str | None, config: EngineConfig
     return StudentDrafter(student, load_runner(student, config), grower)
 
 
-def load_runner(checkpoint: Checkpoint, config: EngineConfig, progress: Progress = lambda *_: None) -> ModelRunner:
-    """A model with a cache, as the configuration wants both."""
+def load_runner(
+    checkpoint: Checkpoint, config: EngineConfig, progress: Progress = lambda *_: None, offload: float = 0.0
+) -> ModelRunner:
+    """A model with a cache, as the configuration wants both; of a target, layers may be away."""
     runner = ModelRunner.load(
         checkpoint,
         config.torch_dtype(),
@@ -347,6 +356,7 @@ def load_runner(checkpoint: Checkpoint, config: EngineConfig, progress: Progress
         config.weight_format(),
         progress,
         config.strict,
+        offload,
         config.num_states,
         config.cache_packing(),
     )
@@ -355,55 +365,6 @@ def load_runner(checkpoint: Checkpoint, config: EngineConfig, progress: Progress
     if config.strict:
         require_strict(runner.model)
     return runner
-
-
-def settle(config: EngineConfig, target: Checkpoint, drafter: str | Drafter) -> EngineConfig:
-    """Sizes that suit the device where none are asked for; refuses, with the plan, what a GPU has no memory for."""
-    asked, config = config.max_running, config.settled()
-    if isinstance(target, UniversalCheckpoint):  # before memory is planned
-        require_supported(target.name, config.torch_dtype(), config.torch_device(), config.weight_format())
-    if config.torch_device().type != "cuda":
-        return config if asked else with_states_for(target.config, config, None)
-    draft, (free, total) = _draft_config(drafter, target.config), device_memory(config.torch_device())
-    config = config if asked else with_states_for(target.config, config, free)
-    if not config.cache_tokens:
-        tokens = automatic_cache_tokens(target.config, draft, config, free, total, copied_as(middle_of(drafter)))
-        config = replace(config, cache_tokens=tokens)
-    check(plan_memory(target.config, draft, config, free, total, copied_as(middle_of(drafter))))
-    return config
-
-
-def _draft_config(drafter: str | Drafter, target: ModelConfig) -> ModelConfig | None:
-    """A model that needs about as much memory as the drafter will; a network counts for four of the target's layers."""
-    drafter = middle_of(drafter)
-    if not isinstance(drafter, str):
-        return None
-    if members := combined_sources(drafter):
-        configs = [config for name in members if (config := _draft_config(name, target)) is not None]
-        return max(configs, key=lambda config: config.num_layers * config.hidden_size**2, default=None)
-    if drafter.startswith("model:"):
-        return open_checkpoint(drafter.removeprefix("model:")).config
-    folder = trained_folder(drafter)
-    if not (folder / "config.json").is_file():
-        return None
-    if any(folder.glob("*.safetensors")):
-        files = open_drafter(folder)
-        if recognise(files) in (Layout.STUDENT, Layout.MASKED_STUDENT, Layout.LANGUAGE_MODEL, Layout.PARD):
-            return ModelConfig.from_hf(files.config)
-    return target.with_layers(4)
-
-
-@contextmanager
-def memory_explained(config: EngineConfig, target: Checkpoint, drafter: str | Drafter) -> Iterator[None]:
-    """Say what needs how much where a GPU's memory runs out although the plan had room for everything."""
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        give_back_memory()
-        free, total = device_memory(config.torch_device())
-        draft = _draft_config(drafter, target.config)
-        plan = plan_memory(target.config, draft, config, free, total, copied_as(middle_of(drafter)))
-        raise explain_out_of_memory(error, plan) from error
 
 
 def same_vocabulary(draft: Checkpoint, target: Checkpoint) -> bool:

@@ -20,6 +20,7 @@ DTYPES = {
 IMPLEMENTATIONS = ("auto", "own", "transformers")
 CACHE_TOKENS = 16384  # on a CPU
 SPARE_STATES = 4  # of recurrent layers, beyond those of the sequences that run
+ROWS_OF_LARGE_TREES = 4096  # where a step waits for its weights anyway
 
 
 @dataclass(frozen=True)
@@ -38,11 +39,15 @@ class EngineConfig:
     capture_seconds: float = 8.0  # for capturing steps at start; more of them are captured while the engine is idle
     cache_tokens: int = 0  # committed tokens and draft nodes that all sequences share; 0: what suits the device
     cache_dtype: str = "auto"  # of keys and values: auto is what is computed in; int8 and fp8 make another model
+    cache_host_tokens: int = 0  # that host memory holds of prefixes which had to make room in the cache
     page_size: int = 64
     max_rows: int = 0  # rows of a step: pending tokens and draft nodes; 0: what suits the device
     max_running: int = 0  # sequences at a time; 0: what suits the device
     max_waiting: int = 4096
     controller: str = "auto"  # how much is drafted, such as fixed:nodes=3; see `draftwood parts`
+    # Of the layers' weights, what is not kept on the device: a share (up to 1), or so many bytes.
+    offload: float = 0.0
+    tp: int = 1  # ranks that compute the model together, each with a part of every layer
 
     def __post_init__(self) -> None:
         known = {
@@ -60,7 +65,7 @@ class EngineConfig:
                 f"Weights stored as {self.weights} are computed with in float32, or in bfloat16 on a GPU, not "
                 f"{self.dtype}; leave dtype alone."
             )
-        for name in ("page_size", "max_waiting"):
+        for name in ("page_size", "max_waiting", "tp"):
             if getattr(self, name) < 1:
                 raise InvalidRequest(f"{name} must be at least 1.")
         for name in ("cache_tokens", "max_rows", "max_running"):
@@ -68,18 +73,28 @@ class EngineConfig:
                 raise InvalidRequest(f"{name} must be at least 1, or 0 for what suits the device.")
         if self.capture_seconds < 0:
             raise InvalidRequest("capture_seconds must not be negative.")
+        self._check_processes()
+
+    def _check_processes(self) -> None:
         if self.threads is not None and self.threads < 1:
             raise InvalidRequest("threads must be at least 1.")
+        if self.cache_host_tokens < 0:
+            raise InvalidRequest("cache_host_tokens must not be negative.")
+        if self.offload < 0:
+            raise InvalidRequest("offload must be a share of the layers (0 to 1), or a number of bytes.")
+        if self.tp > 1 and self.strict:
+            raise InvalidRequest("strict=True goes with tp=1: sums over ranks do not keep the order of one process.")
 
-    def with_threads(self, threads: int | None) -> EngineConfig:
-        """The same with so many threads, if a number is given; refuses one that contradicts its own."""
-        if threads is None:
-            return self
-        if self.threads not in (None, threads):
-            raise InvalidRequest(
-                f"threads={threads} contradicts the configuration's threads={self.threads}: give only one of them."
-            )
-        return replace(self, threads=threads)
+    def with_numbers(self, *, threads: int | None = None, tp: int | None = None) -> EngineConfig:
+        """The same with these numbers, where they are given; refuses one that contradicts its own."""
+        given = {name: value for name, value in {"threads": threads, "tp": tp}.items() if value is not None}
+        for name, value in given.items():
+            own = getattr(self, name)
+            if own not in (getattr(EngineConfig, name), value):
+                raise InvalidRequest(
+                    f"{name}={value} contradicts the configuration's {name}={own}: give only one of them."
+                )
+        return replace(self, **given)
 
     def settled(self) -> EngineConfig:
         """The same with sizes that suit the device where none are given; a GPU's cache is settled by its memory."""
@@ -87,7 +102,7 @@ class EngineConfig:
         return replace(
             self,
             cache_tokens=self.cache_tokens or (0 if on_gpu else CACHE_TOKENS),
-            max_rows=self.max_rows or (8192 if on_gpu else 512),
+            max_rows=self.max_rows or (8192 if on_gpu else ROWS_OF_LARGE_TREES if self.offload else 512),
             max_running=self.max_running or (256 if on_gpu else 64),
         )
 

@@ -8,6 +8,7 @@ import gc
 import mmap
 import os
 import platform
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -57,6 +58,19 @@ def zeroed_memory(num_bytes: int, *, large_pages: bool) -> mmap.mmap:
     if advice is not None:
         memory.madvise(advice)
     return memory
+
+
+def spilled_memory(num_bytes: int) -> mmap.mmap:
+    """Memory that the system may write to a file of ours, without a name, and read again when it is needed."""
+    folder = home() / "layers"
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=folder) as file:
+        allocate = getattr(os, "posix_fallocate", None)  # not on macOS
+        if allocate is None:
+            file.truncate(num_bytes)
+        else:  # a disk that is full is an error here, and would end the process when the memory is written to
+            allocate(file.fileno(), 0, num_bytes)
+        return mmap.mmap(file.fileno(), num_bytes)
 
 
 @contextmanager
@@ -124,6 +138,16 @@ def give_back_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
     if trim is not None:
         trim(0)
+
+
+def launched_size() -> int:
+    """Ranks that torchrun, or rank 0 of ours, has started; 0: none."""
+    return int(os.environ.get("WORLD_SIZE", 0)) if "RANK" in os.environ else 0
+
+
+def is_follower(size: int) -> bool:
+    """Whether this process is a rank of `size`, and not the first."""
+    return size > 1 and launched_size() == size and os.environ["RANK"] != "0"
 
 
 def processor_features() -> str:

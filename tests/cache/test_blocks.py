@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -99,6 +101,50 @@ TestCacheMachine = CacheMachine.TestCase
 TestCacheMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 
 
+class ShadowTier:
+    """Of the shadow store: what a page's slots hold."""
+
+    def __init__(self, slots: dict[int, int], room: int) -> None:
+        self.slots, self.room = slots, room
+        self.kept: OrderedDict[int, list[int]] = OrderedDict()
+
+    def save(self, page: int, key: int) -> int | None:
+        dropped = self.kept.popitem(last=False)[0] if len(self.kept) == self.room else None
+        self.kept[key] = [self.slots[2 * page], self.slots[2 * page + 1]]
+        return dropped
+
+    def load(self, key: int, page: int) -> None:
+        self.slots[2 * page], self.slots[2 * page + 1] = self.kept.pop(key)
+
+    def touch(self, key: int) -> None:
+        self.kept.move_to_end(key)
+
+    def drop(self, key: int) -> None:
+        del self.kept[key]
+
+
+class TieredMachine(CacheMachine):
+    """The same, with room for few pages away from the device."""
+
+    room = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables.pool.tier = ShadowTier(self.slots, self.room)
+
+
+class NarrowMachine(TieredMachine):
+    """A page that makes room for a restored one may drop that."""
+
+    room = 1
+
+
+TestTieredMachine = TieredMachine.TestCase
+TestTieredMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestNarrowMachine = NarrowMachine.TestCase
+TestNarrowMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+
+
 def filled(tables: PageTables, seq: int, tokens: list[int]) -> int:
     cached = tables.open(seq, tokens)
     assert tables.reserve(seq, len(tokens))
@@ -131,6 +177,26 @@ def test_a_finished_sequence_rests_until_its_room_is_needed_last_pages_first() -
     filled(tables, 2, [7, 7, 7, 7, 7])
     tables.close(2)
     assert tables.open(3, [1, 2, 3, 4, 9]) == 2, "the end of the old prefix went first"
+
+
+def test_a_prefix_is_found_after_others_took_its_pages() -> None:
+    tables = PageTables(3, 2)
+    slots: dict[int, int] = {}
+    tables.pool.tier = ShadowTier(slots, 10)
+    text = [1, 2, 3, 4, 5]
+    filled(tables, 0, text)
+    slots |= {2 * page + i: text[2 * n + i] for n, page in enumerate(tables.pages(0)[:2]) for i in range(2)}
+    tables.close(0)
+    filled(tables, 1, [7, 7, 7, 7, 7])
+    slots |= {2 * page + i: 7 for page in tables.pages(1) for i in range(2)}
+    assert tables.pool.num_saved == 2
+    tables.close(1)
+    assert tables.open(2, text, salt="another") == 0, "a salt keeps prefixes apart, wherever they are"
+    tables.close(2)
+    assert tables.open(3, text) == 4
+    assert tables.pool.num_restored == 2
+    assert [slots[2 * page + i] for page in tables.pages(3) for i in range(2)] == text[:4]
+    tables.check()
 
 
 def test_pages_follow_each_other_where_they_can() -> None:

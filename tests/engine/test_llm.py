@@ -379,7 +379,7 @@ def test_every_dtype_answers(folder: Path, dtype: str) -> None:
 
 
 def test_threads_may_be_given_without_a_configuration(folder: Path) -> None:
-    assert EngineConfig(cache_tokens=64).with_threads(1) == EngineConfig(cache_tokens=64, threads=1)
+    assert EngineConfig(cache_tokens=64).with_numbers(threads=1) == EngineConfig(cache_tokens=64, threads=1)
     with LLM(folder, threads=1) as llm:
         assert llm.config.threads == 1
     with LLM(folder, threads=1, config=SMALL) as llm:

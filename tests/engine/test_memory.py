@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from draftwood import assembly
+from draftwood import settling
 from draftwood.config import EngineConfig
 from draftwood.engine.memory import (
     SPARE_PAGES,
@@ -157,12 +157,12 @@ def test_draft_and_target_share_the_plan() -> None:
 
 
 def test_memory_that_runs_out_while_loading_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assembly, "device_memory", lambda _: (2 << 30, 8 << 30))
+    monkeypatch.setattr(settling, "device_memory", lambda _: (2 << 30, 8 << 30))
     config = replace(EngineConfig(device="cpu"), cache_tokens=1 << 20).settled()
     checkpoint = TinyCheckpoint(tiny_config())
     failure = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     with (
         pytest.raises(InvalidRequest, match=r"memory has run out.*cache of 1048576 tokens.*cache_tokens="),
-        assembly.memory_explained(config, checkpoint, "none"),  # type: ignore[arg-type]
+        settling.memory_explained(config, checkpoint, "none"),  # type: ignore[arg-type]
     ):
         raise failure

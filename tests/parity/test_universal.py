@@ -16,7 +16,6 @@ from rich.console import Console
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
-from draftwood.assembly import settle
 from draftwood.batch import ForwardBatch
 from draftwood.cli.about import about_table
 from draftwood.config import EngineConfig
@@ -37,6 +36,7 @@ from draftwood.model.universal_rows import Step, require_window
 from draftwood.model.weights import FORMATS
 from draftwood.protocols import Span
 from draftwood.request import SamplingParams
+from draftwood.settling import settle
 from draftwood.verifiers import LAWS
 from parity.test_families import TEXT, bushy_tree, everything_wide, paged_logits, theirs_of, wanted_logits
 from staging import tree_logits

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from typer.testing import CliRunner
 
-from draftwood.assembly import build_drafter, settle
+from draftwood.assembly import build_drafter
 from draftwood.cli import app
 from draftwood.config import EngineConfig
 from draftwood.drafters.model import ModelDrafter
@@ -29,6 +29,7 @@ from draftwood.nets.export import export
 from draftwood.nets.student import Student
 from draftwood.protocols import Span, StepReport
 from draftwood.request import FinishReason, SamplingParams
+from draftwood.settling import settle
 from draftwood.train import data, state
 from draftwood.train import run as running
 from draftwood.train.attention import Causal, causal_mask

@@ -29,6 +29,26 @@ class PageWatcher(Protocol):
         ...
 
 
+class Tier(Protocol):
+    """Where pages go that have to make room, by the key of their content."""
+
+    def save(self, page: int, key: int) -> int | None:
+        """Keep what a page holds; returns the key of what had to go for it, if something had to."""
+        ...
+
+    def load(self, key: int, page: int) -> None:
+        """Put what is kept into a page, and keep it no longer."""
+        ...
+
+    def touch(self, key: int) -> None:
+        """What has this key goes last."""
+        ...
+
+    def drop(self, key: int) -> None:
+        """Keep it no longer."""
+        ...
+
+
 class PagePool:
     """A fixed number of pages. Prefixes are found by their exact tokens, never by a hash that could collide."""
 
@@ -36,6 +56,11 @@ class PagePool:
         if num_pages < 1:
             raise ValueError("a cache needs at least one page")
         self._on_forget = on_forget  # called with the key of a prefix that can no longer be found
+        self.tier: Tier | None = None
+        self._saved: dict[Address, int] = {}  # what the tier keeps -> its key
+        self._saved_at: dict[int, Address] = {}  # the same, by key
+        self.num_saved = self.num_restored = 0  # pages, so far
+        self._news: list[int] = []  # pages that were restored
         self.num_pages = num_pages
         self._uses = [0] * num_pages
         self._free = set(range(num_pages))
@@ -87,10 +112,56 @@ class PagePool:
     def _claim(self, page: int) -> None:
         if page in self._resting:
             del self._resting[page]
+            self._save(page)
             self._forget(page)
         else:
             self._free.remove(page)
         self._uses[page] = 1
+
+    def _save(self, page: int) -> None:
+        """Its key names the content as long as the tier keeps it, so that what follows it is still found."""
+        if self.tier is None:
+            return
+        address, key = self._address[page], self._key[page]
+        self._saved[address], self._saved_at[key] = key, address
+        self.num_saved += 1
+        dropped = self.tier.save(page, key)
+        if dropped is not None:
+            del self._saved[self._saved_at.pop(dropped)]
+
+    def _no_longer_saved(self, address: Address) -> int:
+        key = self._saved.pop(address)
+        del self._saved_at[key]
+        return key
+
+    def restore(self, key: Key, tokens: tuple[int, ...], after: int | None) -> tuple[int, int] | None:
+        """What `find` would give, out of the tier, with one user; None if it is not there or has no room. The page
+        follows `after` where it can.
+        """
+        address = (key, tokens)
+        if self.tier is None or address not in self._saved:
+            return None
+        self.tier.touch(self._saved[address])
+        taken = self.take(1, after)
+        if taken is None:
+            return None
+        (page,) = taken
+        if address not in self._saved:  # the page that made room here was all that the tier has room for
+            self.give_back(page)
+            return None
+        own = self._no_longer_saved(address)
+        self.tier.load(own, page)
+        self._content[address], self._address[page], self._key[page] = page, address, own
+        self._news.append(page)
+        self.num_restored += 1
+        if self.watcher is not None:
+            self.watcher.stored(own, key, tokens)
+        return page, own
+
+    def restored(self) -> list[int]:
+        """Pages that were restored since this was asked last: only the target's part of them is as it was."""
+        news, self._news = self._news, []
+        return news
 
     def _forget(self, page: int) -> None:
         del self._content[self._address.pop(page)]
@@ -113,17 +184,24 @@ class PagePool:
         """Let others find a full page behind a prefix; returns the longer prefix's key.
 
         Of pages with the same content, the first is found. No key is ever used again: one whose page is gone finds
-        nothing any more.
+        nothing any more, unless the tier keeps it.
         """
         known = self._content.get((key, tokens))
         if known is None:
             self._content[(key, tokens)] = known = page
             self._address[page] = (key, tokens)
-            self._key[page] = self._next_key
-            self._next_key += 1
+            self._key[page] = self._new_key((key, tokens))
             if self.watcher is not None:
                 self.watcher.stored(self._key[page], key, tokens)
         return self._key[known]
+
+    def _new_key(self, address: Address) -> int:
+        if self.tier is not None and address in self._saved:  # it was made again: what follows it is still found
+            key = self._no_longer_saved(address)
+            self.tier.drop(key)
+            return key
+        self._next_key += 1
+        return self._next_key - 1
 
     def give_back(self, page: int) -> None:
         """One user less. A page without users rests if its content is known, else it is free."""
@@ -147,6 +225,8 @@ class PagePool:
             assert page not in self._free or page not in self._key, f"free page {page} can still be found"
         assert self._content == {v: k for k, v in self._address.items()}, "content index and addresses differ"
         assert set(self._address) == set(self._key), "a page has a name but no content, or the reverse"
+        assert self._saved == {v: k for k, v in self._saved_at.items()}, "saved contents and their keys differ"
+        assert not self._saved_at.keys() & set(self._key.values()), "a content is on the device and away"
 
 
 @dataclass(slots=True)
@@ -211,19 +291,29 @@ class PageTables:
         self._tables[seq_id] = table
         found: list[tuple[int, int]] = []
         for start in range(0, len(tokens) - self.page_size, self.page_size):
-            page = self.pool.find(key, tuple(tokens[start : start + self.page_size]))
+            page = self._found(key, tuple(tokens[start : start + self.page_size]), found)
             if page is None:
                 break
             found.append(page)
             key = page[1]
         shared = self._with_state(table, found, len(tokens))
-        for page, _ in shared:
-            self.pool.share(page)
+        for page, _ in reversed(found[len(shared) :]):
+            self.pool.give_back(page)
         table.pages = [page for page, _ in shared]
         table.key = shared[-1][1] if shared else salt
         table.num_remembered = len(table.pages)
         table.num_cached = len(table.pages) * self.page_size
         return table.num_cached
+
+    def _found(
+        self, key: Key, tokens: tuple[int, ...], before: list[tuple[int, int]]
+    ) -> tuple[int, int] | None:  # fmt: skip
+        """A page with one more user, on the device already or restored, and the key of the prefix with it."""
+        known = self.pool.find(key, tokens)
+        if known is None:
+            return self.pool.restore(key, tokens, before[-1][0] if before else None)
+        self.pool.share(known[0])
+        return known
 
     def _with_state(self, table: Table, found: list[tuple[int, int]], length: int) -> list[tuple[int, int]]:
         """The pages up to the last one with a snapshot at its end, where states are kept.

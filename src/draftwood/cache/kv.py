@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from draftwood.batch import ForwardBatch, Pages
 from draftwood.cache.blocks import PageTables
 from draftwood.cache.recurrent import RecurrentStates, new_stores
+from draftwood.cache.tier import HostTier, Slotted
 from draftwood.errors import InvalidRequest
 from draftwood.links import may_look
 from draftwood.machine import zeroed_memory
@@ -61,6 +62,8 @@ class KVCache:
         self.packing = packing
         self.tables = PageTables(num_pages, page_size, places)
         self.device = device
+        self._parts = [Slotted(self.memory.store, 3)]
+        self._before_moves: list[Callable[[], None]] = []
 
     @property
     def page_size(self) -> int:
@@ -71,6 +74,20 @@ class KVCache:
     def num_bytes(self) -> int:
         """Memory of all pages and states."""
         return self.memory.store.numel() * self.memory.store.element_size() + self.states.num_bytes
+
+    def keep_evicted(self, num_pages: int) -> None:
+        """Keep so many pages that had to make room in host memory."""
+        if self.tables.states is not None:
+            raise InvalidRequest("Models with recurrent layers keep no evicted pages: leave cache_host_tokens at 0.")
+        self.tables.pool.tier = HostTier(self._parts, self._before_moves, self.page_size, num_pages)
+
+    def lay_beside(self, memory: Tensor, dim: int) -> None:
+        """Other memory under the same slots, counted by `dim`: it leaves the device with a page, and comes back."""
+        self._parts.append(Slotted(memory, dim))
+
+    def before_moves(self, write: Callable[[], None]) -> None:
+        """Call this before a page leaves or comes back: it writes what waits to be written under its slots."""
+        self._before_moves.append(write)
 
     @property
     def scratch_page(self) -> int:

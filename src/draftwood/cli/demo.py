@@ -262,10 +262,11 @@ def _record(summary: Summary, flags: EngineFlags, params: SamplingParams) -> dic
 
 
 def _open(flags: EngineFlags) -> tuple[LLM, Switch]:
-    from draftwood.assembly import build_drafter, settle
+    from draftwood.assembly import build_drafter
     from draftwood.engine.llm import LLM
     from draftwood.engine.worker import ComputeThread
     from draftwood.model.checkpoint import open_checkpoint
+    from draftwood.settling import settle
 
     check_parts(flags)
     fetch_quietly(flags.model)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 
 from draftwood.cli.screen import explain, say
-from draftwood.errors import DraftwoodError
+from draftwood.errors import DraftwoodError, InvalidRequest
 from draftwood.machine import why_unwritable
 from draftwood.request import SamplingParams
 
@@ -84,6 +85,17 @@ class EngineFlags:
     cache_dtype: Annotated[
         str, _option("Keys and values as auto (what is computed in), int8 or fp8 (another model, said so).", "Machine")
     ] = "auto"
+    tp: Annotated[
+        int,
+        _option("Processes that compute the model together, each on a GPU or on cores of its own.", "Machine"),
+    ] = 1
+    cache_host_tokens: Annotated[
+        int, _option("Tokens of evicted prefixes that host memory keeps, beside the cache.", "Machine")
+    ] = 0
+    offload: Annotated[
+        str,
+        _option("Layers that are not kept on the device: a share such as 0.8, or bytes such as 20GiB.", "Machine"),
+    ] = "0"
     eager: Annotated[bool, _option("Launch every GPU kernel by itself: slow, for debugging.", "Machine")] = False
 
     def config(self) -> EngineConfig:
@@ -99,9 +111,22 @@ class EngineFlags:
             threads=self.threads,
             cache_tokens=self.cache_tokens,
             cache_dtype=self.cache_dtype,
+            cache_host_tokens=self.cache_host_tokens,
             eager=self.eager,
+            tp=self.tp,
+            offload=_amount("--offload", self.offload),
             controller=self.controller,
         )
+
+
+def _amount(name: str, text: str) -> float:
+    """A number, or bytes with their unit."""
+    units = {"": 1, **{f"{prefix}iB": 1 << 10 * (i + 1) for i, prefix in enumerate("KMGT")}}
+    units |= {f"{prefix}B": 1000 ** (i + 1) for i, prefix in enumerate("KMGT")}
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+) *([KMGT]i?B)?", text.strip())
+    if match is None:
+        raise InvalidRequest(f"{name} is '{text}': give a share such as 0.8, or bytes such as 20GiB.")
+    return float(match[1]) * units[match[2] or ""]
 
 
 @dataclass(frozen=True)

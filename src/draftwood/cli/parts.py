@@ -22,7 +22,7 @@ def models_table() -> Table:
 
 def parts_tables() -> Iterator[Table]:
     """Drafters, trees, weight formats, controllers and laws."""
-    from draftwood.assembly import LOOKUPS, MODEL_DRAFTER, SHIPPED, SHIPPED_SAYS, TREES
+    from draftwood.assembly import LOOKUPS, MODEL_DRAFTER, SHIPPED, SHIPPED_SAYS, SUBSTITUTE, TREES
     from draftwood.drafters.cascade import CASCADE
     from draftwood.drafters.remote import REMOTE, REMOTE_DRAFTER
     from draftwood.drafters.self_drafts import SELF_DRAFTS
@@ -37,6 +37,7 @@ def parts_tables() -> Iterator[Table]:
         drafters.add_row(name, f"--tree, {_settings(entry.defaults)}", entry.description)
     drafters.add_row(MODEL_DRAFTER, "--tree", "what a smaller model of the same vocabulary says")
     drafters.add_row(REMOTE_DRAFTER, _settings(REMOTE.defaults, REMOTE.on_gpu), REMOTE.description)
+    drafters.add_row(SUBSTITUTE, "weights=int4, --tree", "the target itself, offloaded layers in low bits")
     for name in SHIPPED:
         drafters.add_row(name, "--tree", f"{SHIPPED_SAYS[name]}; in this package, trained for smollm2")
     drafters.add_row("FOLDER or hub id", "--tree", "a trained network in any of the published layouts")

@@ -15,7 +15,7 @@ from draftwood.cli.flags import EngineFlags
 from draftwood.cli.screen import say
 from draftwood.cli.session import check_adaptable, open_llm, publish_events, save_adapted, start_adapting
 from draftwood.errors import InvalidRequest
-from draftwood.machine import reading_ahead
+from draftwood.machine import is_follower, reading_ahead
 from draftwood.model import store
 from draftwood.server.config import ServerConfig
 from draftwood.server.keys import ApiKey, read_key_file
@@ -154,6 +154,8 @@ def run_serve(engine: EngineFlags, flags: ServeFlags) -> None:
     if flags.manage_port is not None:
         addresses.append(("127.0.0.1", flags.manage_port))
     config = flags.config(engine.model)
+    if is_follower(engine.tp):  # rank 0 has the clients
+        open_llm(engine, offers=tuple(flags.offer or ()), max_running=flags.max_running)
     with listening(addresses) as sockets:  # before anything is imported or loaded: the port may be in use
         _serve(engine, flags, config, sockets)
 

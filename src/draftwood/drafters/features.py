@@ -53,13 +53,17 @@ def pages_under(target: ModelRunner, config: ModelConfig) -> Pages:
     """Room for a network's keys and values, slot by slot as the target's."""
     memory = target.cache.memory
     shape = (config.num_layers, 2, config.num_kv_heads, memory.store.shape[3], config.head_dim)
-    return Pages(torch.zeros(shape, dtype=target.model.dtype, device=target.device), memory.page_size)
+    store = torch.zeros(shape, dtype=target.model.dtype, device=target.device)
+    target.cache.lay_beside(store, 3)
+    return Pages(store, memory.page_size)
 
 
 def vectors_under(target: ModelRunner, width: int) -> Tensor:
     """One vector for each of the target's slots, and one more behind them. [slots + 1, width]."""
     slots = target.cache.memory.store.shape[3]
-    return torch.zeros(slots + 1, width, dtype=target.model.dtype, device=target.device)
+    vectors = torch.zeros(slots + 1, width, dtype=target.model.dtype, device=target.device)
+    target.cache.lay_beside(vectors, 0)
+    return vectors
 
 
 def at_depths(slots: Tensor, front: Front) -> Tensor:
@@ -108,6 +112,7 @@ class FeatureDrafter(GrownDrafter):
     def attach(self, target: ModelRunner) -> None:
         """Whose features it will see, and under whose slots its own memory lies."""
         self.target = target
+        target.cache.before_moves(self._read_all)
 
     def store(self, slots: Tensor, positions: Tensor, features: Tensor) -> None:
         """Keep what is needed of features [N, len(reads) * hidden] of positions [N] at their slots [N]."""

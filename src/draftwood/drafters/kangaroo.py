@@ -73,6 +73,8 @@ class ShallowDrafter(CausalDrafter):
         tables = target.cache.tables
         if not isinstance(target.model, Sliceable):
             raise IncompatibleParts("The target runs on transformers' own modules, of which no part can draft.")
+        if target.model.config.cache_shape[1:] != self.net.config.cache_shape[1:]:
+            raise IncompatibleParts("The target is split over several ranks, and this drafter needs its whole layers.")
         model = ShallowModel(target.model, self.net)
         self.runner = ModelRunner(model, tables.pool.num_pages, tables.page_size)
 

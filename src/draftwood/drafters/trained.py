@@ -14,6 +14,7 @@ from draftwood.drafters.features import FeatureDrafter
 from draftwood.drafters.kangaroo import ShallowDrafter
 from draftwood.drafters.medusa import HeadStackDrafter
 from draftwood.drafters.peagle import ParallelEagleDrafter
+from draftwood.drafters.substitute import SubstituteDrafter
 from draftwood.drafting import Grower
 from draftwood.errors import IncompatibleParts
 from draftwood.nets.dflash import BlockNet
@@ -58,6 +59,7 @@ USUAL: Mapping[type, UsualTree] = {
     ParallelEagle: UsualTree("chain:depth=8", "chain:depth=8"),
     Kangaroo: UsualTree("chain:depth=5", "chain:depth=5"),
     MaskedStudent: UsualTree("chain:depth=8", "chain:depth=8"),
+    SubstituteDrafter: UsualTree("best-first:nodes=64,width=8,forwards=8", "best-first:nodes=512,width=32,forwards=16"),
 }
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+from draftwood.engine.orders import params_of, unpacked
 from draftwood.engine.requests import EngineRequest
 from draftwood.engine.sequence import Sequence
 from draftwood.engine.text import TextStream
@@ -48,6 +51,12 @@ class AnswerMaker:
         first = self._first(request)
         others = range(1, request.params.n)
         return [first, *(self._sibling(first, i, fold_seed(request.seed, Purpose.SAMPLE, i)) for i in others)]
+
+    def unpacked(self, plain: Mapping[str, Any]) -> Sequence:
+        """An answer that another rank has made."""
+        params = params_of(plain)
+        text = TextStream(Detokenizer(self.tokenizer), params.stop)
+        return unpacked(plain, params, text, self._constraint(params))
 
     def _first(self, request: EngineRequest) -> Sequence:
         params, law = request.params, self.laws.law_of(request.params.law)

@@ -30,7 +30,7 @@ from draftwood.errors import IncompatibleParts
 from draftwood.faults import guarded
 from draftwood.model.runner import ModelRunner
 from draftwood.protocols import Budget, Controller, Randomness, Span, StepMode, StepReport, TimedStep, Verifier
-from draftwood.request import Event, StepTrace
+from draftwood.request import Event, FinishReason, StepTrace
 from draftwood.telemetry import Timers
 from draftwood.tree import DraftLaw, HostVerdict
 
@@ -109,6 +109,7 @@ class Engine:
         budget = self._budget()
         room = self.runner.shapes.proposed(2, budget.max_nodes)  # for the tree of any sequence of several
         prompts, ready = self.scheduler.schedule(budget, self._ahead, room)
+        self._unread.update(self.scheduler.tables.pool.restored())
         scored, prompts = prompts.parted()
         self._release_preempted()
         self.target.cache.copy_states()
@@ -124,6 +125,14 @@ class Engine:
         events += self._collect()
         self._in_flight = launched
         return events if self.scheduler.config.asynchronous else events + self._collect()
+
+    def add(self, sequences: list[Sequence]) -> None:
+        """Queue all answers of one request, or none of them."""
+        self.scheduler.add(sequences)
+
+    def abort(self, request_id: int, reason: FinishReason, error: str | None = None) -> list[Event]:
+        """End every unfinished answer of a request now."""
+        return self.scheduler.abort(request_id, reason, error)
 
     def prepare_next(self) -> bool:
         """Capture one more step while there is nothing else to do; False if there is nothing left to capture."""

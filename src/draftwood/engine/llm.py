@@ -14,46 +14,30 @@ import gc
 import queue
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
-import torch
-
-from draftwood.assembly import (
-    AUTO,
-    build_drafter,
-    build_verifier,
-    choose_law,
-    load_runner,
-    makes_own_trees,
-    memory_explained,
-    offer,
-    settle,
-    suited_tree,
-)
-from draftwood.cache.prefill_buffer import SEQUENCES
+from draftwood.assembly import AUTO, build_verifier
 from draftwood.calibration import calibrate, default_controller, known_costs
 from draftwood.config import EngineConfig
 from draftwood.costs import StepCosts
 from draftwood.drafting import Drafter
-from draftwood.engine.adapters import merged, take_adapters
+from draftwood.engine.adapters import merged
 from draftwood.engine.answering import Answering
 from draftwood.engine.answers import AnswerMaker
+from draftwood.engine.building import Builder, Parts
 from draftwood.engine.client import EngineCard, Listener, Pulse
-from draftwood.engine.engine import Engine, check_exact
+from draftwood.engine.followers import spec_of
 from draftwood.engine.images import ImageReader
 from draftwood.engine.intake import Intake, Prompt
 from draftwood.engine.policies import find_policy
 from draftwood.engine.requests import EngineRequest
-from draftwood.engine.scheduler import Scheduler, SchedulerConfig
-from draftwood.engine.shapes import MIXED_ROWS
 from draftwood.engine.sources import EncoderInput, PlainPrompt, paired, with_source
+from draftwood.engine.team import gather, placed
 from draftwood.engine.worker import Companion, ComputeThread, Worker
 from draftwood.errors import DraftwoodError, InvalidRequest
 from draftwood.faults import DrafterHealth
-from draftwood.machine import reading_ahead
-from draftwood.model.checkpoint import Checkpoint, files_of, open_checkpoint
+from draftwood.model.checkpoint import Checkpoint, open_checkpoint
 from draftwood.model.native import Progress
 from draftwood.protocols import Controller, Verifier
 from draftwood.request import (
@@ -64,24 +48,7 @@ from draftwood.request import (
     SamplingParams,
     SpeculationStats,
 )
-from draftwood.rng import KeyedRng
-from draftwood.warmup import warming_up
-
-
-@dataclass(frozen=True)
-class Parts:
-    """Who guesses, in what shape, and what is kept."""
-
-    drafter: str | Drafter
-    tree: str | None
-    law: str | Verifier
-    offers: Sequence[str] | None
-
-    @property
-    def offered(self) -> list[str]:
-        """Drafters to be built besides the first."""
-        names = [] if self.offers is None else ["none", *self.offers]
-        return [name for name in dict.fromkeys(names) if name != self.drafter]
+from draftwood.settling import settle
 
 
 class LLM:
@@ -98,6 +65,9 @@ class LLM:
 
     `lora` is the folder of an adapter that is merged into the model. `adapters` are further ones by the name that
     requests choose them by (`SamplingParams.adapter`), each in the same batches as the model itself.
+
+    `tp` processes compute the model together, each with a part of every layer (docs/scale-ranks.md). They are started
+    here, or by torchrun, where this returns on rank 0 alone: the others end with it.
     """
 
     def __init__(
@@ -110,28 +80,47 @@ class LLM:
         tree: str | None = None,
         config: EngineConfig | None = None,
         threads: int | None = None,
+        tp: int | None = None,
         controller: Controller | None = None,
         progress: Progress = lambda *_: None,
         allow_pickle: bool = False,
         lora: str | Path | None = None,
         adapters: Mapping[str, str | Path] | None = None,
     ) -> None:
-        config = (config or EngineConfig()).with_threads(threads)
+        config = (config or EngineConfig()).with_numbers(threads=threads, tp=tp)
         self._controller = controller
-        self._allow_pickle = allow_pickle  # of a drafter's files that exist in no other form; tensors only, even then
-        self._progress = progress
         if isinstance(law, str) and law != AUTO:
             build_verifier(law)  # refuse an unknown name before anything is read
         find_policy(config.controller)
         checkpoint = open_checkpoint(model, config.impl) if isinstance(model, str | Path) else model
+        if config.tp > 1 and (lora is not None or adapters):
+            raise InvalidRequest("Adapters are not split over ranks yet: merge one into a folder, or leave tp at 1.")
+                "Adapters are not split over ranks yet: merge one into a folder first, or leave tp at 1."
+            )
         self.checkpoint = merged(checkpoint, lora)
         self.adapters = dict(adapters or {})
-        self.config = settle(config, self.checkpoint, drafter)
+        names = {"drafter": drafter, "law": law, "tree": tree}
+        self._team = gather(
+            config, self.checkpoint, lambda: spec_of(model, names, config, offers=offers, allow_pickle=allow_pickle)
+        )
+        try:
+            self._set_up(config, Parts(drafter, tree, law, offers), progress, allow_pickle)
+        except BaseException:
+            self._team.close()
+            raise
+
+    def _set_up(self, config: EngineConfig, parts: Parts, progress: Progress, allow_pickle: bool) -> None:
+        config = placed(config)
+        share = self._team.share(self.checkpoint, config)
+        self.config = self._team.agreed(settle(config, share, parts.drafter))
         self.tokenizer = self.checkpoint.tokenizer()
-        parts = Parts(drafter, tree, law, offers)
-        self.engine = ComputeThread.shared().call(lambda: self._build_engine(parts))
+        builder = Builder(
+            self.checkpoint, share, self.config, parts, self._controller, progress, allow_pickle, self.adapters
+        )
+        compute = ComputeThread.shared()
+        self.engine, self.laws = compute.call(builder.build)
         positions = self.checkpoint.config.max_positions
-        self.card = EngineCard.of(self.engine, self.config, positions, law, tuple(self.adapters))
+        self.card = EngineCard.of(self.engine, self.config, positions, parts.law, tuple(self.adapters))
         model = self.engine.target.model
         images = ImageReader.of(self.checkpoint, model.dtype, model.device)
         self.intake = Intake(self.checkpoint, self.card, self.laws, images)
@@ -145,55 +134,11 @@ class LLM:
             self.card.adapters,
             self.card.cache_dtype,
         )
-        self._worker = Worker(self.engine)
+        if self._team.follows:
+            compute.call(lambda: self._team.follow(self.engine, self.answer_maker.unpacked))
+            raise SystemExit  # what comes behind, in a program that torchrun has started, is for rank 0
+        self._worker = Worker(self.engine, compute.call(lambda: self._team.drive(self.engine, config.capture_seconds)))
         gc.freeze()  # looking for garbage in all that was loaded takes a tenth of a second each time, and steps wait
-
-    def _build_engine(self, parts: Parts) -> Engine:
-        if self.config.torch_device().type != "cuda":
-            return self._assemble(parts)
-        explained = memory_explained(self.config, self.checkpoint, parts.drafter)
-        rehearsed = warming_up(self.checkpoint.config, self.config, parts.drafter, parts.tree)
-        with explained, rehearsed, reading_ahead(files_of(self.checkpoint)):
-            engine = self._assemble(parts)
-        engine.prepare(self.config.capture_seconds)
-        return engine
-
-    def _assemble(self, parts: Parts) -> Engine:
-        config = self.config
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
-        drafter = self._drafter(parts.drafter, parts)
-        self.laws = choose_law(parts.law, drafter.law, config.torch_device())
-        check_exact(self.laws.default, drafter.law)  # before the weights are read
-        offered = {name: self._drafter(name, parts) for name in parts.offered}
-        target = load_runner(self.checkpoint, config, self._progress)
-        take_adapters(target.model, self.checkpoint, self.adapters)
-        if parts.offers is not None:
-            own = {parts.drafter: drafter} if isinstance(parts.drafter, str) else {}
-            drafter = offer(drafter, own | offered)
-        on_gpu = target.device.type == "cuda"
-        captures = on_gpu and not config.eager
-        limits = SchedulerConfig(
-            config.max_rows,
-            config.max_running,
-            config.max_waiting,
-            asynchronous=on_gpu,
-            prefill_sizes=MIXED_ROWS if captures else (),
-            max_pieces=SEQUENCES,
-        )
-        scheduler = Scheduler(target.cache.tables, limits)
-        controller = self._controller or default_controller(target, drafter, policy=config.controller)
-        name = parts.drafter if isinstance(parts.drafter, str) else None
-        return Engine(
-            target, drafter, self.laws, controller, scheduler, KeyedRng(), captures=captures, drafter_name=name
-        )
-
-    def _drafter(self, drafter: str | Drafter, parts: Parts) -> Drafter:
-        if not isinstance(drafter, str):
-            return drafter
-        takes_tree = not makes_own_trees(drafter) or drafter == parts.drafter
-        tree = (parts.tree or suited_tree(drafter, parts.law)) if takes_tree else None
-        return build_drafter(drafter, tree, self.checkpoint, self.config, allow_pickle=self._allow_pickle)
 
     @property
     def max_length(self) -> int:
@@ -205,6 +150,7 @@ class LLM:
 
         A table of a busy machine (`StepCosts.doubt` says why) is not used.
         """
+        self._require_one_rank("Calibrating")
 
         def measure() -> StepCosts:
             if self.engine.scheduler.has_work:
@@ -226,11 +172,18 @@ class LLM:
 
     def accompany(self, companion: Companion | None) -> None:
         """Let a companion hear how answers end and work between steps; None: none any more."""
+        self._require_one_rank("Learning from answers")
         self._worker.accompany(companion)
+
+    def _require_one_rank(self, what: str) -> None:
+        if self.config.tp > 1:
+            raise InvalidRequest(f"{what} works with one rank only, and this engine has {self.config.tp}.")
 
     def close(self) -> None:
         """Cancel everything and free the engine's thread."""
         self._worker.close()
+        ComputeThread.shared().call(self._team.dismiss)
+        self._team.close()
         gc.unfreeze()  # now it may be garbage
 
     def __enter__(self) -> LLM:
@@ -330,7 +283,7 @@ class LLM:
     @property
     def death(self) -> str | None:
         """Why it will never answer again; None while it may."""
-        return self._worker.death
+        return self._worker.death or self._team.lost
 
     async def astream(
         self, prompt: Prompt | None, params: SamplingParams | None = None, *, encoder_input: EncoderInput = None

@@ -84,6 +84,16 @@ def _bytes(storage: Storage | None, dtype: torch.dtype) -> float:
     return dtype.itemsize if storage is None else BYTES.get(storage.name, float(dtype.itemsize))
 
 
+def away_bytes(model: ModelConfig, config: EngineConfig, weights: str) -> tuple[int, int]:
+    """Of the layers that are not on the device, in a format; and of one layer, of which two have places there."""
+    layers, _, _ = parameters_by_kind(model)
+    dtype, formats = config.torch_dtype(), {**FORMATS, **ON_ACCELERATORS}
+    stored = layers * _bytes(formats[config.weights].layers, dtype)
+    share = config.offload if config.offload <= 1 else min(1.0, config.offload / stored)
+    all_layers = layers * _bytes(formats[weights].layers, dtype)
+    return int(share * all_layers), int(all_layers / model.num_layers)
+
+
 def token_bytes(config: ModelConfig, dtype: torch.dtype, packing: Packing | None = None) -> int:
     """Keys and values of one token."""
     layers, heads, dim = config.cache_shape
@@ -111,10 +121,14 @@ def plan_memory(
     dtype = config.torch_dtype()
     models = [target] if draft is None else [target, draft]
     token = sum(token_bytes(model, dtype, config.cache_packing()) for model in models)
+    away, layer = away_bytes(target, config, config.weights)
+    if draft is target:  # it shares what is on the device
+        draft_weights, _ = away_bytes(target, config, SMALLER_FORMATS[-1])
+    else:
+        draft_weights = 0 if draft is None else weight_bytes(draft, config.weights, dtype)
     return MemoryPlan(
-        weights=weight_bytes(target, config.weights, dtype),
-        draft_weights=(0 if draft is None else weight_bytes(draft, config.weights, dtype))
-        + (0 if copy is None else weight_bytes(target, copy, dtype)),
+        weights=weight_bytes(target, config.weights, dtype) - away + (2 * layer if away else 0),
+        draft_weights=draft_weights + (0 if copy is None else weight_bytes(target, copy, dtype)),
         cache=(config.num_pages + SPARE_PAGES) * config.page_size * token,
         graphs=FIXED + sum(activation_bytes(model, config.max_rows, dtype) for model in models),
         free=free,

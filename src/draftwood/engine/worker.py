@@ -44,6 +44,26 @@ class Companion(Protocol):
         ...
 
 
+class Driver(Protocol):
+    """What a worker does with an engine: the engine itself, or one that leads others."""
+
+    def add(self, sequences: list[Sequence]) -> None:
+        """Queue all answers of one request, or none of them."""
+        ...
+
+    def abort(self, request_id: int, reason: FinishReason, error: str | None = None) -> list[Event]:
+        """End every unfinished answer of a request now."""
+        ...
+
+    def step(self) -> list[Event]:
+        """One step, and the news it brings."""
+        ...
+
+    def prepare_next(self) -> bool:
+        """Prepare for later requests; False if nothing is left to prepare."""
+        ...
+
+
 class ComputeThread:
     """Does what it is told, in order, and in between gives every busy worker a step."""
 
@@ -118,8 +138,9 @@ class ComputeThread:
 class Worker:
     """One engine's place on the compute thread."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, driver: Driver | None = None) -> None:
         self._engine = engine
+        self._driver: Driver = driver or engine
         self._thread = ComputeThread.shared()
         self._listeners: dict[int, tuple[Listener, dict[int, Sequence]]] = {}  # request -> (who, answers to come)
         self._companion: Companion | None = None
@@ -169,7 +190,7 @@ class Worker:
         """One step, and the news it brings."""
         self._since = time.monotonic()
         try:
-            events = self._engine.step()
+            events = self._driver.step()
         except Exception as failure:
             events = self._give_up(failure)
         self._steps += 1
@@ -186,7 +207,7 @@ class Worker:
         quiet = self._idle_since + QUIET - time.monotonic()
         if quiet > 0:
             return min(wait, quiet)
-        return 0.0 if wait > 0 and self._engine.prepare_next() else wait
+        return 0.0 if wait > 0 and self._driver.prepare_next() else wait
 
     def _let_in(self, companion: Companion | None) -> None:
         self._companion = companion
@@ -221,14 +242,14 @@ class Worker:
     def _accept(self, sequences: list[Sequence], listener: Listener) -> None:
         self._listeners[sequences[0].request_id] = (listener, {seq.index: seq for seq in sequences})
         try:
-            self._engine.scheduler.add(sequences)
+            self._driver.add(sequences)
         except DraftwoodError as refusal:
             now = self._engine.scheduler.clock()
             for seq in sequences:
                 self._tell(seq.event(0, 0, FinishReason.ERROR, now, error=str(refusal), error_code=refusal.code))
 
     def _end(self, request_id: int, reason: FinishReason, error: str | None = None) -> None:
-        for event in self._engine.scheduler.abort(request_id, reason, error):
+        for event in self._driver.abort(request_id, reason, error):
             self._tell(event)
 
     def _give_up(self, failure: Exception) -> list[Event]:
@@ -241,7 +262,7 @@ class Worker:
         return [
             event
             for request_id in sorted(requests)
-            for event in self._engine.scheduler.abort(request_id, FinishReason.ERROR, error)
+            for event in self._driver.abort(request_id, FinishReason.ERROR, error)
         ]
 
     def _tell(self, event: Event) -> None:

@@ -19,11 +19,13 @@ from torch import Tensor
 from draftwood.batch import AttentionShape, ForwardBatch, ForwardOutput, GivenRows, Pages
 from draftwood.errors import InvalidRequest
 from draftwood.model.checkpoint import Checkpoint
-from draftwood.model.cuda_loading import DENSE, CudaLoader
+from draftwood.model.cuda_loading import DENSE, CudaLoader, Layer
 from draftwood.model.layers import Rotary, softcapped, write_over
 from draftwood.model.native import Progress
 from draftwood.model.rope import RopeConfig
+from draftwood.model.sharding import ranks_of, share_of
 from draftwood.model.spec import LayerSpec, Wiring
+from draftwood.model.streaming import ResidentLayers, load_layers
 from draftwood.model.weights import FORMATS, ON_ACCELERATORS, WeightFormat
 from draftwood.ops import cuda
 from draftwood.ops.cuda.attention import Apart, TreeAttention
@@ -62,6 +64,7 @@ class CudaTransformer:
         weights: WeightFormat = FORMATS["stored"],
         strict: bool = False,
         progress: Progress = lambda *_: None,
+        offload: float = 0.0,
     ) -> None:
         _require_possible(dtype, weights)
         self.config = config = checkpoint.config
@@ -71,10 +74,18 @@ class CudaTransformer:
         self.strict = strict
         self.implementation = implementation()
         self._specs = config.layer_specs
+        self._ranks = ranks_of(checkpoint)
         loader = self._loader(checkpoint, progress)
         # The largest first: rounding them needs a second copy, which costs least while nothing else is there.
         self._head, self._embedding = loader.head_and_embedding()
-        self._layers = [loader.layer(i) for i in range(config.num_layers)]
+        self._norms: dict[int, Norm | None] = {}  # of each layer's attention: the layer before it ends with it
+
+        def layer(i: int) -> Layer:
+            made = loader.layer(i)
+            self._norms[i] = made.attention_norm
+            return made
+
+        self._layers = load_layers(layer, config.num_layers, offload, device)
         self._cached = list(range(config.num_layers))  # where in the pages each layer's keys and values lie
         self._final_norm = loader.norm("model.norm")
         self.num_bytes = loader.num_bytes
@@ -98,13 +109,25 @@ class CudaTransformer:
         """Some of its layers as a model, in the same memory."""
         part = copy.copy(self)
         part.config, part._specs = self.config.part(layers), tuple(self._specs[i] for i in layers)
-        part._layers, part._cached = [self._layers[i] for i in layers], [self._cached[i] for i in layers]
+        part._layers, part._cached = self._layers.part(layers), [self._cached[i] for i in layers]
+        part._norms = {number: self._norms[i] for number, i in enumerate(layers)}
+        return part
+
+    def substituted(self, checkpoint: Checkpoint, weights: WeightFormat) -> CudaTransformer:
+        """The same with layers in another format in place of those that are not on the device."""
+        share = share_of(checkpoint, self._ranks, weights)
+        loader = CudaLoader(share, self.dtype, self.device, weights, self.strict, lambda *_: None)
+        resident = self._layers.resident
+        others = [loader.layer(i) for i in range(len(resident), len(self._specs))]
+        part = copy.copy(self)
+        part._layers = ResidentLayers([*resident, *others])
+        part.num_bytes = loader.num_bytes
         return part
 
     def refresh(self, checkpoint: Checkpoint) -> None:
         """Compute with the layers and the last norm of `checkpoint` from now on; words stay."""
         loader = self._loader(checkpoint)
-        for i, layer in enumerate(self._layers):
+        for i, layer in enumerate(self._layers.part(range(len(self._specs))).resident):
             write_over([layer], [loader.layer(i)])
         write_over([self._final_norm], [loader.norm("model.norm")])
 
@@ -115,7 +138,7 @@ class CudaTransformer:
         named = {"model.norm.weight": self._final_norm.weight, "model.embed_tokens.weight": self._embedding}
         if not self.config.tied_head:
             named["lm_head.weight"] = self._head.weight.codes
-        for i, layer in enumerate(self._layers):
+        for i, layer in enumerate(self._layers.part(range(len(self._specs))).resident):
             named |= {f"model.layers.{i}.{name}": view for name, view in layer.views(self.config)}
         return named
 
@@ -126,47 +149,55 @@ class CudaTransformer:
         shapes = [AttentionShape(a.window, a.scale, a.softcap) for a in (s.only_attention for s in self._specs)]
         attention = {shape: self._plan(batch, cache, shape) for shape in set(shapes)}
         first = self._begin(batch) if given is None else given.residual
-        stream = Stream(first, self._layers[0].attention_norm)
+        stream = Stream(first, self._norms[0])
         read = stream if given is None or given.wide is None else Stream(given.wide)
         features: dict[int, Tensor] = {}
-        for i in range(len(self._layers)):
-            turning = self._turning(i, batch.positions, batch.slots, cache.store[self._cached[i]])
+        for i in range(len(self._specs)):
+            layer = self._layers.get(i)
+            self._layers.prefetch(i + 1)
+            turning = self._turning(i, layer, batch.positions, batch.slots, cache.store[self._cached[i]])
             run = self._run_plain if self._fused(i) else self._run_apart
-            read = stream = run(i, stream, read, turning, attention[shapes[i]])
+            read = stream = run(i, layer, stream, read, turning, attention[shapes[i]])
             if i in needs:  # the next layer may write over it
-                features[i] = stream.hidden.clone() if i + 1 < len(self._layers) else stream.hidden
+                features[i] = stream.hidden.clone() if i + 1 < len(self._specs) else stream.hidden
         return ForwardOutput(self._logits(stream.each(batch.at_logits)), features)
 
     def _fused(self, i: int) -> bool:
         """Whether nothing stands between a layer's products and the sums they are part of."""
         spec = self._specs[i]
-        return spec.wiring == Wiring.PRE and spec.residual_scale == 1.0
+        return spec.wiring == Wiring.PRE and spec.residual_scale == 1.0 and self._ranks.size == 1
 
-    def _run_plain(self, i: int, stream: Stream, read: Stream, turning: Turning, attention: _Attention) -> Stream:
+    def _run_plain(
+        self, i: int, layer: Layer, stream: Stream, read: Stream, turning: Turning, attention: _Attention
+    ) -> Stream:
         """A layer whose products end with the sum and begin with the norm; each asks for the next one's weights."""
-        layer, next_norm, following = self._layers[i], *self._behind(i)
+        next_norm, following = self._behind(i)
         ahead = ONE_ROW if len(stream.hidden) == 1 and not self.strict else SEVERAL_ROWS
         query = layer.qkv.turned(read, turning, layer.output.beginning(ahead.output))
         mixed = attention.run(self._cached[i], query)
         then = layer.gate_up.beginning(ahead.gate_up, gated=True)
         stream = layer.output.add_to(stream.hidden, mixed, layer.mlp_norm, then)
         wide = layer.gate_up.gated(stream, self.config.activation, layer.down.beginning(ahead.down))
-        return layer.down.add_to(stream.hidden, wide, next_norm, following.beginning(ahead.next_layer))
+        then = None if following is None else following.beginning(ahead.next_layer)
+        return layer.down.add_to(stream.hidden, wide, next_norm, then)
 
-    def _run_apart(self, i: int, stream: Stream, read: Stream, turning: Turning, attention: _Attention) -> Stream:
-        """A layer with norms or a scale behind its products."""
-        layer, scale = self._layers[i], self._specs[i].residual_scale
+    def _run_apart(
+        self, i: int, layer: Layer, stream: Stream, read: Stream, turning: Turning, attention: _Attention
+    ) -> Stream:
+        """A layer with norms, a scale or a sum over ranks behind its products."""
+        scale = self._specs[i].residual_scale
         mixed = attention.run(self._cached[i], layer.qkv.turned(read, turning))
-        made = layer.output(Stream(mixed))
+        made = self._ranks.sum(layer.output(Stream(mixed)))
         stream = Stream(_added(stream.hidden, made, layer.attention_output_norm, scale), layer.mlp_norm)
-        made = layer.down(Stream(layer.gate_up.gated(stream, self.config.activation)))
+        made = self._ranks.sum(layer.down(Stream(layer.gate_up.gated(stream, self.config.activation))))
         return Stream(_added(stream.hidden, made, layer.mlp_output_norm, scale), self._behind(i)[0])
 
-    def _behind(self, i: int) -> tuple[Norm | None, CudaLinear]:
-        """The norm through which the stream behind a layer is read, and the product that reads it."""
-        if i + 1 == len(self._layers):
+    def _behind(self, i: int) -> tuple[Norm | None, CudaLinear | None]:
+        """The norm through which the stream behind a layer is read, and the product that reads it if it is there."""
+        if i + 1 == len(self._specs):
             return self._final_norm, self._head
-        return self._layers[i + 1].attention_norm, self._layers[i + 1].qkv
+        resident = self._layers.resident
+        return self._norms[i + 1], resident[i + 1].qkv if i + 1 < len(resident) else None
 
     def _begin(self, batch: ForwardBatch) -> Tensor:
         first = self._embedding.index_select(0, batch.tokens)
@@ -174,6 +205,8 @@ class CudaTransformer:
 
     def _logits(self, stream: Stream) -> Tensor:
         logits, around = self._head(stream, torch.float32), self.config.stream
+        if logits.shape[1] < self.config.vocab_size:
+            logits = self._ranks.side_by_side(logits)[:, : self.config.vocab_size]
         if around.logit_scale != 1.0:
             logits = logits * around.logit_scale
         return logits if around.logit_softcap is None else softcapped(logits, around.logit_softcap)
@@ -181,18 +214,19 @@ class CudaTransformer:
     def write_context(self, rows: Tensor, positions: Tensor, slots: Tensor, cache: Pages) -> None:
         """Write the keys and values that every layer makes of the same rows [N, hidden], not normed, to `slots`."""
         config = self.config
-        for i, layer in enumerate(self._layers):
+        for i in range(len(self._specs)):
+            layer = self._layers.get(i)
             made = layer.qkv.outputs_from(config.num_heads * config.head_dim)(Stream(rows))
-            rotate_and_store(made, self._turning(i, positions, slots, cache.store[self._cached[i]], 0))
+            rotate_and_store(made, self._turning(i, layer, positions, slots, cache.store[self._cached[i]], 0))
 
     def _turning(
-        self, i: int, positions: Tensor, slots: Tensor, store: Tensor, num_heads: int | None = None
+        self, i: int, layer: Layer, positions: Tensor, slots: Tensor, store: Tensor, num_heads: int | None = None
     ) -> Turning:
         heads = self.config.num_heads if num_heads is None else num_heads
         norms = self._specs[i].only_attention.head_norm
         eps = self.config.norm_eps if norms is None else norms.norm.eps
         table = self._rotations[_turning(self._specs[i])]
-        return Turning(positions, slots, store, table, heads, self._layers[i].head_norm, eps)
+        return Turning(positions, slots, store, table, heads, layer.head_norm, eps)
 
     def _plan(self, batch: ForwardBatch, cache: Pages, shape: AttentionShape) -> _Attention:
         if batch.parts:

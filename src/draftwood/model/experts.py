@@ -14,6 +14,7 @@ from torch import Tensor
 from draftwood.model.layers import gated, wide
 from draftwood.model.spec import ExpertsSpec
 from draftwood.ops.linear import Linear
+from draftwood.ranks import ALONE, Ranks
 
 FEW = 4  # rows times choices an expert: up to there weights are gathered on an accelerator, which needs no host
 
@@ -47,6 +48,7 @@ class Experts:
     weights: ExpertWeights
     shared: SharedExpert | None
     rounding: Callable[[Tensor], Tensor] | None = None  # of what products read
+    ranks: Ranks = ALONE  # each of which has a part of every expert
 
     def __call__(self, x: Tensor) -> Tensor:
         """[N, hidden] -> [N, hidden]."""
@@ -54,7 +56,7 @@ class Experts:
         read = x if self.rounding is None else self.rounding(x)
         each = self._on_device(read, chosen) if self._few(x, chosen) else self._one_by_one(read, chosen)
         mixed = (each * weight[..., None].to(each.dtype)).sum(1)
-        return mixed if self.shared is None else mixed + self._shared(x, self.shared)
+        return self.ranks.sum(mixed if self.shared is None else mixed + self._shared(x, self.shared))
 
     def _choices(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """How much of which experts each row gets. Twice [N, top_k]."""

@@ -15,9 +15,10 @@ from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.config import ModelConfig
 from draftwood.model.experts import Experts, ExpertWeights, SharedExpert
 from draftwood.model.layers import LayerNorm, Norm, RMSNorm, pair_adjacent, wide
+from draftwood.model.sharding import ranks_of
 from draftwood.model.spec import AttentionSpec, ExpertsSpec, HeadNorms, MlpSpec, NormSpec
 from draftwood.model.weights import Storage, WeightFormat, as_numbers, round_inputs, store_as
-from draftwood.ops.linear import Linear, RoundedInputs, make_linear, make_tied_head
+from draftwood.ops.linear import Linear, RoundedInputs, make_linear, make_tied_head, summed
 
 
 class WeightLoader:
@@ -29,6 +30,7 @@ class WeightLoader:
         self.dtype = dtype
         self.device = device
         self.weights = weights
+        self.ranks = ranks_of(checkpoint)
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """One tensor, as it is."""
@@ -80,6 +82,10 @@ class WeightLoader:
         """One product of one matrix."""
         return self.linear(self.matrix(f"{name}.weight", self.weights.layers), self._maybe(f"{name}.bias", bias))
 
+    def summed(self, name: str, bias: bool) -> Linear:
+        """The same, where its inputs are split over the ranks."""
+        return summed(self.linear_of(name, bias), self.ranks)
+
     def gate_up(self, name: str, mlp: MlpSpec) -> Linear:
         """Gate and up as one product, or up alone."""
         parts = ("gate", "up") if mlp.gated else ("up",)
@@ -125,7 +131,7 @@ class WeightLoader:
         gate_up, gate_up_bias = self._all_experts(name, spec, ("gate", "up"))
         down, down_bias = self._all_experts(name, spec, ("down",))
         weights = ExpertWeights(gate_up, down, gate_up_bias, down_bias)
-        return Experts(spec, router, weights, self._shared(name, spec), rounding)
+        return Experts(spec, router, weights, self._shared(name, spec), rounding, self.ranks)
 
     def _all_experts(self, name: str, spec: ExpertsSpec, parts: Sequence[str]) -> tuple[Tensor, Tensor | None]:
         """[E, in, out], written to their place one by one, and biases [E, out]."""

@@ -68,7 +68,7 @@ class NativeTransformer:
         self.weights = weights
         self.implementation = Path(library._name).stem
         self._library = library
-        self._arenas = Arena(), Arena()  # of words, and of all else
+        self._arenas: tuple[Arena, ...] = (Arena(), Arena())  # of words, and of all else
         self._words = self._pack_words(checkpoint, progress)
         self._model = self._pack_layers(checkpoint, progress)
         self._scratch = Scratch(library, self._model)
@@ -118,9 +118,7 @@ class NativeTransformer:
         config, weights = self.config, self.weights
         packer = Packer(self._library, checkpoint, self._arenas[1], progress, 1 if config.tied_head else 2)
         # The model points to these arrays, so they must live as long.
-        self._layers = (structs.Layer * config.num_layers)(
-            *(_layer(packer, config, weights.layers, i) for i in range(config.num_layers))
-        )
+        self._layers = (structs.Layer * config.num_layers)(*self._pack_each(packer, checkpoint, progress))
         stream = config.stream
         return structs.Model(
             *self._words, self._layers, packer.norm("model.norm", config.final_norm),
@@ -129,6 +127,9 @@ class NativeTransformer:
             weights.byte_activations, stream.embedding_scale, stream.logit_scale, stream.logit_softcap or 0,
             (ctypes.c_int64 * 3)(*config.rope.sections),
         )  # fmt: skip
+
+    def _pack_each(self, packer: Packer, checkpoint: Checkpoint, progress: Progress) -> list[structs.Layer]:
+        return [pack_layer(packer, self.config, self.weights.layers, i) for i in range(self.config.num_layers)]
 
     def forward(
         self, batch: ForwardBatch, cache: Pages, needs: frozenset[int] = frozenset(), given: GivenRows | None = None
@@ -227,7 +228,8 @@ def _mlps(
     return *_mlp(packer, f"{name}.shared", mlp.shared, storage), mlp.expert, mixture
 
 
-def _layer(packer: Packer, config: ModelConfig, storage: Storage | None, i: int) -> structs.Layer:
+def pack_layer(packer: Packer, config: ModelConfig, storage: Storage | None, i: int) -> structs.Layer:
+    """One layer as the kernels read it."""
     name, spec = f"model.layers.{i}", config.layer_specs[i]
     attention, heads = spec.only_attention, spec.only_attention.head_norm
     own = f"{name}.self_attn"

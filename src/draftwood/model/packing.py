@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Sequence
 
 import torch
@@ -31,11 +32,21 @@ _FORGET_AFTER = 8 << 20  # bytes read
 _CHUNK = 1024  # rows packed at a time: bounds the memory that quantising needs
 
 
+Memory = Callable[[int], mmap.mmap]
+
+
+def large_pages(num_bytes: int) -> mmap.mmap:
+    """Memory in large pages."""
+    return zeroed_memory(num_bytes, large_pages=True)
+
+
 class Arena:
     """Memory for weights, in large pages where the system has them: fewer misses when all of it is read every step."""
 
-    def __init__(self) -> None:
+    def __init__(self, memory: Memory = large_pages, smallest: int = _ARENA) -> None:
+        self._memory, self._smallest = memory, smallest
         self._blocks: list[Tensor] = []  # the kernels know addresses only: this keeps them valid
+        self._mapped: list[mmap.mmap] = []
         self.rewind()
 
     def rewind(self) -> None:
@@ -57,8 +68,15 @@ class Arena:
         known = next(self._again, None)
         if known is not None and len(known) >= size:
             return known
-        self._blocks.append(torch.frombuffer(zeroed_memory(max(size, _ARENA), large_pages=True), dtype=torch.uint8))
+        self._mapped.append(self._memory(max(size, self._smallest)))
+        self._blocks.append(torch.frombuffer(self._mapped[-1], dtype=torch.uint8))
         return self._blocks[-1]
+
+    def will_need(self) -> None:
+        """Have the system read what is not in memory, without waiting for it."""
+        if hasattr(mmap, "MADV_WILLNEED"):
+            for mapped in self._mapped:
+                mapped.madvise(mmap.MADV_WILLNEED)
 
 
 class Packer:
@@ -71,7 +89,7 @@ class Packer:
         self._checkpoint = checkpoint
         self._arena = arena
         self._progress = progress
-        self._packed = packed  # matrices, those of others included
+        self.packed = packed  # matrices, those of others included
         self._read = 0  # bytes, since the file was forgotten last
 
     def floats(self, name: str, present: bool = True) -> int | None:
@@ -163,10 +181,10 @@ class Packer:
             self._checkpoint.forget()
 
     def _heard(self) -> None:
-        self._packed += 1
+        self.packed += 1
         config = self._checkpoint.config
         in_layers = sum(2 + _matrices(layer.only_mlp) for layer in config.layer_specs)
-        self._progress(self._packed, in_layers + (1 if config.tied_head else 2))
+        self._progress(self.packed, in_layers + (1 if config.tied_head else 2))
 
     def _allocate(self, storage: Storage, outputs: int, inputs: int) -> structs.Matrix:
         halves = outputs * inputs // GROUP * 2

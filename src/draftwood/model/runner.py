@@ -18,6 +18,8 @@ from draftwood.model.gpu_limits import refuses as gpu_refuses
 from draftwood.model.isa import avoid_broken_amx
 from draftwood.model.lora import Adapter
 from draftwood.model.native import NativeTransformer, Progress
+from draftwood.model.native_streamed import StreamedNative
+from draftwood.model.sharding import ranks_of
 from draftwood.model.transformer import Transformer
 from draftwood.model.universal_folder import UniversalCheckpoint, UniversalConfig, require_supported
 from draftwood.model.weights import FORMATS, WeightFormat
@@ -83,6 +85,15 @@ class Adaptable(Model, Protocol):
 
 
 @runtime_checkable
+class Streamed(Model, Protocol):
+    """A model of which some layers may not be on the device."""
+
+    def substituted(self, checkpoint: Checkpoint, weights: WeightFormat) -> Model:
+        """The same with layers in another format in place of those."""
+        ...
+
+
+@runtime_checkable
 class Refreshable(Model, Protocol):
     """A model whose weights can be replaced."""
 
@@ -110,21 +121,29 @@ def load_model(
     weights: WeightFormat = FORMATS["stored"],
     progress: Progress = lambda *_: None,
     strict: bool = False,
+    offload: float = 0.0,
 ) -> Model:
     """The fastest decoder there is for this device and dtype that can run the model."""
     if isinstance(checkpoint, UniversalCheckpoint):
+        if offload:
+            raise InvalidRequest(
+                "Only our own decoder takes its layers from elsewhere; this model runs on transformers'."
+            )
         return _universal(checkpoint, dtype, device, weights)
     on_gpu = device.type == "cuda" and dtype != torch.float64
     if on_gpu and _is_taken("GPU", gpu_refuses(checkpoint.config), checkpoint):
         from draftwood.model.cuda import CudaTransformer  # Triton is there where CUDA is
 
-        return CudaTransformer(checkpoint, dtype, device, weights, strict, progress)
-    library = kernels() if device.type == "cpu" and dtype == torch.float32 else None
+        return CudaTransformer(checkpoint, dtype, device, weights, strict, progress, offload)
+    alone = ranks_of(checkpoint).size == 1  # our CPU kernels run layers in one call, with no sums between
+    library = kernels() if alone and device.type == "cpu" and dtype == torch.float32 else None
     if library is not None and _is_taken("CPU", native.refuses(checkpoint.config), checkpoint):
+        if offload:
+            return StreamedNative(library, checkpoint, weights, progress, offload)
         return NativeTransformer(library, checkpoint, weights, progress)
     if dtype == torch.bfloat16 and device.type == "cpu":
         avoid_broken_amx()
-    return Transformer(checkpoint, dtype, device, weights)
+    return Transformer(checkpoint, dtype, device, weights, offload)
 
 
 def _universal(
@@ -218,11 +237,12 @@ class ModelRunner:
         weights: WeightFormat = FORMATS["stored"],
         progress: Progress = lambda *_: None,
         strict: bool = False,
+        offload: float = 0.0,
         num_states: int = STATES,
         packing: Packing | None = None,
     ) -> ModelRunner:
         """Read the weights and set the cache up."""
-        model = load_model(checkpoint, dtype, device, weights, progress, strict)
+        model = load_model(checkpoint, dtype, device, weights, progress, strict, offload)
         return cls(model, num_pages, page_size, num_states, packing)
 
     @property

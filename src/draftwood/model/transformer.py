@@ -33,6 +33,7 @@ from draftwood.model.lora import Adapter, LowRank
 from draftwood.model.lora_layers import AdaptedLinear, sites
 from draftwood.model.mixers import Mixer, Recurrences, load_mixer
 from draftwood.model.rope import RopeConfig, planes_of
+from draftwood.model.sharding import ranks_of, share_of
 from draftwood.model.spec import (
     ATTENTION_NORM,
     ATTENTION_OUTPUT_NORM,
@@ -43,6 +44,7 @@ from draftwood.model.spec import (
     LayerSpec,
     MlpSpec,
 )
+from draftwood.model.streaming import ResidentLayers, load_layers
 from draftwood.model.weights import FORMATS, WeightFormat
 from draftwood.ops import Attention, plan_attention
 from draftwood.ops.linear import Linear
@@ -104,17 +106,19 @@ class Transformer:
         dtype: torch.dtype,
         device: torch.device,
         weights: WeightFormat = FORMATS["stored"],
+        offload: float = 0.0,
     ) -> None:
         self.config = config = checkpoint.config
         self.dtype = dtype
         self.device = device
         self.weights = weights
         self.specs = config.layer_specs
+        self._ranks = ranks_of(checkpoint)
         loader = WeightLoader(checkpoint, dtype, device, weights)
         # The largest tensors first: reading them needs a second copy, which costs least while nothing else is there.
         self.head, self.embedding = loader.head_and_embedding()
         self.positions = loader.positions()
-        self.layers = [_layer(loader, i, spec) for i, spec in enumerate(self.specs)]
+        self.layers = load_layers(lambda i: _layer(loader, i, self.specs[i]), len(self.specs), offload, device)
         self.cached = list(range(config.num_layers))  # where in the pages each layer's keys and values lie
         self.final_norm = loader.norm("model.norm", config.final_norm)
         self.rotaries = {turn: self._rotary(*turn) for turn in (_turning(s.attention) for s in self.specs) if turn}
@@ -123,7 +127,7 @@ class Transformer:
     @property
     def num_bytes(self) -> int:
         """Memory of all weights."""
-        tensors = list(tensors_of([self.head, self.final_norm, self.embedding, self.positions, *self.layers]))
+        tensors = list(tensors_of([self.head, self.final_norm, self.embedding, self.positions, *self.layers.held]))
         return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
 
     def part(self, layers: Sequence[int]) -> Transformer:
@@ -132,7 +136,16 @@ class Transformer:
             raise IncompatibleParts("A model with recurrent layers cannot be cut into some of its layers.")
         part = copy.copy(self)
         part.config, part.specs = self.config.part(layers), tuple(self.specs[i] for i in layers)
-        part.layers, part.cached = [self.layers[i] for i in layers], [self.cached[i] for i in layers]
+        part.layers, part.cached = self.layers.part(layers), [self.cached[i] for i in layers]
+        return part
+
+    def substituted(self, checkpoint: Checkpoint, weights: WeightFormat) -> Transformer:
+        """The same with layers in another format in place of those that are not on the device."""
+        loader = WeightLoader(share_of(checkpoint, self._ranks, weights), self.dtype, self.device, weights)
+        resident = self.layers.resident
+        others = [_layer(loader, i, self.specs[i]) for i in range(len(resident), len(self.specs))]
+        part = copy.copy(self)
+        part.layers = ResidentLayers([*resident, *others])
         return part
 
     def adapt(self, adapters: Sequence[Adapter]) -> None:
@@ -175,7 +188,10 @@ class Transformer:
         """Compute with the layers and the last norm of `checkpoint` from now on; words stay."""
         loader = WeightLoader(checkpoint, self.dtype, self.device, self.weights)
         fresh = [_layer(loader, i, spec) for i, spec in enumerate(self.specs)]
-        write_over([*self.layers, self.final_norm], [*fresh, loader.norm("model.norm", self.config.final_norm)])
+        write_over(
+            [*self.layers.part(range(len(self.specs))).resident, self.final_norm],
+            [*fresh, loader.norm("model.norm", self.config.final_norm)],
+        )
 
     def forward(
         self, batch: ForwardBatch, cache: Pages, needs: frozenset[int] = frozenset(), given: GivenRows | None = None
@@ -186,8 +202,9 @@ class Transformer:
         run = _Run(self, batch, cache)
         hidden = self._begin(batch) if given is None else given.residual
         features: dict[int, Tensor] = {}
-        for i, (own, spec) in enumerate(zip(self.layers, self.specs, strict=True)):
-            layer = self._adapted(own, i, batch.adapters)
+        for i, spec in enumerate(self.specs):
+            layer = self._adapted(self.layers.get(i), i, batch.adapters)
+            self.layers.prefetch(i + 1)
             read = hidden if layer.attention_norm is None else layer.attention_norm(hidden)
             after = hidden
             if layer.attention is not None and spec.attention is not None:
@@ -213,6 +230,8 @@ class Transformer:
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits, stream = self.head(hidden), self.config.stream
+        if logits.shape[1] < self.config.vocab_size:
+            logits = self._ranks.side_by_side(logits)[:, : self.config.vocab_size]
         if stream.logit_scale != 1.0:
             logits = logits * stream.logit_scale
         return logits if stream.logit_softcap is None else softcapped(logits, stream.logit_softcap)
@@ -345,7 +364,7 @@ def _attention(loader: WeightLoader, name: str, spec: AttentionSpec) -> Attentio
         head_norm=loader.head_norm(name, spec),
         sinks=loader.tensor(f"{name}.sinks.weight") if spec.sinks else None,
         gate=loader.linear_of(f"{name}.gate_proj", spec.qkv_bias) if spec.gated else None,
-        output=loader.linear_of(f"{name}.o_proj", spec.output_bias),
+        output=loader.summed(f"{name}.o_proj", spec.output_bias),
     )
 
 
@@ -353,6 +372,6 @@ def _mlp(loader: WeightLoader, name: str, mlp: MlpSpec | ExpertsSpec) -> Mlp | E
     if isinstance(mlp, ExpertsSpec):
         return loader.experts(name, mlp)
     return Mlp(
-        loader.gate_up(name, mlp), loader.linear_of(f"{name}.down_proj", mlp.bias), mlp.activation, mlp.gated,
+        loader.gate_up(name, mlp), loader.summed(f"{name}.down_proj", mlp.bias), mlp.activation, mlp.gated,
         mlp.gate_scale, mlp.output_scale,
     )  # fmt: skip

@@ -9,6 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from draftwood.ranks import Ranks
+
 
 class Linear(Protocol):
     """x W + b."""
@@ -53,6 +55,27 @@ class RoundedInputs:
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """The product, then the sum."""
         return self.inner.add_to(residual, self.rounding(x))
+
+
+@dataclass(frozen=True)
+class Summed:
+    """A product of which each rank computes the part that its inputs make: the result is the sum."""
+
+    inner: Linear
+    ranks: Ranks
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[N, in] -> [N, out]."""
+        return self.ranks.sum(self.inner(x))
+
+    def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
+        """The sum, then the residual."""
+        return residual + self(x)
+
+
+def summed(linear: Linear, ranks: Ranks) -> Linear:
+    """The product, summed over the ranks where there are several."""
+    return linear if ranks.size == 1 else Summed(linear, ranks)
 
 
 def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
