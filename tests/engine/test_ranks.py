@@ -193,7 +193,7 @@ def test_an_llm_starts_its_ranks_and_ends_with_them(tmp_path: Path) -> None:
                 process.kill()
             ends.append(event.finish_reason)
         assert ends[-1] == FinishReason.ERROR
-        assert not llm.alive
+        assert llm.death is not None
         (after,) = llm.generate(["abc"])
         assert "has ended" in str(after.completions[0].error)
     assert process.returncode is not None

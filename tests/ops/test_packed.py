@@ -38,7 +38,7 @@ def test_a_vector_keeps_its_largest_number_and_rounds_the_others(packing: Packin
 
 
 def filled(model, packing: Packing | None) -> ModelRunner:
-    runner = ModelRunner(model, 20, 4, packing)
+    runner = ModelRunner(model, 20, 4, packing=packing)
     tables = runner.cache.tables
     tables.open(0, TEXT)
     assert tables.reserve(0, len(TEXT))
@@ -68,7 +68,7 @@ def test_our_kernels_write_the_bytes_and_read_the_numbers_of_the_reference(famil
 
 def test_memory_is_counted() -> None:
     config = tiny_config()
-    plain, packed = (KVCache(config, 10, 4, torch.float32, CPU, packing) for packing in (None, Packing.INT8))
+    plain, packed = (KVCache(config, 10, 4, torch.float32, CPU, packing=packing) for packing in (None, Packing.INT8))
     assert packed.num_bytes * config.head_dim * 4 == plain.num_bytes * (config.head_dim + SCALE_BYTES)
     for cache, packing in ((plain, None), (packed, Packing.INT8)):
         assert cache.num_bytes == 44 * token_bytes(config, torch.float32, packing)
@@ -89,4 +89,4 @@ def test_a_model_on_a_gpu_refuses_it() -> None:
         device = torch.device("cuda")
 
     with pytest.raises(InvalidRequest, match="on a CPU only"):
-        ModelRunner(OnGpu(), 4, 4, Packing.INT8)  # type: ignore[arg-type]
+        ModelRunner(OnGpu(), 4, 4, packing=Packing.INT8)  # type: ignore[arg-type]

@@ -10,8 +10,7 @@ from typing import Annotated
 import typer
 
 import draftwood
-from draftwood.cli import datastore
-from draftwood.cli.drafter import DrafterFlags, run_drafter
+from draftwood.cli import datastore, drafter
 from draftwood.cli.export import ExportFlags, run_export
 from draftwood.cli.flags import EngineFlags, SamplingFlags, command
 from draftwood.cli.screen import Transcript, say, stdout
@@ -29,8 +28,7 @@ app = typer.Typer(
     epilog="Start with [bold]draftwood demo[/], or [bold]draftwood chat[/]. "
     "What a drafter guessed right is printed in [green]green[/].",
 )
-drafter_app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Drafters for targets elsewhere.")
-app.add_typer(drafter_app, name="drafter", rich_help_panel="Answers")
+app.add_typer(drafter.app, name="drafter", rich_help_panel="Answers")
 
 app.add_typer(datastore.app, name="datastore", rich_help_panel="Answers")
 
@@ -230,20 +228,6 @@ def train(
         stdout().print(recipes_table())
     else:
         run_train(method, flags)
-
-
-@drafter_app.command("serve")
-@command
-def drafter_serve(engine: EngineFlags, flags: DrafterFlags) -> None:
-    """Draft for a target on another machine: there, use --drafter remote:HOST:PORT.
-
-    Both sides read the same secret from DRAFTWOOD_DRAFTER_KEY.
-
-    [dim]Example:[/]
-
-    draftwood drafter serve --model path/to/small --drafter none --host 0.0.0.0
-    """
-    run_drafter(engine, flags)
 
 
 @app.command(rich_help_panel="Answers")

@@ -10,11 +10,13 @@ from typing import Annotated, Any
 
 import typer
 
-from draftwood.cli.flags import EngineFlags
+from draftwood.cli.flags import EngineFlags, command
 from draftwood.cli.screen import say
 from draftwood.cli.session import open_llm
 from draftwood.errors import InvalidRequest
 from draftwood.server.sockets import listening
+
+app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Drafters for targets elsewhere.")
 
 
 def _option(text: str) -> Any:
@@ -28,6 +30,25 @@ class DrafterFlags:
     host: Annotated[str, _option("Address to listen at.")] = "127.0.0.1"
     port: Annotated[int, _option("Port to listen at.")] = 7300
     width: Annotated[int, _option("Tokens in each place: the likeliest, and alternatives where a tree has room.")] = 1
+
+
+@app.callback()
+def group() -> None:
+    """Drafters for targets elsewhere."""
+
+
+@app.command("serve")
+@command
+def serve(engine: EngineFlags, flags: DrafterFlags) -> None:
+    """Draft for a target on another machine: there, use --drafter remote:HOST:PORT.
+
+    Both sides read the same secret from DRAFTWOOD_DRAFTER_KEY.
+
+    [dim]Example:[/]
+
+    draftwood drafter serve --model path/to/small --drafter none --host 0.0.0.0
+    """
+    run_drafter(engine, flags)
 
 
 def run_drafter(engine: EngineFlags, flags: DrafterFlags) -> None:

@@ -44,7 +44,9 @@ class CausalDrafter(GrownDrafter):
         if (own.page_size, own.pool.num_pages) != (theirs.page_size, theirs.pool.num_pages):
             model = self.runner.model
             pages = theirs.pool.num_pages, theirs.page_size
-            self.runner.cache = KVCache(model.config, *pages, model.dtype, model.device, self.runner.cache.packing)
+            self.runner.cache = KVCache(
+                model.config, *pages, model.dtype, model.device, packing=self.runner.cache.packing
+            )
         self._shorter = self._max_positions < target.model.config.max_positions
         if isinstance(self.runner.model, ReadsSources):
             self.runner.model.share_encoder(target.model)

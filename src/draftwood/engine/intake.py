@@ -105,8 +105,8 @@ class Intake:
     def request(self, prompt: Prompt, params: SamplingParams, tenant: str = "") -> tuple[str | None, EngineRequest]:
         """The prompt as a text, where it is one, and the request that `tenant` makes with it."""
         source = self.sources.read(prompt)
-        prompt, files = self._without_images(prompt)
-        text, tokens = self._text(prompt)
+        plain, files = self._without_images(prompt)
+        text, tokens = self._text(plain)
         tokens, images = self.images.place(tokens, files)
         self._check_tokens(tokens, params, 0 if source is None else len(source))
         self._check_adapter(params.adapter)
@@ -122,7 +122,7 @@ class Intake:
             next(self._request_ids), tuple(tokens), params, seed, tenant, prediction, bad_words, source, images
         )
 
-    def _without_images(self, prompt: Prompt) -> tuple[Prompt, list[bytes]]:
+    def _without_images(self, prompt: Prompt) -> tuple[PlainPrompt | WithSource, list[bytes]]:
         """A conversation without the images in it, and their files; anything else as it is."""
         if isinstance(prompt, Conversation):
             return prompt.tokens, list(prompt.files)
@@ -130,7 +130,7 @@ class Intake:
             return prompt, []
         return self.images.apart([item for item in prompt if isinstance(item, Mapping)])
 
-    def _text(self, prompt: Prompt) -> tuple[str | None, list[int]]:
+    def _text(self, prompt: PlainPrompt | WithSource) -> tuple[str | None, list[int]]:
         """What the decoder begins with; behind an encoder, the token that its texts begin with goes before all else."""
         begun = prompt.prompt if isinstance(prompt, WithSource) else prompt
         spec = self._config.encoder

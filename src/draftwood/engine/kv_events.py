@@ -104,7 +104,7 @@ class KvEvents:
             more = events[-1] is not None
             told = [event for event in events if event is not None]
             if told:
-                body = msgpack.packb([time.time(), told, RANK])
+                body: Any = msgpack.packb([time.time(), told, RANK])
                 socket.send_multipart((self._topic, number.to_bytes(8, "big"), body))
                 number += 1
         socket.close(linger=1000)

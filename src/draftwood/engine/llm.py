@@ -95,8 +95,6 @@ class LLM:
         checkpoint = open_checkpoint(model, config.impl) if isinstance(model, str | Path) else model
         if config.tp > 1 and (lora is not None or adapters):
             raise InvalidRequest("Adapters are not split over ranks yet: merge one into a folder, or leave tp at 1.")
-                "Adapters are not split over ranks yet: merge one into a folder first, or leave tp at 1."
-            )
         self.checkpoint = merged(checkpoint, lora)
         self.adapters = dict(adapters or {})
         names = {"drafter": drafter, "law": law, "tree": tree}

@@ -14,6 +14,7 @@ from draftwood.protocols import PREDICTED, Constraint, Pace
 from draftwood.request import Event, FinishReason, SamplingParams, SpeculationStats, TokenLogprob
 
 DEEP = 1 << 20  # deeper than any tree
+_MARK = "\0"  # begins the salts of sequences that have more than the caller's
 HEAD_START = 10.0  # seconds: what a level of priority is worth, and a first token that is promised for no time
 RECENT = 0.2  # weight of the last step in what drafts gain a sequence
 
@@ -79,7 +80,11 @@ class Sequence:
         an image token is another one for each image, and an adapter gives tokens keys of its own.
         """
         seen = [part.key for part in (self.source, self.images) if part is not None]
-        return " ".join([f"{self.adapter}|", *seen, self.params.cache_salt])
+        if self.adapter >= 0:
+            seen.append(str(self.adapter))
+        # A caller's salt is never the beginning of what is put before another one.
+        marked = bool(seen) or self.params.cache_salt.startswith(_MARK)
+        return " ".join([_MARK, *seen, self.params.cache_salt]) if marked else self.params.cache_salt
 
     @property
     def num_generated(self) -> int:

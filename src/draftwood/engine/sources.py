@@ -31,7 +31,7 @@ Prompt = PlainPrompt | WithSource | Conversation
 
 def with_source(prompt: Prompt | None, encoder_input: EncoderInput | None) -> Prompt:
     """Both as one."""
-    if encoder_input is not None and not isinstance(prompt, WithSource):
+    if encoder_input is not None and not isinstance(prompt, WithSource | Conversation):
         return WithSource(encoder_input, prompt)
     if prompt is None:
         raise InvalidRequest("There is no prompt. Give one, or, to a model with an encoder, an encoder_input.")

@@ -46,7 +46,7 @@ class Site:
 
 def sites(config: ModelConfig, layer: int) -> tuple[Site, Site, Site, Site]:
     """Of queries, keys and values; of attention's output; of gate and up; of the way down."""
-    mlp, shapes = config.layer_specs[layer].mlp, tensor_shapes(config)
+    mlp, shapes = config.layer_specs[layer].only_mlp, tensor_shapes(config)
     gates = ("mlp.gate_proj", "mlp.up_proj") if isinstance(mlp, ExpertsSpec) or mlp.gated else ("mlp.up_proj",)
     named = (tuple(f"self_attn.{part}_proj" for part in "qkv"), ("self_attn.o_proj",), gates, ("mlp.down_proj",))
     qkv, output, gate_up, down = (

@@ -153,7 +153,7 @@ def hf_rope(config: Mapping[str, Any], max_positions: int) -> RopeConfig:
     parameters = hf_rope_parameters(config)
     stated = integer(config, "max_position_embeddings")
     original = integer(parameters, "original_max_position_embeddings", stated)
-    optional = {
+    optional: dict[str, Any] = {
         name: float(parameters[name])
         for name in _ROPE_NUMBERS
         if parameters.get(name) is not None and number(parameters, name, None) is not None

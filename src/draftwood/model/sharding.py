@@ -101,16 +101,13 @@ def sharded(config: ModelConfig, size: int, weights: WeightFormat) -> ModelConfi
 
 
 def _obstacles(config: ModelConfig, size: int, weights: WeightFormat) -> Iterator[str]:
-    if isinstance(config, UniversalConfig) or config.encoder is not None:
-        yield "only our own decoders can be split, without an encoder"
-        return
-    if config.recurrent:
-        yield "its recurrent layers cannot be split yet"
+    if isinstance(config, UniversalConfig) or config.encoder is not None or config.recurrent:
+        yield "only our own decoders can be split, without an encoder or recurrent layers"
         return
     for count, name in ((config.num_heads, "attention heads"), (config.num_kv_heads, "key-value heads")):
         if count % size:
             yield f"its {count} {name} do not divide by {size}"
-    norms = [layer.attention.head_norm for layer in config.layer_specs]
+    norms = [layer.only_attention.head_norm for layer in config.layer_specs]
     if any(norm is not None and norm.over == HeadNorms.WHOLE for norm in norms):
         yield "it norms all heads of a row together"
     inputs = {width for layer in config.layer_specs for width in _widths(layer)}
@@ -126,16 +123,17 @@ def _obstacles(config: ModelConfig, size: int, weights: WeightFormat) -> Iterato
 
 
 def _widths(layer: LayerSpec) -> Iterator[int]:
-    if isinstance(layer.mlp, MlpSpec):
-        yield layer.mlp.width
+    mlp = layer.only_mlp
+    if isinstance(mlp, MlpSpec):
+        yield mlp.width
         return
-    yield layer.mlp.expert.width
-    if layer.mlp.shared is not None:
-        yield layer.mlp.shared.width
+    yield mlp.expert.width
+    if mlp.shared is not None:
+        yield mlp.shared.width
 
 
 def _narrower(layer: LayerSpec, size: int) -> LayerSpec:
-    mlp = layer.mlp
+    mlp = layer.only_mlp
     if isinstance(mlp, ExpertsSpec):
         shared = mlp.shared and replace(mlp.shared, width=mlp.shared.width // size)
         expert = replace(mlp.expert, width=mlp.expert.width // size)

@@ -153,7 +153,7 @@ class Transformer:
         self._adapters = [self._factors(adapters, i) for i in range(self.config.num_layers)]
 
     def _factors(self, adapters: Sequence[Adapter], i: int) -> tuple[list[LowRank | None], ...]:
-        attention, dim = self.specs[i].attention, self.config.head_dim
+        attention, dim = self.specs[i].only_attention, self.config.head_dim
 
         def turning(rows: list[Tensor]) -> Tensor:  # as `WeightLoader.qkv` arranges them
             return torch.cat([*(pair_adjacent(part, dim, attention.rotated) for part in rows[:2]), rows[2]])
