@@ -169,7 +169,7 @@ def test_nothing_looks_at_values(family: str) -> None:
     whole = with_text(tree_batch(runner, spans[:1], tree), runner.cache.stage_text(spans[1:]))
     model, index = runner.model, tree.local[verdict.path]
     rows = torch.randn(len(whole.tokens), config.hidden_size, dtype=torch.float64)
-    mixers = [layer.mixer for layer in model.layers if layer.mixer is not None]  # type: ignore[attr-defined]
+    mixers = [layer.mixer for layer in model.layers.held if layer.mixer is not None]  # type: ignore[attr-defined, union-attr]
     with no_looking():
         recurrences = Recurrences(whole, runner.cache.memory.states)
         for i, mixer in enumerate(mixers):
