@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from draftwood.config import EngineConfig
+from draftwood.drafters.across import way_across
 from draftwood.drafters.by_request import OfferedDrafters
 from draftwood.drafters.cascade import CASCADE, build_cascade
 from draftwood.drafters.combined import CombinedDrafter
@@ -66,7 +66,7 @@ from draftwood.nets.layouts import (
 from draftwood.nets.layouts.student import student_words
 from draftwood.nets.shared import SharedWords
 from draftwood.protocols import Verifier
-from draftwood.tree import POINT_CHAIN, DraftLaw
+from draftwood.tree import DraftLaw
 from draftwood.verifiers import AUTO, LAWS, ByRequest, default_law
 
 CPU = torch.device("cpu")
@@ -121,7 +121,6 @@ TREES: Mapping[str, Entry] = {
 MODEL_DRAFTER = "model:NAME"
 SUBSTITUTE = "subspec"  # the target's own layers, low-bit copies of those that are away
 SUBSTITUTED = ("int4", "int8")
-NEARLY_ALL = 0.9  # of the target's tokens: vocabularies that differ in markers and padding
 LEAST_OF_NETWORKS = 0.02  # chance of a node beside those of networks, whose trees are not cut by chance either
 
 
@@ -313,28 +312,6 @@ def load_model_drafter(checkpoint: Checkpoint, tree: str | None, target: Checkpo
     if way.by_token:
         return IntersectionDrafter(runner, grower, bridge)
     return ReencodingDrafter(runner, own, theirs, size, grower.levels)
-
-
-@dataclass(frozen=True)
-class WayAcross:
-    """How a model drafts for a target of another vocabulary."""
-
-    by_token: bool
-    why: str
-
-
-def way_across(bridge: Bridge, grower: Grower) -> WayAcross:
-    """By text where chains of chosen tokens will do: then the draft model reads what was said in its own tokens. Else
-    token by token: that has draws and branches, and costs no more than a draft model of the same vocabulary.
-    """
-    common = f"{bridge.share:.0%} of the target's tokens are in both"
-    if not len(bridge.common):
-        raise IncompatibleParts("The draft model has no token in common with the target; take another one, or ngram.")
-    if bridge.share >= NEARLY_ALL:
-        return WayAcross(True, f"token by token ({common})")
-    if grower.law == POINT_CHAIN and isinstance(grower, Levels) and isinstance(grower.picker, Best):
-        return WayAcross(False, f"by text, which is encoded again ({common}; trees and draws would go token by token)")
-    return WayAcross(True, f"token by token, since its tree branches or draws ({common})")
 
 
 def student_drafter(student: SharedWords, tree: str | None, config: EngineConfig) -> StudentDrafter:
