@@ -77,7 +77,7 @@ def tokenizer_of(folder: Path) -> Tokenizer:
 
 def convert(folder: Path, out: Path) -> None:
     """Write `out`."""
-    config = MarianConfig.from_pretrained(folder)
+    config = MarianConfig.from_pretrained(folder, trust_remote_code=False)
     model = MarianMTModel(config)
     weights = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
     report = model.load_state_dict(weights, strict=False)

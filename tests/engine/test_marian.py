@@ -33,7 +33,7 @@ def test_translations_are_transformers_own_and_drafts_come_from_the_source() -> 
     with LLM(FOLDER, config=CONFIG) as llm:
         plain = llm.generate(params=params, encoder_input=list(TEXTS))
     assert [result.token_ids for result in found] == [result.token_ids for result in plain]
-    model = MarianMTModel.from_pretrained(FOLDER, dtype=torch.float32).eval()
+    model = MarianMTModel.from_pretrained(FOLDER, trust_remote_code=False, dtype=torch.float32).eval()
     for own, result in zip(ids, found, strict=True):
         with torch.no_grad():
             inputs = torch.tensor([own])

@@ -51,7 +51,7 @@ def theirs(model: Any, folder: Path, tokens: list[int], numbers: list[int]) -> t
 
     from pictures import image
 
-    processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    processor = AutoImageProcessor.from_pretrained(folder, trust_remote_code=False, backend="pil")
     made = [processor(images=[Image.open(BytesIO(image(i)))], return_tensors="pt") for i in numbers]
     ids = torch.tensor([tokens])
     given = {"pixel_values": torch.cat([own["pixel_values"] for own in made]).double()}
