@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from coverage import Coverage
 from torch import Tensor
 
 from draftwood import LLM, EngineConfig, SamplingParams
@@ -34,13 +35,22 @@ from tiny import TinyCheckpoint, hf_config, tiny_config, tiny_folder
 TESTS = Path(__file__).parent.parent
 
 
+def counted() -> list[str]:
+    """Options that have a child's lines counted, where those of this process are."""
+    current = Coverage.current()
+    if current is None:
+        return []
+    file, rules = current.get_option("run:data_file"), TESTS.parent / "pyproject.toml"
+    return ["-m", "coverage", "run", "--parallel-mode", f"--data-file={file}", f"--rcfile={rules}"]
+
+
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What every case gave, of both ranks: two processes for all of them."""
     folder = tmp_path_factory.mktemp("ranks")
     paths = os.pathsep.join([str(TESTS), *sys.path])
     environment = os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "DRAFTWOOD_HOME": str(folder / "home")}
-    command = [sys.executable, "-W", "error", str(TESTS / "spmd.py")]
+    command = [sys.executable, "-W", "error", *counted(), str(TESTS / "spmd.py")]
     both = [subprocess.Popen([*command, str(rank), str(folder)], env=environment) for rank in range(2)]
     try:
         assert [process.wait(120) for process in both] == [0, 0]

@@ -95,6 +95,6 @@ def test_only_the_adapter_takes_memory() -> None:
     target = tiny_runner(tiny_config(layers=3))
     net = random_net("kangaroo", TargetEmbeddings(TinyCheckpoint(tiny_config(layers=3)), CPU, torch.float64))
     model = ShallowModel(target.model, net)  # type: ignore[arg-type]
-    assert model.trunk.layers[0] is target.model.layers[0]  # type: ignore[attr-defined]
+    assert model.trunk.layers.get(0) is target.model.layers.get(0)  # type: ignore[attr-defined]
     assert model.num_bytes == sum(weight.nbytes for weight in net.parameters())
     assert (model.config.num_layers, target.model.config.num_layers) == (1 + 2, 3)
