@@ -318,3 +318,18 @@ def test_rows_are_shared_before_anybody_guesses() -> None:
     prompts, plan = scheduler.schedule(Budget(200))
     items = plan.items + prompts.items
     assert [(item.end - item.start, item.max_nodes) for item in items] == [(1, 5), (1, 5), (10, 0)]
+
+
+def test_no_salt_of_a_caller_is_that_of_an_adapter() -> None:
+    """Pages are shared by the salt: whatever a caller writes there must not name what an adapter has computed."""
+    harness = Harness(tiny_runner(), NoDrafter(), LAWS["match"]())
+
+    def salt(cache_salt: str, adapter: int = -1) -> str:
+        answer = harness.answer(0, Ask((1, 2, 3), SamplingParams(cache_salt=cache_salt)))
+        answer.adapter = adapter
+        return answer.prefix_salt
+
+    salts = ["", "x", "0", "0 x", " 0 x", "\0", "\0 0 x", "\0 0", "\0 \0 0 x"]
+    assert [salt(own) for own in salts[:4]] == salts[:4]
+    named = [salt(own, adapter) for own in salts for adapter in (-1, 0, 1)]
+    assert len(set(named)) == len(named)

@@ -79,12 +79,11 @@ class Sequence:
         """Pages are shared with sequences of the same one: what an encoder makes of a token depends on all others,
         an image token is another one for each image, and an adapter gives tokens keys of its own.
         """
-        seen = [part.key for part in (self.source, self.images) if part is not None]
-        if self.adapter >= 0:
-            seen.append(str(self.adapter))
-        # A caller's salt is never the beginning of what is put before another one.
-        marked = bool(seen) or self.params.cache_salt.startswith(_MARK)
-        return " ".join([_MARK, *seen, self.params.cache_salt]) if marked else self.params.cache_salt
+        keys, salt = [part.key for part in (self.source, self.images) if part is not None], self.params.cache_salt
+        if self.adapter < 0 and not keys and not salt.startswith(_MARK):
+            return salt
+        # What stands before the caller's part says itself where it ends: no caller can write what another has.
+        return " ".join([_MARK, str(self.adapter), str(len(keys)), *keys, salt])
 
     @property
     def num_generated(self) -> int:
