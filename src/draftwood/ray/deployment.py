@@ -157,15 +157,15 @@ def application(
         target_ongoing_requests=max(1, running // 2),
         policy=AutoscalingPolicy(policy_function=scaled),
     )
-    replica = serve.deployment(Replica).options(
+    deployment: Any = serve.deployment  # its types are those of a decorator
+    router: Any = PrefixRouter
+    replica = deployment(Replica).options(
         name="Replica",
         max_ongoing_requests=running + options.server.max_queue,
         ray_actor_options={"num_cpus": cpus, "num_gpus": gpus},
-        request_router_config=RequestRouterConfig(request_router_class=PrefixRouter),
+        request_router_config=RequestRouterConfig(request_router_class=router),
         health_check_period_s=1.0,
         **({"autoscaling_config": scaling} if most > fewest else {"num_replicas": fewest}),
     )
-    front = serve.deployment(Front).options(
-        name="Front", max_ongoing_requests=4096, ray_actor_options={"num_cpus": 0.0}
-    )
+    front = deployment(Front).options(name="Front", max_ongoing_requests=4096, ray_actor_options={"num_cpus": 0.0})
     return front.bind(replica.bind(options), options.server.max_body)
