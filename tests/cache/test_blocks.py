@@ -249,3 +249,52 @@ def test_unknown_sequences_hold_nothing() -> None:
     assert tables.room(9) == 0
     tables.close(9)
     tables.check()
+
+
+class Shelf:
+    """A tier with room for so many pages."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.kept = room, dict[int, int]()
+
+    def save(self, page: int, key: int) -> int | None:
+        self.kept[key] = page
+        if len(self.kept) <= self.room:
+            return None
+        oldest = next(iter(self.kept))
+        del self.kept[oldest]
+        return oldest
+
+    def load(self, key: int, page: int) -> None:
+        del self.kept[key]
+
+    def touch(self, key: int) -> None:
+        self.kept[key] = self.kept.pop(key)
+
+    def drop(self, key: int) -> None:
+        del self.kept[key]
+
+
+def test_evicted_pages_come_back_or_are_made_again() -> None:
+    pool = PagePool(2)
+    shelf = pool.tier = Shelf(room=4)
+    first = pool.take(2)
+    assert first is not None
+    start = pool.remember(first[0], "", (1, 2))
+    behind = pool.remember(first[1], start, (3, 4))
+    for page in reversed(first):
+        pool.give_back(page)
+    pages = pool.take(2)  # both had to go
+    assert pages is not None
+    assert set(shelf.kept) == {start, behind}
+    assert pool.find("", (1, 2)) is None
+    assert pool.restore("", (1, 2), None) is None, "no page is free"
+    assert pool.remember(pages[0], "", (1, 2)) == start, "made again, it has the key that what follows knows"
+    assert set(shelf.kept) == {behind}
+    pool.give_back(pages[1])
+    back = pool.restore(start, (3, 4), pages[0])
+    assert back == (pages[1], behind)
+    assert not shelf.kept
+    assert pool.restored() == [pages[1]]
+    assert pool.restored() == []
+    pool.check({page: 1 for page in pages})

@@ -104,3 +104,27 @@ def test_a_router_knows_what_the_cache_holds(llm: LLM, tmp_path: Path) -> None:
 def test_an_endpoint_that_cannot_be_used_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="tcp://"):
         KvEvents(PAGE, "nonsense")
+
+
+def test_a_page_behind_one_that_is_gone_is_not_told_of(tmp_path: Path) -> None:
+    """By hand, as the pool calls it."""
+    endpoint = f"ipc://{tmp_path}/kv"
+    events = KvEvents(2, endpoint, "kv@here@tiny")
+    router = Router(endpoint)
+    time.sleep(0.2)  # subscriptions take a moment
+    events.stored(1, "tenant", (5, 6))
+    events.stored(2, 1, (7, 8))
+    router.read()
+    names = [block_hash(None, (5, 6), "tenant")]
+    names.append(block_hash(names[0], (7, 8), ""))
+    assert list(router.blocks) == names
+    assert router.blocks[names[0]]["extra_keys"] == [["tenant"]]
+    events.removed(2)
+    events.removed(1)
+    events.stored(3, 2, (9, 9))  # what was before it cannot be found any more
+    events.removed(3)
+    router.read()
+    assert router.kinds[-2:] == ["BlockRemoved", "BlockRemoved"]
+    assert not router.blocks
+    events.close()
+    router.close()
