@@ -297,4 +297,4 @@ def test_evicted_pages_come_back_or_are_made_again() -> None:
     assert not shelf.kept
     assert pool.restored() == [pages[1]]
     assert pool.restored() == []
-    pool.check({page: 1 for page in pages})
+    pool.check(dict.fromkeys(pages, 1))
