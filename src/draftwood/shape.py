@@ -296,12 +296,6 @@ def _tries(parents: Tensor, drawn: Tensor) -> Tensor:
     return table
 
 
-def offsets_of(owner: Tensor, num_trees: int) -> Tensor:
-    """Where each tree begins, from the tree every node belongs to. [M] -> [B + 1]."""
-    counts = torch.bincount(owner, minlength=num_trees)
-    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-
-
 def ancestor_words(paths: Tensor, local: Tensor, words: int) -> Tensor:
     """Bit sets over local node indices for the nodes on `paths`, in any order. [M, D + 1] -> [M, words] int64."""
     place = torch.where(paths >= 0, local[paths.clamp(min=0)], 0) - 1

@@ -1,7 +1,7 @@
 """The border of an engine, made of data: requests in, events out, and what it says of itself.
 
 Whoever serves requests needs an `EngineClient` and nothing behind it: an engine in this process (`LLM`) or in another
-one (`EngineProcess`).
+one (`RemoteEngine`).
 """
 
 from __future__ import annotations

@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-import torch
 from torch import Tensor
 
-from draftwood.batch import ForwardBatch
-from draftwood.cache.kv import KVCache
 from draftwood.engine.plan import Plan
 from draftwood.request import TokenLogprob
 from draftwood.sampling import text_logprobs
-
-
-def stage_prompts(plan: Plan, cache: KVCache) -> ForwardBatch:
-    """Rows for a plan in which nothing is sampled; logits are wanted at its `scored_rows`."""
-    batch = cache.stage_text(plan.spans)
-    if not plan.scored:
-        return batch
-    return replace(batch, logit_rows=torch.tensor(plan.scored_rows, device=cache.device))
 
 
 def prompt_logprobs(plan: Plan, logits: Tensor) -> dict[int, list[TokenLogprob]]:
