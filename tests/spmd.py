@@ -25,9 +25,10 @@ from draftwood.growers import Beam, Independent, Levels, WithoutReplacement
 from draftwood.model.config import ModelConfig
 from draftwood.model.runner import ModelRunner
 from draftwood.model.sharding import ShardedCheckpoint
+from draftwood.model.stages import StageCheckpoint
 from draftwood.model.weights import FORMATS
 from draftwood.ranks import ProcessRanks, RankLost, meet
-from draftwood.request import SamplingParams, Slo
+from draftwood.request import FinishReason, SamplingParams, Slo
 from draftwood.rng import KeyedRng
 from draftwood.verifiers import LAWS
 from families import FAMILIES
@@ -41,10 +42,13 @@ from tiny import (
     NoStutter,
     Regime,
     TinyCheckpoint,
+    combining,
     generated,
     ngram,
     no_drafter,
+    offering,
     scripted,
+    suffix,
     tiny_config,
     with_arrivals,
     with_model,
@@ -69,6 +73,7 @@ class Case:
     weights: str = "stored"
     dtype: torch.dtype = torch.float64
     offload: float = 0.0
+    stages: bool = False  # one after the other, not side by side
 
 
 def every_pair(tokens: Sequence[int]) -> list[list[int]]:
@@ -135,9 +140,31 @@ CASES: dict[str, Case] = {
 }
 
 
+def in_stages(case: Case) -> Case:
+    """The same with the first layers on one rank, and the others on the other."""
+    return replace(case, stages=True)
+
+
+SAME = ("greedy", "greedy-tree-preempted", "sampled-tree", "drawn-tree", "staggered-and-cancelled", "wishes", "gemma2")
+OFFERED = offering(BUSHY, suffix(), with_model(Beam(9, 3, 3)))
+CASES |= {
+    f"stages-{name}": in_stages(case)
+    for name, case in {
+        **{name: CASES[name] for name in SAME)},
+        "features": replace(CASES["features"], law="match"),  # others depend on the trees, and these on the batch
+        "remembers": Case(requests(0.8), combining(BUSHY, suffix())),
+        "several-drafters": Case(requests(0.8), OFFERED),
+        "int8-float32": Case(requests(0.0), BUSHY, config=WIDE, weights="int8", dtype=torch.float32),
+    }.items()
+}
+
+
 def harness(case: Case, ranks: ProcessRanks | None, rng: KeyedRng | None = None) -> Harness:
     whole, regime = TinyCheckpoint(case.config), case.regime
-    checkpoint = whole if ranks is None else ShardedCheckpoint(whole, ranks, FORMATS[case.weights])
+    checkpoint = whole
+    if ranks is not None:
+        parts = StageCheckpoint(whole, ranks) if case.stages else ShardedCheckpoint(whole, ranks, FORMATS[case.weights])
+        checkpoint = parts
     pages = regime.num_pages, regime.page_size
     away = case.offload if ranks is not None else 0.0
     target = ModelRunner.load(checkpoint, case.dtype, CPU, *pages, FORMATS[case.weights], offload=away)
@@ -160,7 +187,7 @@ class Led(Harness):
                 if ask.arrives == step:
                     driver.add([answer])
                 if ask.cancelled == step:
-                    driver.abort(answer.request_id, "cancelled")  # type: ignore[arg-type]
+                    self.events += driver.abort(answer.request_id, FinishReason.CANCELLED)
             if self.engine.scheduler.has_work:
                 self.events += driver.step()
             self.check()
@@ -190,10 +217,15 @@ def compare(case: Case, ranks: ProcessRanks) -> dict[str, object]:
     got, led = on_ranks(case, ranks)
     if alone is None:
         return {}
+    texts = [(led.text(i), alone.text(i)) for i in range(len(case.asks))]
+    for i, ask in enumerate(case.asks):
+        if case.stages and ask.cancelled is not None:  # it has come further by then, or not as far
+            got[i], want[i] = got[i][: len(want[i])], want[i][: len(got[i])]
+            texts[i] = texts[i][0][: len(texts[i][1])], texts[i][1][: len(texts[i][0])]
     return {
         "want": want,
         "got": got,
-        "text": [led.text(i) == alone.text(i) for i in range(len(case.asks))],
+        "text": [a == b for a, b in texts],
         "preemptions": led.engine.scheduler.num_preemptions,
         "pages": led.engine.scheduler.tables.pool.num_available,
         "bytes": [h.engine.target.model.num_bytes for h in (alone, led)],

@@ -48,6 +48,7 @@ class EngineConfig:
     # Of the layers' weights, what is not kept on the device: a share (up to 1), or so many bytes.
     offload: float = 0.0
     tp: int = 1  # ranks that compute the model together, each with a part of every layer
+    pp: int = 1  # ranks that compute it one after the other, each with some of the layers
 
     def __post_init__(self) -> None:
         known = {
@@ -65,7 +66,7 @@ class EngineConfig:
                 f"Weights stored as {self.weights} are computed with in float32, or in bfloat16 on a GPU, not "
                 f"{self.dtype}; leave dtype alone."
             )
-        for name in ("page_size", "max_waiting", "tp"):
+        for name in ("page_size", "max_waiting", "tp", "pp"):
             if getattr(self, name) < 1:
                 raise InvalidRequest(f"{name} must be at least 1.")
         for name in ("cache_tokens", "max_rows", "max_running"):
@@ -84,10 +85,19 @@ class EngineConfig:
             raise InvalidRequest("offload must be a share of the layers (0 to 1), or a number of bytes.")
         if self.tp > 1 and self.strict:
             raise InvalidRequest("strict=True goes with tp=1: sums over ranks do not keep the order of one process.")
+        if self.pp > 1 and self.tp > 1:
+            raise InvalidRequest("Stages cannot be split over ranks yet: give tp or pp, not both.")
+        if self.pp > 1 and self.offload:
+            raise InvalidRequest("The layers of stages stay on their devices: give pp or offload, not both.")
 
-    def with_numbers(self, *, threads: int | None = None, tp: int | None = None) -> EngineConfig:
+    @property
+    def ranks(self) -> int:
+        """Processes that compute the model together."""
+        return self.tp * self.pp
+
+    def with_numbers(self, **numbers: int | None) -> EngineConfig:
         """The same with these numbers, where they are given; refuses one that contradicts its own."""
-        given = {name: value for name, value in {"threads": threads, "tp": tp}.items() if value is not None}
+        given = {name: value for name, value in numbers.items() if value is not None}
         for name, value in given.items():
             own = getattr(self, name)
             if own not in (getattr(EngineConfig, name), value):

@@ -143,6 +143,11 @@ class Drafter(Protocol):
         """Whether its trees come from the host (`prepare`), which has to know the outcome of the last step first."""
         ...
 
+    @property
+    def remembers(self) -> bool:
+        """Whether `commit` needs what it keeps of the last proposal: then no other step may come between the two."""
+        ...
+
     def attach(self, target: ModelRunner) -> None:
         """The target it drafts for; called once, before anything else."""
         ...
@@ -187,6 +192,7 @@ class Silent:
     surplus = 1
     reads = False
     waits = False
+    remembers = False
 
     def attach(self, target: ModelRunner) -> None:
         """Nothing to know."""

@@ -137,6 +137,11 @@ class GuardedDrafter:
         """Whether the drafter does, unless it is switched off."""
         return not self._health.disabled and self.drafter.waits
 
+    @property
+    def remembers(self) -> bool:
+        """Whether the drafter does."""
+        return self.drafter.remembers
+
     def attach(self, target: ModelRunner) -> None:
         """Pass it on: what raises here is an engine that cannot be built."""
         self.drafter.attach(target)

@@ -50,7 +50,7 @@ class Switch:
         self._drafter = drafter
         self._current: Drafter = drafter
         self.law, self.max_nodes, self.sizes = drafter.law, drafter.max_nodes, drafter.sizes
-        self.surplus = drafter.surplus
+        self.surplus, self.remembers = drafter.surplus, drafter.remembers
 
     @property
     def on(self) -> bool:

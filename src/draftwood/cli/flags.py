@@ -89,6 +89,9 @@ class EngineFlags:
         int,
         _option("Processes that compute the model together, each on a GPU or on cores of its own.", "Machine"),
     ] = 1
+    pp: Annotated[
+        int, _option("Processes that compute it one after the other, each with some of the layers.", "Machine")
+    ] = 1
     cache_host_tokens: Annotated[
         int, _option("Tokens of evicted prefixes that host memory keeps, beside the cache.", "Machine")
     ] = 0
@@ -114,6 +117,7 @@ class EngineFlags:
             cache_host_tokens=self.cache_host_tokens,
             eager=self.eager,
             tp=self.tp,
+            pp=self.pp,
             offload=_amount("--offload", self.offload),
             controller=self.controller,
         )

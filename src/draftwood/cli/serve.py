@@ -154,7 +154,7 @@ def run_serve(engine: EngineFlags, flags: ServeFlags) -> None:
     if flags.manage_port is not None:
         addresses.append(("127.0.0.1", flags.manage_port))
     config = flags.config(engine.model)
-    if is_follower(engine.tp):  # rank 0 has the clients
+    if is_follower(engine.tp * engine.pp):  # rank 0 has the clients
         open_llm(engine, offers=tuple(flags.offer or ()), max_running=flags.max_running)
     with listening(addresses) as sockets:  # before anything is imported or loaded: the port may be in use
         _serve(engine, flags, config, sockets)

@@ -71,6 +71,7 @@ class CascadeDrafter(Silent):
     """
 
     law = POINT_TREE
+    remembers = True
 
     def __init__(self, inner: Drafter, middle: Middle, nodes: int = 8, rounds: int = 3, ahead: int = 4) -> None:
         if nodes < 1 or rounds < 1 or ahead < 1:

@@ -65,6 +65,11 @@ class CombinedDrafter(Several):
         return DraftLaw(POINT_TREE.draws | own.draws, chain=False, grafted=True, grown=own.grown)
 
     @property
+    def remembers(self) -> bool:
+        """What each source had proposed."""
+        return True
+
+    @property
     def surplus(self) -> int:
         """Merged trees say how likely nodes are."""
         return 1 if self._drawing else 2

@@ -81,6 +81,7 @@ class LookaheadDrafter(Silent):
 
     law = POINT_TREE
     needs = frozenset({LOGITS})
+    remembers = True
 
     def __init__(self, width: int = 5, length: int = 4, guesses: int = 5) -> None:
         if width < 1 or length < 2 or guesses < 1:

@@ -145,6 +145,11 @@ class PredictedDrafter:
         """Whether the inner drafter does; requests with a prediction wait in any case."""
         return self.drafter.waits
 
+    @property
+    def remembers(self) -> bool:
+        """Whether the inner drafter does."""
+        return self.drafter.remembers
+
     def attach(self, target: ModelRunner) -> None:
         """Pass it on."""
         self._target = target

@@ -38,6 +38,11 @@ class Several:
         """Whether any of them does."""
         return any(guard.waits for guard in self.guards)
 
+    @property
+    def remembers(self) -> bool:
+        """Whether any of them does."""
+        return any(guard.remembers for guard in self.guards)
+
     def attach(self, target: ModelRunner) -> None:
         """Tell all of them."""
         for guard in self.guards:

@@ -74,7 +74,7 @@ class Builder:
             torch.cuda.set_device(device)  # of this thread, the one that computes
         with ExitStack() as stack:
             stack.enter_context(memory_explained(self.config, self.share, self.parts.drafter))
-            if self.config.tp == 1:  # in processes of their own, which would be no ranks
+            if self.config.ranks == 1:  # in processes of their own, which would be no ranks
                 plan = self.checkpoint.config, self.config, self.parts.drafter, self.parts.tree
                 stack.enter_context(warming_up(*plan))
             stack.enter_context(reading_ahead(files_of(self.checkpoint)))
@@ -96,12 +96,12 @@ class Builder:
             own = {parts.drafter: drafter} if isinstance(parts.drafter, str) else {}
             drafter = offer(drafter, own | offered)
         on_gpu = target.device.type == "cuda"
-        captures = on_gpu and not config.eager and not config.offload
+        captures = on_gpu and not config.eager and not config.offload and config.pp == 1
         limits = SchedulerConfig(
             config.max_rows,
             config.max_running,
             config.max_waiting,
-            asynchronous=on_gpu,
+            asynchronous=on_gpu and config.pp == 1,
             prefill_sizes=MIXED_ROWS if captures else (),
             max_pieces=SEQUENCES,
         )

@@ -12,9 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
-from draftwood.batch import ForwardBatch, with_text
+from draftwood.batch import ForwardBatch, ForwardOutput, with_text
 from draftwood.cache.batch_state import BatchState, StepInputs
 from draftwood.cache.kv import stage_trees
 from draftwood.drafting import Drafter, Proposal
@@ -55,6 +56,33 @@ class Scored:
     text: ForwardBatch | None  # rows of prompts that were run with them
     text_features: Features
     staged: StagedTrees | None = None  # what recurrent layers have made of the trees
+
+
+@dataclass(frozen=True)
+class Ruling:
+    """What the law has decided."""
+
+    verdict: Verdict
+    usable: Tensor  # [B] whether the bonus token had a distribution
+    logprobs: PathLogprobs | None
+    facts: Tensor | None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of it; what is not there has no dimension."""
+        verdict, own = self.verdict, self.logprobs
+        optional = (verdict.drift, self.facts, *((own.own, own.best, own.tokens) if own else ()))
+        nothing = torch.empty(())
+        told = (nothing if part is None else part for part in optional)
+        return [verdict.path, verdict.length, verdict.bonus, self.usable, *told]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor], device: torch.device) -> Ruling:
+        """The ruling whose tensors these are."""
+        path, length, bonus, known, *optional = (tensor.to(device) for tensor in tensors)
+        drift, told, *logprobs = (part if part.dim() else None for part in optional)
+        verdict = Verdict(path, length, bonus, drift)
+        return cls(verdict, known, PathLogprobs(*logprobs) if logprobs else None, told)
 
 
 @dataclass(frozen=True)
@@ -112,13 +140,23 @@ def propose(parts: Parts, state: BatchState, view: BatchView, shape: StepShape) 
 
 def score(parts: Parts, view: BatchView, proposal: Proposal, text: ForwardBatch | None) -> Scored:
     """Run every node of the trees, and rows of prompts, through the target in one forward."""
+    batch = staged_rows(parts, view, proposal, text)
+    with parts.timers.measure("target"):
+        out = parts.target.forward(batch, parts.drafter.needs - {LOGITS})
+    return scored_by(out, proposal, text)
+
+
+def staged_rows(parts: Parts, view: BatchView, proposal: Proposal, text: ForwardBatch | None) -> ForwardBatch:
+    """Rows of every node of the trees, and those of prompts."""
     target, tree = parts.target, proposal.tree
     chain = tree.tries.shape[1] == 1
     batch = stage_trees(view, tree, target.cache.page_size, target.model.config.max_positions, chain=chain)
-    whole = batch if text is None else with_text(batch, text)
-    with parts.timers.measure("target"):
-        out = target.forward(whole, parts.drafter.needs - {LOGITS})
-    count = tree.num_nodes
+    return batch if text is None else with_text(batch, text)
+
+
+def scored_by(out: ForwardOutput, proposal: Proposal, text: ForwardBatch | None) -> Scored:
+    """Trees and what a forward of their rows, and those of prompts behind them, has given."""
+    count = proposal.tree.num_nodes
     of_nodes = {layer: rows[:count] for layer, rows in out.features.items()} | {LOGITS: out.logits}
     of_text = {layer: rows[count:] for layer, rows in out.features.items()}
     return Scored(proposal, out.logits, of_nodes, text, of_text, out.staged)
@@ -134,9 +172,32 @@ def settle(
     masks: NodeMasks | None = None,
 ) -> StepOutput:
     """Keep a path of every tree: in the target's cache, in the drafter's, and in the batch state."""
-    tree = scored.proposal.tree
+    return keep(parts, state, view, scored, rule(parts, view, inputs, scored, alternatives, masks))
+
+
+def rule(
+    parts: Parts,
+    view: BatchView,
+    inputs: StepInputs,
+    scored: Scored,
+    alternatives: int,
+    masks: NodeMasks | None = None,
+) -> Ruling:
+    """Which path of every tree is kept, and what is told of it."""
+    tree, asked = scored.proposal.tree, inputs.scored
     logits = edited_logits(scored.logits, tree, view, masks)
     verdict, p = verify(parts, view, scored.proposal, logits)
+    return Ruling(
+        verdict,
+        usable(logits, p, tree, verdict),
+        path_logprobs(scored.logits, tree, verdict, asked, alternatives) if len(asked) else None,
+        facts(logits, tree, verdict, view) if view.mode.traced else None,
+    )
+
+
+def keep(parts: Parts, state: BatchState, view: BatchView, scored: Scored, ruling: Ruling) -> StepOutput:
+    """Do what was ruled: in the target's cache, in the drafter's, and in the batch state."""
+    tree, verdict = scored.proposal.tree, ruling.verdict
     if tree.num_drafted or scored.staged is not None:
         parts.target.cache.keep_path(view, tree, verdict, scored.staged)
     if tree.num_drafted and not (view.may_look or view.mode.predicted):  # where rows are shared by chances
@@ -145,14 +206,8 @@ def settle(
         parts.drafter.commit(view, scored.proposal, verdict, scored.features)
         if scored.text is not None:
             parts.drafter.ingest(scored.text, scored.text_features)
-    asked = inputs.scored
-    return StepOutput(
-        outcome=state.advance(view, tree, verdict, usable(logits, p, tree, verdict)),
-        drift=verdict.drift,
-        logprobs=path_logprobs(scored.logits, tree, verdict, asked, alternatives) if len(asked) else None,
-        facts=facts(logits, tree, verdict, view) if view.mode.traced else None,
-        offsets=tree.offsets,
-    )
+    outcome = state.advance(view, tree, verdict, ruling.usable)
+    return StepOutput(outcome, verdict.drift, ruling.logprobs, ruling.facts, tree.offsets)
 
 
 def verify(parts: Parts, view: BatchView, proposal: Proposal, logits: Tensor) -> tuple[Verdict, Tensor | None]:

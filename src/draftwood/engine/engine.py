@@ -12,6 +12,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import time
+from collections import deque
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +22,7 @@ from draftwood.drafting import Drafter, padded_batch
 from draftwood.engine.decode_step import Parts
 from draftwood.engine.graph_runner import GraphRunner, batch_state_for
 from draftwood.engine.launched import Batch, Launched
+from draftwood.engine.pipeline import PipelineRunner
 from draftwood.engine.plan import Plan
 from draftwood.engine.scheduler import Scheduler
 from draftwood.engine.scoring import prompt_logprobs
@@ -29,6 +31,7 @@ from draftwood.engine.shapes import ShapePlan, StepShape
 from draftwood.errors import IncompatibleParts
 from draftwood.faults import guarded
 from draftwood.model.runner import ModelRunner
+from draftwood.model.stages import StageModel
 from draftwood.protocols import Budget, Controller, Randomness, Span, StepMode, StepReport, TimedStep, Verifier
 from draftwood.request import Event, FinishReason, StepTrace
 from draftwood.telemetry import Timers
@@ -91,8 +94,13 @@ class Engine:
         rows, page_size = scheduler.config.max_rows, target.cache.page_size
         surplus = drafter.surplus if captures else 1
         shapes = ShapePlan.for_trees(drafter.sizes, state.capacity, rows, state.num_pages, page_size, surplus)
-        self.runner = GraphRunner(parts, state, shapes, captures)
-        self._in_flight: _InFlight | None = None
+        self._stages = 1
+        if isinstance(target.model, StageModel):
+            self._stages = target.model.ranks.size
+            self.runner = PipelineRunner(parts, state, shapes, target.model)
+        else:
+            self.runner = GraphRunner(parts, state, shapes, captures)
+        self._flights: deque[_InFlight] = deque()
         self._read: dict[int, int] = {}  # sequence -> tokens in the drafter's KV cache, where that is less than all
         self._unread: set[int] = set()  # pages that the drafter has not read to their end: others may share them
         self._gained: dict[int, int] = {}  # sequence -> tokens of its last step, where that drafted
@@ -105,34 +113,44 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[Event]:
         """Launch step n + 1, collect step n; where nothing is asynchronous, launch and collect the same one."""
-        events = self._collect() if self._must_know_the_last_step else []
+        events = self._collect(0) if self._stages == 1 and self._must_know_the_last_step else []
         budget = self._budget()
         room = self.runner.shapes.proposed(2, budget.max_nodes)  # for the tree of any sequence of several
-        prompts, ready = self.scheduler.schedule(budget, self._ahead, room)
+        prompts, ready = self.scheduler.schedule(budget, self._ahead, room, self._busy, self._stages)
         self._unread.update(self.scheduler.tables.pool.restored())
         scored, prompts = prompts.parted()
         self._release_preempted()
         self.target.cache.copy_states()
         for item in prompts.items + scored.items:
             self._unread.difference_update(self._pages_from(item.seq.id, item.start))
-        launched = self._launch(ready, prompts, budget) if ready.items else None
+        beside = prompts if self._stages == 1 else Plan(())
+        launched = self._launch(ready, beside, budget) if ready.items else None
         if prompts.items and (launched is None or not launched.launched.with_prompts):
             self._timing_invalid = self._behind_text = True
             self._prefilled += prompts.num_rows
             self.runner.read(prompts.spans)
         self.scheduler.commit(prompts, NOTHING)
         self._read_scored(scored)
-        events += self._collect()
-        self._in_flight = launched
-        return events if self.scheduler.config.asynchronous else events + self._collect()
+        if launched is not None:
+            self._flights.append(launched)
+        return events + self._collect(self._going_on(launched=launched is not None))
 
     def add(self, sequences: list[Sequence]) -> None:
         """Queue all answers of one request, or none of them."""
         self.scheduler.add(sequences)
 
-    def abort(self, request_id: int, reason: FinishReason, error: str | None = None) -> list[Event]:
-        """End every unfinished answer of a request now."""
-        return self.scheduler.abort(request_id, reason, error)
+    def abort(
+        self, request_id: int, reason: FinishReason, error: str | None = None, *, settled: bool = True
+    ) -> list[Event]:
+        """End every unfinished answer of a request now. What later stages run of it is waited for (`settled`), or will
+        never come.
+        """
+        if not settled:
+            self._flights.clear()
+        asked = {seq.id for seq in self.scheduler.running if seq.request_id == request_id}
+        with torch.inference_mode():
+            events = self._collect(0) if asked & set(self._busy) else []
+        return events + self.scheduler.abort(request_id, reason, error)
 
     def prepare_next(self) -> bool:
         """Capture one more step while there is nothing else to do; False if there is nothing left to capture."""
@@ -167,8 +185,24 @@ class Engine:
     @property
     def _ahead(self) -> dict[int, int]:
         """The most tokens each sequence may be ahead of the host."""
-        flight = self._in_flight
-        return {} if flight is None else dict.fromkeys(flight.plan.seq_ids, flight.launched.depth + 1)
+        if self._stages > 1 or not self._flights:
+            return {}
+        (flight,) = self._flights
+        return dict.fromkeys(flight.plan.seq_ids, flight.launched.depth + 1)
+
+    @property
+    def _busy(self) -> list[int]:
+        """Sequences that later stages run."""
+        return [seq_id for flight in self._flights for seq_id in flight.plan.seq_ids] if self._stages > 1 else []
+
+    def _going_on(self, *, launched: bool) -> int:
+        """How many steps may stay in flight."""
+        if self._stages == 1:
+            return int(launched and self.scheduler.config.asynchronous)
+        if self.scheduler.crowded or self._guarded.remembers:
+            return 0
+        more = launched and len(self._busy) < len(self.scheduler.running)
+        return max(0, min(self._stages, len(self._flights) + more) - 1)
 
     def _release(self, seq_id: int) -> None:
         """The sequence has ended."""
@@ -244,7 +278,7 @@ class Engine:
             alternatives=max((seq.params.logprobs or 0 for seq in seqs), default=0),
         )
         shape = replace(exact, nodes=self.runner.tree_size(exact, mode), proposed=0)
-        known = eager and self._in_flight is None
+        known = eager and (self._stages > 1 or not self._flights)
         gained = max(self._gained.get(seq.id, 1) for seq in seqs) if known else None
         return Batch(ready, mode, shape, edited, masked, scored, prompts.spans, gained, budget.min_accept_prob)
 
@@ -313,11 +347,14 @@ class Engine:
             found = prompt_logprobs(prompts, self.runner.read_scored(prompts))
             self.scheduler.commit(prompts, NOTHING, prompt_logprobs=found)
 
-    def _collect(self) -> list[Event]:
-        """Collect the step in flight; drop sequences that were finished or preempted since."""
-        flight, self._in_flight = self._in_flight, None
-        if flight is None:
-            return []
+    def _collect(self, left: int) -> list[Event]:
+        """Collect the oldest steps until so many are left in flight."""
+        finished = [self._flights.popleft() for _ in range(len(self._flights) - left)]
+        return [event for flight in finished for event in self._gains(flight)]
+
+    def _gains(self, flight: _InFlight) -> list[Event]:
+        """What came of a step; sequences that were finished or preempted since are dropped."""
+        flight = replace(flight, launched=flight.launched.ended())
         outcome = flight.launched.wait()
         whole, seconds = self._seconds(flight)
         running = {seq.id: seq for seq in self.scheduler.running}
@@ -348,7 +385,7 @@ class Engine:
     def _report(
         self, plan: Plan, flight: _InFlight, outcome: HostVerdict, seconds: float | None, whole: float
     ) -> StepReport:
-        told_apart = not self.scheduler.config.asynchronous
+        told_apart = not self.scheduler.config.asynchronous and self._stages == 1
         rows = flight.prompt_rows
         if told_apart:  # what is read behind a step is waited for together with it
             rows, self._prefilled = rows + self._prefilled, 0

@@ -110,8 +110,8 @@ def spec_of(
     for what, value in {"model": model, **parts}.items():
         if value is not None and not isinstance(value, str | Path):
             raise InvalidRequest(
-                f"With tp the other ranks build the {what} by its name, and it was given as an object. Give a name, or "
-                "start the program on every rank with torchrun."
+                f"With tp or pp the other ranks build the {what} by its name, and it was given as an object. Give a "
+                "name, or start the program on every rank with torchrun."
             )
     named = {what: value and str(value) for what, value in parts.items()}
     return {"model": str(model), **named, "offers": offers, "config": asdict(config), "allow_pickle": allow_pickle}

@@ -20,6 +20,7 @@ from torch import Tensor
 from draftwood.batch import ForwardBatch
 from draftwood.cache.batch_state import BatchState, StepInputs, input_numbers, uploaded
 from draftwood.cache.prefill_buffer import SEQUENCES, PrefillBuffer
+from draftwood.drafting import Proposal
 from draftwood.engine.captured import CapturedStep, Graphs, StepParts
 from draftwood.engine.decode_step import Parts, StepOutput, decode_step, ingest, propose, score, settle
 from draftwood.engine.launched import Batch, Launched
@@ -94,7 +95,7 @@ class GraphRunner:
         step.runs[0]()
         if step.masks is not None:
             self._fill_masks(step, view, batch)
-        launched = self._launched(batch, step.made.output, shape.rows, shape, bool(shape.text))
+        launched = self.launched(batch, step.made.output, shape.rows, shape, with_prompts=bool(shape.text))
         return replace(launched, captured=True)
 
     def tree_size(self, exact: StepShape, mode: StepMode) -> int:
@@ -133,28 +134,40 @@ class GraphRunner:
         self._baked = baked
 
     def _run_eagerly(self, batch: Batch) -> Launched:
-        shape, device, cache = batch.shape, self.state.device, self.target.cache
-        inputs = StepInputs.over(
-            self._numbers(batch, shape, batch.mode).to(device, non_blocking=True), shape.batch, shape.edited
-        )
+        shape, cache = batch.shape, self.target.cache
+        inputs, view = self.eager_view(batch)
+        text = _as_wide(cache.stage_text(batch.prompts), shape.pages, cache.scratch_page) if batch.prompts else None
+        proposal = self.eager_proposal(batch, view)
+        scored = score(self.parts, view, proposal, text)
+        masks = self.masks(batch, proposal.tree)
+        output = settle(self.parts, self.state, view, inputs, scored, shape.alternatives, masks)
+        rows = proposal.tree.num_nodes + shape.text
+        return self.launched(batch, output, rows, shape, with_prompts=bool(batch.prompts))
+
+    def eager_view(self, batch: Batch) -> tuple[StepInputs, BatchView]:
+        """What a step is told, and what its parts may know of its sequences, where it runs eagerly."""
+        shape, device = batch.shape, self.state.device
+        numbers = self._numbers(batch, shape, batch.mode).to(device, non_blocking=True)
+        inputs = StepInputs.over(numbers, shape.batch, shape.edited)
         view = replace(
             self.state.view(inputs, batch.mode, shape.pages),
             gained=batch.gained,
             min_accept_prob=batch.min_accept_prob,
             may_look=device.type == "cpu" and not self.captures,
         )
-        text = _as_wide(cache.stage_text(batch.prompts), shape.pages, cache.scratch_page) if batch.prompts else None
-        host = batch.plan.view()
-        self._prepare_host_trees(host, shape.batch, shape.proposed, batch.mode)
-        scored = score(self.parts, view, propose(self.parts, self.state, view, shape), text)
-        masks = None
-        if batch.masked:
-            tree = scored.proposal.tree
-            found = host_masks(_on_host(tree), host, batch.masked, self.target.model.config.vocab_size)
-            masks = NodeMasks(found.nodes.to(device), found.allowed.to(device))
-        output = settle(self.parts, self.state, view, inputs, scored, shape.alternatives, masks)
-        rows = scored.proposal.tree.num_nodes + shape.text
-        return self._launched(batch, output, rows, shape, bool(batch.prompts))
+        return inputs, view
+
+    def eager_proposal(self, batch: Batch, view: BatchView) -> Proposal:
+        """The trees of a step that runs eagerly."""
+        self._prepare_host_trees(batch.plan.view(), batch.shape.batch, batch.shape.proposed, batch.mode)
+        return propose(self.parts, self.state, view, batch.shape)
+
+    def masks(self, batch: Batch, tree: TokenTree) -> NodeMasks | None:
+        """What may follow the nodes of sequences that the host has a say in."""
+        if not batch.masked:
+            return None
+        found = host_masks(_on_host(tree), batch.plan.view(), batch.masked, self.target.model.config.vocab_size)
+        return NodeMasks(found.nodes.to(self.state.device), found.allowed.to(self.state.device))
 
     def _prepare_host_trees(self, view: HostView, size: int, nodes: int, mode: StepMode) -> None:
         if self.parts.drafter.waits or mode.predicted:
@@ -184,14 +197,19 @@ class GraphRunner:
             buffer.copy_(uploaded(part[index], self.state.device), non_blocking=True)
         step.runs[2]()
 
-    def _launched(self, batch: Batch, output: StepOutput, rows: int, shape: StepShape, with_prompts: bool) -> Launched:
+    def launched(
+        self, batch: Batch, output: StepOutput | Callable[[], StepOutput], rows: int, shape: StepShape, *,
+        with_prompts: bool,
+    ) -> Launched:  # fmt: skip
+        """A step in flight."""
         arrived = None
-        host = output.over([_on_its_way(part) for part in output.tensors])
-        if self.state.device.type == "cuda":
-            arrived = torch.cuda.Event()
-            arrived.record()
+        if isinstance(output, StepOutput):
+            output = _on_its_way(output)
+            if self.state.device.type == "cuda":
+                arrived = torch.cuda.Event()
+                arrived.record()
         depth = self.parts.drafter.depth(shape.proposed) + (PREDICTED if batch.mode.predicted else 0)
-        return Launched(batch, host, arrived, rows, shape.nodes, depth, with_prompts, captured=False)
+        return Launched(batch, output, arrived, rows, shape.nodes, depth, with_prompts, captured=False)
 
     def read(self, spans: Sequence[Span]) -> None:
         """Prefill pieces of prompts in target and drafter: a few short ones by a graph, others eagerly."""
@@ -362,8 +380,12 @@ class GraphRunner:
         return step.runs[0]
 
 
-def _on_its_way(found: Tensor) -> Tensor:
+def _on_its_way(output: StepOutput) -> StepOutput:
     """An asynchronous copy for the host."""
+    return output.over([_copied(part) for part in output.tensors])
+
+
+def _copied(found: Tensor) -> Tensor:
     if found.device.type == "cpu":
         return found
     return torch.empty(found.shape, dtype=found.dtype, pin_memory=True).copy_(found, non_blocking=True)

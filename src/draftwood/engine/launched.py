@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -36,7 +36,7 @@ class Launched:
     """A step in flight: where its output will be, and when."""
 
     batch: Batch
-    output: StepOutput  # on the host
+    output: StepOutput | Callable[[], StepOutput]  # on the host; or what ends the step, where later stages run it yet
     arrived: torch.cuda.Event | None
     rows: int  # that the target ran
     nodes: int  # draft nodes that each sequence could have had
@@ -44,12 +44,21 @@ class Launched:
     with_prompts: bool
     captured: bool  # as one graph, not kernel by kernel
 
+    def ended(self) -> Launched:
+        """The same with its output, once what is left of it is done."""
+        return self if isinstance(self.output, StepOutput) else replace(self, output=self.output())
+
+    @property
+    def _found(self) -> StepOutput:
+        assert isinstance(self.output, StepOutput)
+        return self.output
+
     def wait(self) -> HostVerdict:
         """What each sequence gained, once it is known."""
         if self.arrived is not None:
             self.arrived.synchronize()
         count = len(self.batch.plan.items)
-        rows, drift = self.output.outcome[:count].tolist(), self.output.drift
+        rows, drift = self._found.outcome[:count].tolist(), self._found.drift
         return HostVerdict(
             tokens=[[*row[4 : 4 + row[0]], row[1]] for row in rows],
             accepted=[row[0] for row in rows],
@@ -61,14 +70,14 @@ class Launched:
     def logprobs(self, b: int, gained: Sequence[int]) -> list[TokenLogprob]:
         """Of the tokens that the b-th sequence gained; [] if it does not ask. Valid after `wait`."""
         asked = self.batch.plan.items[b].seq.params.logprobs
-        if asked is None or self.output.logprobs is None:
+        if asked is None or self._found.logprobs is None:
             return []
-        return self.output.logprobs.to_host(self.batch.scored.index(b), gained, asked)
+        return self._found.logprobs.to_host(self.batch.scored.index(b), gained, asked)
 
     def trace(self, b: int) -> StepTrace | None:
         """What the step did for its b-th sequence, if that asks. Valid after `wait`."""
-        if self.output.facts is None or not self.batch.plan.items[b].seq.params.trace:
+        if self._found.facts is None or not self.batch.plan.items[b].seq.params.trace:
             return None
-        first, end = self.output.offsets[b : b + 2].tolist()
-        rows = self.output.facts[first:end, :NUM_FACTS].tolist()
-        return step_trace(rows, int(self.output.outcome[b, 1]), len(self.batch.plan.items), self.rows)
+        first, end = self._found.offsets[b : b + 2].tolist()
+        rows = self._found.facts[first:end, :NUM_FACTS].tolist()
+        return step_trace(rows, int(self._found.outcome[b, 1]), len(self.batch.plan.items), self.rows)

@@ -66,8 +66,9 @@ class LLM:
     `lora` is the folder of an adapter that is merged into the model. `adapters` are further ones by the name that
     requests choose them by (`SamplingParams.adapter`), each in the same batches as the model itself.
 
-    `tp` processes compute the model together, each with a part of every layer (docs/scale-ranks.md). They are started
-    here, or by torchrun, where this returns on rank 0 alone: the others end with it.
+    `tp` processes compute the model together, each with a part of every layer, or `pp` processes one after the other,
+    each with some of the layers (docs/scale-ranks.md). They are started here, or by torchrun, where this returns on
+    rank 0 alone: the others end with it.
     """
 
     def __init__(
@@ -81,20 +82,21 @@ class LLM:
         config: EngineConfig | None = None,
         threads: int | None = None,
         tp: int | None = None,
+        pp: int | None = None,
         controller: Controller | None = None,
         progress: Progress = lambda *_: None,
         allow_pickle: bool = False,
         lora: str | Path | None = None,
         adapters: Mapping[str, str | Path] | None = None,
     ) -> None:
-        config = (config or EngineConfig()).with_numbers(threads=threads, tp=tp)
+        config = (config or EngineConfig()).with_numbers(threads=threads, tp=tp, pp=pp)
         self._controller = controller
         if isinstance(law, str) and law != AUTO:
             build_verifier(law)  # refuse an unknown name before anything is read
         find_policy(config.controller)
         checkpoint = open_checkpoint(model, config.impl) if isinstance(model, str | Path) else model
-        if config.tp > 1 and (lora is not None or adapters):
-            raise InvalidRequest("Adapters are not split over ranks yet: merge one into a folder, or leave tp at 1.")
+        if config.ranks > 1 and (lora is not None or adapters):
+            raise InvalidRequest("Adapters are not split over ranks yet: merge one into a folder, or use one rank.")
         self.checkpoint = merged(checkpoint, lora)
         self.adapters = dict(adapters or {})
         names = {"drafter": drafter, "law": law, "tree": tree}
@@ -174,8 +176,8 @@ class LLM:
         self._worker.accompany(companion)
 
     def _require_one_rank(self, what: str) -> None:
-        if self.config.tp > 1:
-            raise InvalidRequest(f"{what} works with one rank only, and this engine has {self.config.tp}.")
+        if self.config.ranks > 1:
+            raise InvalidRequest(f"{what} works with one rank only, and this engine has {self.config.ranks}.")
 
     def close(self) -> None:
         """Cancel everything and free the engine's thread."""

@@ -38,6 +38,10 @@ class Orders(Protocol):
         """Wait for the next order of rank 0."""
         ...
 
+    def delivered(self) -> None:
+        """Wait until the others have heard all orders."""
+        ...
+
     def leave_word(self, reason: str) -> None:
         """Let the others know why this rank ends."""
         ...
@@ -98,14 +102,20 @@ class Leader:
     def add(self, sequences: list[Sequence]) -> None:
         """Queue the answers of a request here, and on the others before the next step."""
         if any(seq.source is not None or seq.images is not None for seq in sequences):
-            raise InvalidRequest("Images and sources cannot be sent to several ranks yet; use an engine with tp=1.")
+            raise InvalidRequest("Images and sources cannot be sent to several ranks yet; use an engine with one.")
         self._engine.add(sequences)
         self._news.append(["add", [packed(seq) for seq in sequences]])
 
     def abort(self, request_id: int, reason: FinishReason, error: str | None = None) -> list[Event]:
         """End a request likewise."""
         self._news.append(["abort", request_id, reason])
-        return self._engine.abort(request_id, reason, error)
+        try:
+            events = self._engine.abort(request_id, reason, error, settled=self.lost is None)
+        except RankLost as failure:
+            self.give_up(str(failure))
+            return self._engine.abort(request_id, reason, error, settled=False)
+        self._digest.add(events)
+        return events
 
     def step(self) -> list[Event]:
         """One step of all ranks."""
@@ -149,6 +159,7 @@ class Leader:
         if self.lost is None:
             with suppress(RankLost):  # then they have ended already
                 self._say("stop")
+                self._ranks.delivered()
             self.lost = "the engine is closed"
 
     def _say(self, what: str, **more: Any) -> None:
@@ -162,12 +173,12 @@ def follow(engine: Engine, ranks: Orders, unpack: Unpack) -> None:
     digest = _Digest(engine)
     try:
         while (order := ranks.hear())["do"] != "stop":
+            _catch_up(engine, digest, order["news"], unpack)
             if order["digest"] != digest.value:
                 raise RankLost(
                     f"Rank {ranks.rank} has not computed what rank 0 has, so answers would be wrong: its sums, its "
-                    "memory or its version of the software differ. Start again; if it recurs, run without tp."
+                    "memory or its version of the software differ. Start again; if it recurs, run with one rank."
                 )
-            _catch_up(engine, order["news"], unpack)
             if order["do"] == "prepare":
                 engine.prepare_next()
                 continue
@@ -179,10 +190,10 @@ def follow(engine: Engine, ranks: Orders, unpack: Unpack) -> None:
         raise
 
 
-def _catch_up(engine: Engine, news: list[list[Any]], unpack: Unpack) -> None:
+def _catch_up(engine: Engine, digest: _Digest, news: list[list[Any]], unpack: Unpack) -> None:
     for kind, *what in news:
         if kind == "abort":
-            engine.abort(what[0], FinishReason(what[1]))
+            digest.add(engine.abort(what[0], FinishReason(what[1])))
             continue
         try:
             engine.add([unpack(plain) for plain in what[0]])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -74,6 +74,7 @@ class Scheduler:
         self._last_served: Counter[str] = Counter()  # tenant -> the turn in which it last got a place
         self.budget = Budget(0, why="no step has run yet")  # of the last step
         self.decisions: Counter[str] = Counter()  # by the kind of their reason
+        self.crowded = False  # the last schedule left a sequence out, whose pages those of a step in flight may have
 
     @property
     def load(self) -> Load:
@@ -111,21 +112,30 @@ class Scheduler:
         return events
 
     def schedule(
-        self, budget: Budget, ahead: Mapping[int, int] = MappingProxyType({}), most: int | None = None
+        self,
+        budget: Budget,
+        ahead: Mapping[int, int] = MappingProxyType({}),
+        most: int | None = None,
+        busy: Collection[int] = (),
+        stages: int = 1,
     ) -> tuple[Plan, Plan]:
         """What the next step runs: chunks of prompts, which leave the last token of each prompt pending, and the
         sequences that have nothing else pending, with room for draft nodes.
 
         `ahead`: the most tokens a sequence may have gained on the device that the host does not know of; at least one.
         `most`: draft nodes of one tree, where those of a step are shared unevenly; None: as many as the budget says.
+        `busy`: sequences that are left alone, because a step of theirs is in flight: later stages run it.
+        `stages`: so many groups of sequences take turns.
         """
         self.decisions[kind_of(budget.why)] += 1
         self.budget, most = budget, budget.max_nodes if most is None else most
         self._admit()
-        share = self._node_rows(max((seq.wanted_nodes(most) for seq in self.running), default=0))
+        group = -(-sum(self._pending(seq) == 1 for seq in self.running) // stages)
+        share = self._node_rows(max((seq.wanted_nodes(most) for seq in self.running), default=0), group)
         items: dict[int, PlanItem] = {}
         text, pieces = self._prefill_room()
-        for seq in sorted(self.running, key=lambda s: (self._pending(s) > 1, s.turn, s.id)):
+        self.crowded, free = False, [seq for seq in self.running if seq.id not in busy]
+        for seq in sorted(free, key=lambda s: (self._pending(s) > 1, s.turn, s.id)):
             rows = self.config.max_rows - sum(item.end - item.start + item.max_nodes for item in items.values())
             prefills = [item for item in items.values() if not item.samples]
             if self._pending(seq) > 1:
@@ -135,11 +145,13 @@ class Scheduler:
             if rows < 1 or seq.id not in self.tables or (seq.id in ahead and length + 1 >= seq.max_length):
                 continue  # no room, preempted, or certain to end with what it has gained already
             ready = start == length - 1
+            if ready and sum(item.samples for item in items.values()) == group:
+                continue  # the next group's turn
             # An encoder reads a source as a whole, whatever rows there are.
             last = max(min(start + rows, length - 1), seq.source_length)
             end = length if ready else self.tables.piece_end(seq.id, last)
             room = min(end + ahead.get(seq.id, 0) + (seq.id in ahead), seq.max_length)
-            if end > start and self._make_room(seq, room, items):
+            if end > start and self._make_room(seq, room, items, busy):
                 nodes = min(share, rows - 1, seq.wanted_nodes(most)) if ready else 0
                 items[seq.id] = PlanItem(seq, start, end, nodes)
         prompts = Plan(tuple(item for item in items.values() if not item.samples))
@@ -160,12 +172,13 @@ class Scheduler:
         filled = [size for size in sizes if size <= rows and (most is None or size <= most)]
         return max(filled, default=sizes[0]), self.config.max_pieces
 
-    def _node_rows(self, wanted: int) -> int:
-        """Rows for one sequence's draft nodes: an even share, and half of the step while prompts are read."""
-        ready = sum(self._pending(seq) == 1 for seq in self.running)
-        spare = max(0, self.config.max_rows - ready)
-        shared = spare if ready == len(self.running) else spare // 2
-        return min(wanted, shared // max(ready, 1))
+    def _node_rows(self, wanted: int, group: int) -> int:
+        """Rows for the draft nodes of one sequence of a group: an even share, and half of the step while prompts are
+        read.
+        """
+        spare = max(0, self.config.max_rows - group)
+        reading = any(self._pending(seq) != 1 for seq in self.running)
+        return min(wanted, (spare // 2 if reading else spare) // max(group, 1))
 
     def commit(
         self,
@@ -279,11 +292,14 @@ class Scheduler:
             for other in self.running
         )
 
-    def _make_room(self, seq: Sequence, length: int, items: dict[int, PlanItem]) -> bool:
+    def _make_room(self, seq: Sequence, length: int, items: dict[int, PlanItem], busy: Collection[int]) -> bool:
         """Pages for `length` tokens, taken from whom has the latest turn if need be; False if that is the sequence
-        itself.
+        itself, or while a step is in flight that writes to its sequences' pages yet.
         """
         while not self.tables.reserve(seq.id, length):
+            if busy:
+                self.crowded = True
+                return False
             victim = max(self.running, key=lambda s: (s.turn, s.id))
             self._preempt(victim)
             items.pop(victim.id, None)

@@ -15,6 +15,7 @@ from draftwood.engine.worker import Driver
 from draftwood.machine import launched_size
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.sharding import sharded, share_of
+from draftwood.model.stages import StageCheckpoint, stages_of
 from draftwood.ranks import join, own_device
 
 
@@ -55,7 +56,7 @@ class _Ranked(Team):
     def __init__(self, config: EngineConfig, followers: Followers | None) -> None:
         device = config.torch_device()
         self.followers = followers
-        self.group = followers.ranks(device) if followers is not None else join(config.tp, device)
+        self.group = followers.ranks(device) if followers is not None else join(config.ranks, device)
         self.follows = self.group.rank > 0
         self._leader: Leader | None = None
 
@@ -65,7 +66,9 @@ class _Ranked(Team):
         return self._leader and self._leader.lost
 
     def share(self, checkpoint: Checkpoint, config: EngineConfig) -> Checkpoint:
-        """This rank's part of every layer."""
+        """This rank's part of every layer, or its layers."""
+        if config.pp > 1:
+            return StageCheckpoint(checkpoint, self.group)
         return share_of(checkpoint, self.group, config.weight_format())
 
     def agreed(self, config: EngineConfig) -> EngineConfig:
@@ -102,10 +105,13 @@ class _Ranked(Team):
 
 def gather(config: EngineConfig, checkpoint: Checkpoint, spec: Callable[[], dict[str, Any]]) -> Team:
     """Meet the ranks that were launched, or start them; what cannot be split is refused before."""
-    if config.tp == 1:
+    if config.ranks == 1:
         return Team()
-    sharded(checkpoint.config, config.tp, config.weight_format())
-    followers = None if launched_size() else Followers(config.tp, spec())
+    if config.pp > 1:
+        stages_of(checkpoint.config, config.pp)
+    else:
+        sharded(checkpoint.config, config.tp, config.weight_format())
+    followers = None if launched_size() else Followers(config.ranks, spec())
     try:
         return _Ranked(config, followers)
     except BaseException:
@@ -116,9 +122,9 @@ def gather(config: EngineConfig, checkpoint: Checkpoint, spec: Callable[[], dict
 
 def placed(config: EngineConfig) -> EngineConfig:
     """On this rank's own GPU, or with its share of the cores."""
-    if config.tp == 1:
+    if config.ranks == 1:
         return config
     device = own_device(config.torch_device())
     if device.type == "cuda":
         return replace(config, device=str(device))
-    return replace(config, threads=config.threads or max(1, (os.cpu_count() or 1) // config.tp))
+    return replace(config, threads=config.threads or max(1, (os.cpu_count() or 1) // config.ranks))

@@ -20,6 +20,7 @@ from draftwood.model.lora import Adapter
 from draftwood.model.native import NativeTransformer, Progress
 from draftwood.model.native_streamed import StreamedNative
 from draftwood.model.sharding import ranks_of
+from draftwood.model.stages import StageCheckpoint, StageModel
 from draftwood.model.transformer import Transformer
 from draftwood.model.universal_folder import UniversalCheckpoint, UniversalConfig, require_supported
 from draftwood.model.weights import FORMATS, WeightFormat
@@ -243,6 +244,10 @@ class ModelRunner:
     ) -> ModelRunner:
         """Read the weights and set the cache up."""
         model = load_model(checkpoint, dtype, device, weights, progress, strict, offload)
+        if isinstance(checkpoint, StageCheckpoint):
+            if not isinstance(model, Sliceable):
+                raise InvalidRequest("What runs this model knows no stages: leave pp at 1.")
+            model = StageModel(model, checkpoint)
         return cls(model, num_pages, page_size, num_states, packing)
 
     @property
