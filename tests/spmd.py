@@ -10,6 +10,7 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -145,16 +146,16 @@ def in_stages(case: Case) -> Case:
     return replace(case, stages=True)
 
 
-SAME = ("greedy", "greedy-tree-preempted", "sampled-tree", "drawn-tree", "staggered-and-cancelled", "wishes", "gemma2")
+SAME = ("greedy", "sampled-tree", "drawn-tree", "staggered-and-cancelled", "wishes", "gemma2")
 OFFERED = offering(BUSHY, suffix(), with_model(Beam(9, 3, 3)))
 CASES |= {
     f"stages-{name}": in_stages(case)
     for name, case in {
-        **{name: CASES[name] for name in SAME)},
-        "features": replace(CASES["features"], law="match"),  # others depend on the trees, and these on the batch
-        "remembers": Case(requests(0.8), combining(BUSHY, suffix())),
+        **{name: CASES[name] for name in SAME},
+        "of-features": replace(CASES["features"], law="match"),  # others depend on the trees, and these on the batch
+        "remembers": Case(requests(0.8)[:4], combining(BUSHY, suffix())),
         "several-drafters": Case(requests(0.8), OFFERED),
-        "int8-float32": Case(requests(0.0), BUSHY, config=WIDE, weights="int8", dtype=torch.float32),
+        "int8-float32": Case(requests(0.0)[:4], BUSHY, config=WIDE, weights="int8", dtype=torch.float32),
     }.items()
 }
 
@@ -180,6 +181,8 @@ def unpack(plain: dict) -> Answer:
 class Led(Harness):
     """The same schedule, driven through rank 0's driver."""
 
+    in_flight = 0  # the most steps that went on behind another one
+
     def drive(self, driver: Leader, asks: Sequence[Ask]) -> list[Answer]:
         answers = [self.answer(i, ask) for i, ask in enumerate(asks)]
         for step in range(5000):
@@ -190,6 +193,7 @@ class Led(Harness):
                     self.events += driver.abort(answer.request_id, FinishReason.CANCELLED)
             if self.engine.scheduler.has_work:
                 self.events += driver.step()
+                self.in_flight = max(self.in_flight, len(self.engine._flights))
             self.check()
             if not self.engine.scheduler.has_work and all(ask.arrives <= step for ask in asks):
                 break
@@ -208,15 +212,21 @@ def on_ranks(case: Case, ranks: ProcessRanks) -> tuple[list[list[int]] | None, H
     return generated(answers), made
 
 
-def compare(case: Case, ranks: ProcessRanks) -> dict[str, object]:
+@cache
+def alone_on(name: str) -> tuple[list[list[int]], Harness]:
+    """What one process generates."""
+    case = CASES[name if name in CASES else f"stages-{name}"]
+    alone = harness(case, None)
+    return generated(alone.run(case.asks)), alone
+
+
+def compare(name: str, ranks: ProcessRanks) -> dict[str, object]:
     """Tokens of one process and of two, and how hard it was."""
-    alone = None
-    if ranks.rank == 0:
-        alone = harness(case, None)
-        want = generated(alone.run(case.asks))
+    case = CASES[name]
     got, led = on_ranks(case, ranks)
-    if alone is None:
+    if got is None:
         return {}
+    want, alone = alone_on(name.removeprefix("stages-"))
     texts = [(led.text(i), alone.text(i)) for i in range(len(case.asks))]
     for i, ask in enumerate(case.asks):
         if case.stages and ask.cancelled is not None:  # it has come further by then, or not as far
@@ -226,6 +236,7 @@ def compare(case: Case, ranks: ProcessRanks) -> dict[str, object]:
         "want": want,
         "got": got,
         "text": [a == b for a, b in texts],
+        "in_flight": led.in_flight,  # type: ignore[attr-defined]
         "preemptions": led.engine.scheduler.num_preemptions,
         "pages": led.engine.scheduler.tables.pool.num_available,
         "bytes": [h.engine.target.model.num_bytes for h in (alone, led)],
@@ -259,7 +270,7 @@ def diverge(ranks: ProcessRanks) -> dict[str, object]:
 def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     ranks = meet(dist.FileStore(str(folder / "store"), 2), rank, 2, CPU)
-    found = {name: compare(case, ranks) for name, case in CASES.items()}
+    found = {name: compare(name, ranks) for name in CASES}
     found["diverged"] = diverge(ranks)
     (folder / f"{rank}.json").write_text(json.dumps(found))
 

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import threading
 import time
+from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,11 +20,13 @@ from coverage import Coverage
 from torch import Tensor
 
 from draftwood import LLM, EngineConfig, SamplingParams
+from draftwood.batch import ForwardBatch
 from draftwood.drafters.none import NoDrafter
 from draftwood.errors import InvalidRequest
 from draftwood.model.config import ModelConfig
 from draftwood.model.runner import Model, ModelRunner
 from draftwood.model.sharding import ShardedCheckpoint, sharded
+from draftwood.model.stages import StageCheckpoint, StageModel, stages_of
 from draftwood.model.transformer import Transformer
 from draftwood.model.weights import FORMATS
 from draftwood.protocols import Span
@@ -82,6 +86,29 @@ def test_a_rank_holds_a_part(found: dict[str, Any]) -> None:
     assert came["cache"][1] * 2 == came["cache"][0]
 
 
+def test_a_stage_holds_its_layers_and_the_words_it_needs(found: dict[str, Any]) -> None:
+    came, last_norm = found["0"]["stages-greedy"], 2 * 8 * tiny_config().hidden_size + 8
+    whole, part = came["bytes"]
+    assert part == (whole - last_norm) // 2 + last_norm  # which both have
+    assert came["cache"][1] * 2 == came["cache"][0]
+
+
+def test_stages_are_busy_at_the_same_time(found: dict[str, Any]) -> None:
+    """With a drafter that remembers its last proposal they take turns."""
+    assert found["0"]["stages-sampled-tree"]["in_flight"] == found["0"]["stages-of-features"]["in_flight"] == 1
+    assert found["0"]["stages-remembers"]["in_flight"] == 0
+
+
+def test_every_stage_has_about_as_much_to_read() -> None:
+    config = tiny_config(layers=12, vocab_size=1000)
+    assert stages_of(config, 1) == [range(12)]
+    assert [len(layers) for layers in stages_of(config, 3)] == [5, 6, 1]  # the head is worth four of them
+    assert [len(layers) for layers in stages_of(config, 12)] == [1] * 12
+    for family, size, reason in (("lfm2", 2, "recurrent"), ("llama", 3, "it has 2 layers")):
+        with pytest.raises(InvalidRequest, match=reason):
+            stages_of(tiny_config() if family == "llama" else ModelConfig.from_hf(FAMILIES[family]), size)
+
+
 def test_ranks_that_diverge_stop(found: dict[str, Any]) -> None:
     follower, leader = found["1"]["diverged"], found["0"]["diverged"]
     assert "has not computed what rank 0 has" in follower["error"]
@@ -102,6 +129,39 @@ def test_ranks_that_diverge_stop(found: dict[str, Any]) -> None:
 def test_what_does_not_divide_is_refused(family: str, size: int, weights: str, reason: str) -> None:
     with pytest.raises(InvalidRequest, match=reason):
         sharded(ModelConfig.from_hf(FAMILIES[family]), size, FORMATS[weights])
+
+
+class InLine:
+    """Stages of this process that run one after the other: what one posts is there when the next one asks."""
+
+    def __init__(self, rank: int, size: int, line: deque[Tensor]) -> None:
+        self.rank, self.size, self._line = rank, size, line
+
+    def post(self, rows: Tensor, to: int) -> None:
+        assert to == self.rank + 1
+        self._line.append(rows.clone())
+
+    def receive(self, rows: Tensor, source: int) -> Tensor:
+        return rows.copy_(self._line.popleft())
+
+    def tell(self, tensors: Sequence[Tensor], number: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_three_stages_give_the_logits_of_one(dtype: torch.dtype, tied: bool) -> None:
+    """In float32 our CPU kernels run each: to the bit. The one in the middle has neither embedding nor head."""
+    checkpoint = TinyCheckpoint(tiny_config(layers=4, tie_word_embeddings=tied))
+    line: deque[Tensor] = deque()
+    for rank in range(3):
+        part = StageCheckpoint(checkpoint, InLine(rank, 3, line))  # type: ignore[arg-type]
+        runner = ModelRunner.load(part, dtype, torch.device("cpu"), 8, 16)
+        assert isinstance(runner.model, StageModel)
+        made = runner.model.begin(staged_text(runner), runner.cache.memory, frozenset())
+    whole = ModelRunner.load(checkpoint, dtype, torch.device("cpu"), 8, 16)
+    want = whole.forward(staged_text(whole)).logits
+    assert (made.own.logits - want).abs().max() <= (1e-12 if dtype == torch.float64 else 0)
 
 
 class InTurn:
@@ -162,11 +222,16 @@ def test_gpu_kernels_sum_over_ranks(family: str) -> None:
 
 
 def logits_of(model: Model) -> Tensor:
-    runner, tokens = ModelRunner(model, 8, 16), [5, 3, 9, 12, 0, 1, 7]
+    runner = ModelRunner(model, 8, 16)
+    with torch.inference_mode():
+        return runner.forward(staged_text(runner)).logits
+
+
+def staged_text(runner: ModelRunner) -> ForwardBatch:
+    tokens = [5, 3, 9, 12, 0, 1, 7]
     runner.cache.tables.open(0, tokens)
     runner.cache.tables.reserve(0, len(tokens))
-    with torch.inference_mode():
-        return runner.forward(text_batch(runner, [Span(0, tokens, 0, 7)])).logits
+    return text_batch(runner, [Span(0, tokens, 0, 7)])
 
 
 def test_what_cannot_be_told_to_another_process_is_refused(tmp_path: Path) -> None:
@@ -175,11 +240,16 @@ def test_what_cannot_be_told_to_another_process_is_refused(tmp_path: Path) -> No
         LLM(folder, drafter=NoDrafter(), tp=2)
     with pytest.raises(InvalidRequest, match="tp=1"):
         EngineConfig(tp=2, strict=True)
+    with pytest.raises(InvalidRequest, match="not both"):
+        EngineConfig(tp=2, pp=2)
+    with pytest.raises(InvalidRequest, match="not both"):
+        EngineConfig(offload=0.5, pp=2)
     with pytest.raises(InvalidRequest, match="contradicts"):
         LLM(folder, config=EngineConfig(tp=3), tp=2)
 
 
-def test_an_llm_starts_its_ranks_and_ends_with_them(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["tp", "pp"])
+def test_an_llm_starts_its_ranks_and_ends_with_them(tmp_path: Path, kind: str) -> None:
     """A request of every kind, then a rank that is killed in the middle of an answer."""
     folder = tiny_folder(tmp_path / "model")
     prompts = ["hello hello hello", "abc", "ab ab ab"]
@@ -190,7 +260,7 @@ def test_an_llm_starts_its_ranks_and_ends_with_them(tmp_path: Path) -> None:
     ]
     with LLM(folder, drafter="ngram", offers=["suffix"], threads=1) as alone:
         want = [[c.token_ids for c in result.completions] for result in alone.generate(prompts, params)]
-    with LLM(folder, drafter="ngram", offers=["suffix"], threads=1, tp=2) as llm:
+    with LLM(folder, drafter="ngram", offers=["suffix"], threads=1, **{kind: 2}) as llm:
         got = [[c.token_ids for c in result.completions] for result in llm.generate(prompts, params)]
         assert got == want
         with pytest.raises(InvalidRequest, match="one rank"):
