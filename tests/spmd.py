@@ -147,6 +147,7 @@ def in_stages(case: Case) -> Case:
 
 
 SAME = ("greedy", "sampled-tree", "drawn-tree", "staggered-and-cancelled", "wishes", "gemma2")
+ASKS, BEGIN = requests(0.8), (3, 1, 4, 1, 5, 9, 2, 6, 5)  # pages that all have
 OFFERED = offering(BUSHY, suffix(), with_model(Beam(9, 3, 3)))
 CASES |= {
     f"stages-{name}": in_stages(case)
@@ -154,7 +155,7 @@ CASES |= {
         **{name: CASES[name] for name in SAME},
         "of-features": replace(CASES["features"], law="match"),  # others depend on the trees, and these on the batch
         "remembers": Case(requests(0.8)[:4], combining(BUSHY, suffix())),
-        "several-drafters": Case(requests(0.8), OFFERED),
+        "several-drafters": Case(with_arrivals([replace(ask, prompt=BEGIN + ask.prompt) for ask in ASKS], 3), OFFERED),
         "int8-float32": Case(requests(0.0)[:4], BUSHY, config=WIDE, weights="int8", dtype=torch.float32),
     }.items()
 }
