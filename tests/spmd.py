@@ -156,6 +156,10 @@ CASES |= {
         "of-features": replace(CASES["features"], law="match"),  # others depend on the trees, and these on the batch
         "remembers": Case(requests(0.8)[:4], combining(BUSHY, suffix())),
         "several-drafters": Case(with_arrivals([replace(ask, prompt=BEGIN + ask.prompt) for ask in ASKS], 3), OFFERED),
+        "ahead": Case(with_arrivals(requests(0.8), 14), BUSHY),
+        "ahead-by-model": Case(cancelled(with_arrivals(requests(0.8), 9)), with_model(Beam(9, 3, 3)), regime=STARVED),
+        "ahead-greedy": Case(with_arrivals(requests(0.0), 14), ngram(nodes=8, shortest=1, branches=2)),
+        "ahead-walk": Case(requests(0.8)[:1], with_model(Levels((2, 2), Independent())), law="walk"),
         "int8-float32": Case(requests(0.0)[:4], BUSHY, config=WIDE, weights="int8", dtype=torch.float32),
     }.items()
 }

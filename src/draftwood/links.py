@@ -54,9 +54,13 @@ class HostLinks:
 
     def words(self) -> list[list[int]]:
         """The ancestor sets as signed 64-bit words."""
-        count = max(1, -(-max(self.local, default=0) // BITS))
-        sign, mask = 1 << (BITS - 1), (1 << BITS) - 1
-        return [[((bits >> BITS * w & mask) ^ sign) - sign for w in range(count)] for bits in self.ancestors]
+        return words_of(self.ancestors, max(1, -(-max(self.local, default=0) // BITS)))
+
+
+def words_of(sets: Sequence[int], count: int) -> list[list[int]]:
+    """Sets of bits as `count` signed 64-bit words each."""
+    sign, mask = 1 << (BITS - 1), (1 << BITS) - 1
+    return [[((bits >> BITS * w & mask) ^ sign) - sign for w in range(count)] for bits in sets]
 
 
 def table_of(numbers: Sequence, device: torch.device | None) -> Tensor:

@@ -13,7 +13,7 @@ import bisect
 import itertools
 import time
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -21,7 +21,7 @@ from draftwood.cache.batch_state import edits_on_device
 from draftwood.drafting import Drafter, padded_batch
 from draftwood.engine.decode_step import Parts
 from draftwood.engine.graph_runner import GraphRunner, batch_state_for
-from draftwood.engine.launched import Batch, Launched
+from draftwood.engine.launched import Batch, InFlight
 from draftwood.engine.pipeline import PipelineRunner
 from draftwood.engine.plan import Plan
 from draftwood.engine.scheduler import Scheduler
@@ -33,7 +33,7 @@ from draftwood.faults import guarded
 from draftwood.model.runner import ModelRunner
 from draftwood.model.stages import StageModel
 from draftwood.protocols import Budget, Controller, Randomness, Span, StepMode, StepReport, TimedStep, Verifier
-from draftwood.request import Event, FinishReason, StepTrace
+from draftwood.request import Event, FinishReason
 from draftwood.telemetry import Timers
 from draftwood.tree import DraftLaw, HostVerdict
 
@@ -46,23 +46,6 @@ def check_exact(verifier: Verifier, drafts: DraftLaw) -> None:
     reason = verifier.refuses(drafts)
     if reason is not None:
         raise IncompatibleParts(f"The law '{verifier.name}' would not be exact here: {reason}.")
-
-
-@dataclass(frozen=True)
-class _InFlight:
-    """A launched step whose outcome has not been collected."""
-
-    launched: Launched
-    lives: tuple[int, ...]  # preemptions of each sequence at the launch
-    since: float
-    draft_seconds: float  # spent on drafting before the launch
-    alone: bool  # nothing else took device time: no prefill in it or before it
-    prompt_rows: int  # that were prefilled with it, or before it
-    budget: Budget
-
-    @property
-    def plan(self) -> Plan:
-        return self.launched.batch.plan
 
 
 class Engine:
@@ -94,13 +77,12 @@ class Engine:
         rows, page_size = scheduler.config.max_rows, target.cache.page_size
         surplus = drafter.surplus if captures else 1
         shapes = ShapePlan.for_trees(drafter.sizes, state.capacity, rows, state.num_pages, page_size, surplus)
-        self._stages = 1
+        self._stages, self._pipeline = 1, None
+        self.runner = GraphRunner(parts, state, shapes, captures)
         if isinstance(target.model, StageModel):
             self._stages = target.model.ranks.size
-            self.runner = PipelineRunner(parts, state, shapes, target.model)
-        else:
-            self.runner = GraphRunner(parts, state, shapes, captures)
-        self._flights: deque[_InFlight] = deque()
+            self.runner = self._pipeline = PipelineRunner(parts, state, shapes, target.model)
+        self._flights: deque[InFlight] = deque()
         self._read: dict[int, int] = {}  # sequence -> tokens in the drafter's KV cache, where that is less than all
         self._unread: set[int] = set()  # pages that the drafter has not read to their end: others may share them
         self._gained: dict[int, int] = {}  # sequence -> tokens of its last step, where that drafted
@@ -109,6 +91,7 @@ class Engine:
         self._behind_text = False  # a prefill was launched since the last step
         self._prefilled = 0  # rows of it
         scheduler.on_end, scheduler.staged = self._release, self._guarded.staged
+        scheduler.keeps_pages = scheduler.config.asynchronous or self._stages > 1
 
     @torch.inference_mode()
     def step(self) -> list[Event]:
@@ -148,8 +131,9 @@ class Engine:
         if not settled:
             self._flights.clear()
         asked = {seq.id for seq in self.scheduler.running if seq.request_id == request_id}
+        in_flight = {seq_id for flight in self._flights for seq_id in flight.plan.seq_ids}
         with torch.inference_mode():
-            events = self._collect(0) if asked & set(self._busy) else []
+            events = self._collect(0) if self._pipeline and asked & in_flight else []
         return events + self.scheduler.abort(request_id, reason, error)
 
     def prepare_next(self) -> bool:
@@ -192,8 +176,11 @@ class Engine:
 
     @property
     def _busy(self) -> list[int]:
-        """Sequences that later stages run."""
-        return [seq_id for flight in self._flights for seq_id in flight.plan.seq_ids] if self._stages > 1 else []
+        """Sequences that later stages run, and that have to wait for it."""
+        if self._pipeline is None:
+            return []
+        ids = (seq_id for flight in self._flights for seq_id in flight.plan.seq_ids)
+        return [seq_id for seq_id in ids if not self._pipeline.goes_on(seq_id)]
 
     def _going_on(self, *, launched: bool) -> int:
         """How many steps may stay in flight."""
@@ -211,6 +198,8 @@ class Engine:
 
     def _forget(self, seq_id: int) -> None:
         self.runner.state.remove(seq_id)
+        if self._pipeline is not None:
+            self._pipeline.forget(seq_id)
         self._read.pop(seq_id, None)
         self._gained.pop(seq_id, None)
 
@@ -219,7 +208,7 @@ class Engine:
         for seq_id in self.runner.state.sequences - {seq.id for seq in self.scheduler.running}:
             self._forget(seq_id)
 
-    def _launch(self, ready: Plan, prompts: Plan, budget: Budget) -> _InFlight:
+    def _launch(self, ready: Plan, prompts: Plan, budget: Budget) -> InFlight:
         """Launch a step for all that are ready, with these prompts if they fit."""
         drafting = self.timers.seconds.get("draft", 0.0)
         since = time.perf_counter()
@@ -232,7 +221,7 @@ class Engine:
         alone = alone and launched.captured == self.runner.captures  # else it took what its shape will not take again
         self._behind_text = False
         rows, self._prefilled = self._prefilled + prompts.num_rows * launched.with_prompts, 0
-        return _InFlight(launched, lives, since, drafting, alone, rows, budget)
+        return InFlight(launched, lives, since, drafting, alone, rows, budget)
 
     def _add_to_batch(self, ready: Plan) -> None:
         state, tables = self.runner.state, self.scheduler.tables
@@ -279,8 +268,9 @@ class Engine:
         )
         shape = replace(exact, nodes=self.runner.tree_size(exact, mode), proposed=0)
         known = eager and (self._stages > 1 or not self._flights)
+        alone = len(self.scheduler.running) == 1
         gained = max(self._gained.get(seq.id, 1) for seq in seqs) if known else None
-        return Batch(ready, mode, shape, edited, masked, scored, prompts.spans, gained, budget.min_accept_prob)
+        return Batch(ready, mode, shape, edited, masked, scored, prompts.spans, gained, budget.min_accept_prob, alone)
 
     def _tree_size(self, room: int, *, whole: bool) -> int:
         """The largest tree that fits; where absent nodes cost nothing (not `whole`), the smallest that fills it."""
@@ -352,9 +342,11 @@ class Engine:
         finished = [self._flights.popleft() for _ in range(len(self._flights) - left)]
         return [event for flight in finished for event in self._gains(flight)]
 
-    def _gains(self, flight: _InFlight) -> list[Event]:
+    def _gains(self, flight: InFlight) -> list[Event]:
         """What came of a step; sequences that were finished or preempted since are dropped."""
         flight = replace(flight, launched=flight.launched.ended())
+        if flight.launched.output is None:
+            return []
         outcome = flight.launched.wait()
         whole, seconds = self._seconds(flight)
         running = {seq.id: seq for seq in self.scheduler.running}
@@ -372,10 +364,10 @@ class Engine:
         if flight.launched.nodes:
             self._gained |= {i.seq.id: len(t) for i, t in zip(plan.items, outcome.tokens, strict=True)}
         logprobs = [flight.launched.logprobs(b, tokens) for b, tokens in zip(kept, outcome.tokens, strict=True)]
-        traces = [_explained(flight.launched.trace(b), flight.budget, whole) for b in kept]
+        traces = [flight.trace(b, whole) for b in kept]
         return self.scheduler.commit(plan, outcome, logprobs, traces)
 
-    def _seconds(self, flight: _InFlight) -> tuple[float, float | None]:
+    def _seconds(self, flight: InFlight) -> tuple[float, float | None]:
         """Seconds since the step before was known, and those of the step, unless something else took time meanwhile."""
         now = time.perf_counter()
         seconds = now - max(flight.since, self._collected_at)
@@ -383,7 +375,7 @@ class Engine:
         return seconds, None if disturbed else seconds
 
     def _report(
-        self, plan: Plan, flight: _InFlight, outcome: HostVerdict, seconds: float | None, whole: float
+        self, plan: Plan, flight: InFlight, outcome: HostVerdict, seconds: float | None, whole: float
     ) -> StepReport:
         told_apart = not self.scheduler.config.asynchronous and self._stages == 1
         rows = flight.prompt_rows
@@ -403,13 +395,6 @@ class Engine:
             prompt_rows=rows,
             whole_seconds=whole if rows and seconds is None else None,
         )
-
-
-def _explained(trace: StepTrace | None, budget: Budget, seconds: float) -> StepTrace | None:
-    """With what the controller decided for the step, and what it took."""
-    if trace is None:
-        return None
-    return replace(trace, why=str(budget.why), expected_gain=budget.gain.expected, seconds=seconds)
 
 
 def _masked(seq: Sequence) -> bool:

@@ -198,7 +198,7 @@ class GraphRunner:
         step.runs[2]()
 
     def launched(
-        self, batch: Batch, output: StepOutput | Callable[[], StepOutput], rows: int, shape: StepShape, *,
+        self, batch: Batch, output: StepOutput | Callable[[], StepOutput | None], rows: int, shape: StepShape, *,
         with_prompts: bool,
     ) -> Launched:  # fmt: skip
         """A step in flight."""

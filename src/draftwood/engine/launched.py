@@ -11,7 +11,7 @@ from draftwood.engine.decode_step import StepOutput
 from draftwood.engine.plan import Plan
 from draftwood.engine.shapes import StepShape
 from draftwood.engine.trace import NUM_FACTS, step_trace
-from draftwood.protocols import Span, StepMode
+from draftwood.protocols import Budget, Span, StepMode
 from draftwood.request import StepTrace, TokenLogprob
 from draftwood.tree import HostVerdict
 
@@ -29,6 +29,7 @@ class Batch:
     prompts: Sequence[Span]
     gained: int | None  # no sequence has gained more tokens in the last step; None: unknown
     min_accept_prob: float
+    alone: bool = False  # no other sequence runs
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,9 @@ class Launched:
     """A step in flight: where its output will be, and when."""
 
     batch: Batch
-    output: StepOutput | Callable[[], StepOutput]  # on the host; or what ends the step, where later stages run it yet
+    output: (
+        StepOutput | Callable[[], StepOutput | None] | None
+    )  # on the host, or what ends a step that later stages run
     arrived: torch.cuda.Event | None
     rows: int  # that the target ran
     nodes: int  # draft nodes that each sequence could have had
@@ -45,8 +48,8 @@ class Launched:
     captured: bool  # as one graph, not kernel by kernel
 
     def ended(self) -> Launched:
-        """The same with its output, once what is left of it is done."""
-        return self if isinstance(self.output, StepOutput) else replace(self, output=self.output())
+        """The same with its output, once what is left of it is done; None where no sequence has gained anything."""
+        return replace(self, output=self.output()) if callable(self.output) else self
 
     @property
     def _found(self) -> StepOutput:
@@ -81,3 +84,28 @@ class Launched:
         first, end = self._found.offsets[b : b + 2].tolist()
         rows = self._found.facts[first:end, :NUM_FACTS].tolist()
         return step_trace(rows, int(self._found.outcome[b, 1]), len(self.batch.plan.items), self.rows)
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A launched step whose outcome has not been collected."""
+
+    launched: Launched
+    lives: tuple[int, ...]  # preemptions of each sequence at the launch
+    since: float
+    draft_seconds: float  # spent on drafting before the launch
+    alone: bool  # nothing else took device time: no prefill in it or before it
+    prompt_rows: int  # that were prefilled with it, or before it
+    budget: Budget
+
+    @property
+    def plan(self) -> Plan:
+        """The work it was launched with."""
+        return self.launched.batch.plan
+
+    def trace(self, b: int, seconds: float) -> StepTrace | None:
+        """What it did for its b-th sequence, if that asks, what was decided for it and what it took."""
+        trace, budget = self.launched.trace(b), self.budget
+        if trace is None:
+            return None
+        return replace(trace, why=str(budget.why), expected_gain=budget.gain.expected, seconds=seconds)

@@ -67,6 +67,7 @@ class Scheduler:
         self.on_end = on_end
         self.staged = staged  # places behind the text that a drafter writes to for a tree of so many nodes
         self.clock = clock
+        self.keeps_pages = config.asynchronous  # of draft nodes: steps are in flight that write there
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -223,7 +224,7 @@ class Scheduler:
         self.tables.advance(seq.id, min(item.end + accepted, len(seq.tokens)), seq.tokens[: item.end])
         if event.finished:
             self._end(seq)
-        elif not self.config.asynchronous:
+        elif not self.keeps_pages:
             self.tables.trim(seq.id)
         return event
 
