@@ -147,6 +147,7 @@ def in_stages(case: Case) -> Case:
 
 
 SAME = ("greedy", "sampled-tree", "drawn-tree", "staggered-and-cancelled", "wishes", "gemma2")
+MIXED = requests(0.0)[:4] + requests(0.8)[4:]
 ASKS, BEGIN = requests(0.8), (3, 1, 4, 1, 5, 9, 2, 6, 5)  # pages that all have
 OFFERED = offering(BUSHY, suffix(), with_model(Beam(9, 3, 3)))
 CASES |= {
@@ -157,7 +158,7 @@ CASES |= {
         "remembers": Case(requests(0.8)[:4], combining(BUSHY, suffix())),
         "several-drafters": Case(with_arrivals([replace(ask, prompt=BEGIN + ask.prompt) for ask in ASKS], 3), OFFERED),
         "ahead": Case(with_arrivals(requests(0.8), 14), BUSHY),
-        "ahead-by-model": Case(cancelled(with_arrivals(requests(0.8), 9)), with_model(Beam(9, 3, 3)), regime=STARVED),
+        "ahead-by-model": Case(cancelled(with_arrivals(MIXED, 12)), with_model(Beam(14, 3, 6), 0.0), regime=STARVED),
         "ahead-greedy": Case(with_arrivals(requests(0.0), 14), ngram(nodes=8, shortest=1, branches=2)),
         "ahead-walk": Case(requests(0.8)[:1], with_model(Levels((2, 2), Independent())), law="walk"),
         "int8-float32": Case(requests(0.0)[:4], BUSHY, config=WIDE, weights="int8", dtype=torch.float32),
