@@ -160,7 +160,7 @@ CASES |= {
         "ahead": Case(with_arrivals(requests(0.8), 14), BUSHY),
         "ahead-by-model": Case(cancelled(with_arrivals(MIXED, 12)), with_model(Beam(14, 3, 6), 0.0), regime=STARVED),
         "ahead-greedy": Case(with_arrivals(requests(0.0), 14), ngram(nodes=8, shortest=1, branches=2)),
-        "ahead-walk": Case(requests(0.8)[:1], with_model(Levels((2, 2), Independent())), law="walk"),
+        "ahead-walk": Case(with_arrivals(requests(0.8)[:4], 14), with_model(Levels((2, 2), Independent())), law="walk"),
         "int8-float32": Case(requests(0.0)[:4], BUSHY, config=WIDE, weights="int8", dtype=torch.float32),
     }.items()
 }

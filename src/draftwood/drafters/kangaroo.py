@@ -72,7 +72,7 @@ class ShallowDrafter(CausalDrafter):
         """Whose first layers it runs."""
         tables = target.cache.tables
         if not isinstance(target.model, Sliceable):
-            raise IncompatibleParts("The target runs on transformers' own modules, of which no part can draft.")
+            raise IncompatibleParts("A target in stages, or on transformers' own modules, has no part that can draft.")
         if target.model.config.cache_shape[1:] != self.net.config.cache_shape[1:]:
             raise IncompatibleParts("The target is split over several ranks, and this drafter needs its whole layers.")
         model = ShallowModel(target.model, self.net)

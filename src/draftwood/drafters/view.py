@@ -59,7 +59,7 @@ class View:
         """The part of this target. Refuses what it cannot be made of."""
         if not isinstance(target, Sliceable):
             raise IncompatibleParts(
-                "The target runs on transformers' own modules, of which no part can draft; take another drafter."
+                "The target runs in stages, or on transformers' own modules: no part of it can draft."
             )
         model = target if self.rounded is None else self.rounded(target)
         if type(model) is not type(target) or not isinstance(model, Sliceable):  # who order keys in their own way

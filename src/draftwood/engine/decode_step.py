@@ -79,10 +79,9 @@ class Ruling:
     @classmethod
     def of(cls, tensors: Sequence[Tensor], device: torch.device) -> Ruling:
         """The ruling whose tensors these are."""
-        path, length, bonus, known, *optional = (tensor.to(device) for tensor in tensors)
-        drift, told, *logprobs = (part if part.dim() else None for part in optional)
-        verdict = Verdict(path, length, bonus, drift)
-        return cls(verdict, known, PathLogprobs(*logprobs) if logprobs else None, told)
+        path, length, bonus, known, drift, told, *logprobs = (tensor.to(device) for tensor in tensors)
+        verdict = Verdict(path, length, bonus, drift if drift.dim() else None)
+        return cls(verdict, known, PathLogprobs(*logprobs) if logprobs else None, told if told.dim() else None)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -28,7 +28,6 @@ from draftwood.ranks import ProcessRanks
 if TYPE_CHECKING:
     from draftwood.model.runner import Sliceable
 
-T = TypeVar("T", bound=Matrix)
 _LAYER = "model.layers."
 
 
@@ -49,11 +48,12 @@ class StageCheckpoint:
 
     def tensor(self, name: str) -> Tensor:
         """One tensor of the stage."""
-        return self._needed(name, self._whole.tensor(self._there(name)))
+        return self._whole.tensor(self._there(name))
 
     def matrix(self, name: str) -> Matrix:
-        """One matrix of the stage."""
-        return self._needed(name, self._whole.matrix(self._there(name)))
+        """One matrix of the stage; of words, one between the first and the last needs none."""
+        value, between = self._whole.matrix(self._there(name)), 0 < self.ranks.rank < self.ranks.size - 1
+        return value[:1] if between and name == f"{EMBEDDING}.weight" else value
 
     def _there(self, name: str) -> str:
         """What the whole checkpoint calls it. A stage has one matrix of words: the embedding, or the head."""
@@ -62,11 +62,6 @@ class StageCheckpoint:
             return f"{_LAYER}{self.layers[int(number)]}.{rest}"
         is_head = name == f"{EMBEDDING}.weight" and self.ranks.rank and not self._whole.config.tied_head
         return f"{HEAD}.weight" if is_head else name
-
-    def _needed(self, name: str, value: T) -> T:
-        """Of words, a stage between the first and the last needs none."""
-        between = 0 < self.ranks.rank < self.ranks.size - 1
-        return value[:1] if between and name == f"{EMBEDDING}.weight" else value
 
     def forget(self) -> None:
         """Keep nothing in memory of what was read so far."""
@@ -158,16 +153,15 @@ class StageModel:
         if rank:
             rows = torch.empty(len(batch.tokens), config.hidden_size, dtype=self.dtype, device=self.device)
             given = GivenRows(self.ranks.receive(rows, rank - 1))
-        passed = frozenset() if self.is_last else {len(self._layers) - 1}
-        here = {layer - self._layers.start for layer in needs if layer in self._layers}
+        passed = frozenset([] if self.is_last else [len(self._layers) - 1])
+        here = frozenset(layer - self._layers.start for layer in needs if layer in self._layers)
         out = self._part.forward(batch if self.is_last else _without_logits(batch), cache, passed | here, given)
         for layer in passed:
             self.ranks.post(out.features[layer].contiguous(), rank + 1)
         features = {layer: out.features[layer - self._layers.start] for layer in needs if layer in self._layers}
         begun = Begun(self, needs, next(self._numbers), ForwardOutput(out.logits, features))
         found = features | ({LOGITS: out.logits} if self.is_last else {})
-        told = [found[layer] for layer in sorted(needs & found.keys())]
-        if told:
+        if told := [found[layer] for layer in sorted(needs & found.keys())]:
             begun.tell(told)
         return begun
 
