@@ -148,8 +148,7 @@ class Scheduler:
             ready = start == length - 1
             if ready and sum(item.samples for item in items.values()) == group:
                 continue  # the next group's turn
-            # An encoder reads a source as a whole, whatever rows there are.
-            last = max(min(start + rows, length - 1), seq.source_length)
+            last = seq.piece_end(min(start + rows, length - 1))
             end = length if ready else self.tables.piece_end(seq.id, last)
             room = min(end + ahead.get(seq.id, 0) + (seq.id in ahead), seq.max_length)
             if end > start and self._make_room(seq, room, items, busy):
