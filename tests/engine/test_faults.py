@@ -69,6 +69,10 @@ class Faulty:
     def waits(self) -> bool:
         return self.drafter.waits
 
+    @property
+    def remembers(self) -> bool:
+        return self.drafter.remembers
+
     def attach(self, target) -> None:
         self.drafter.attach(target)
 
