@@ -1,6 +1,6 @@
 """A model in stages: two processes measured against one, and more stages simulated from the times of each.
 
-python benchmarks/pipeline.py MODEL [--drafter ngram] [--nodes 6] [--requests 1,8] [--stages 2,4] [--link-ms 0.1]
+python benchmarks/pipeline.py MODEL [--drafter ngram:nodes=24] [--nodes 6] [--requests 1,8] [--stages 2,4] [--link-ms 0.1]
 
 Every process has one thread, as if it were a machine of its own. Answers are compared with those of one process. The
 simulation is of one request whose drafts are chains: each stage takes as long as measured here for so many rows, each
@@ -37,7 +37,7 @@ Row = tuple[str, float | None, str, float | None, str]
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    parser.add_argument("--drafter", default="ngram")
+    parser.add_argument("--drafter", default="ngram:nodes=24")
     parser.add_argument("--nodes", type=int, default=6)
     parser.add_argument("--requests", default="1,8")
     parser.add_argument("--stages", default="2,4")
@@ -140,7 +140,7 @@ class Stages:
 def ahead(seconds: Sequence[Sequence[float]], link: float, alpha: float, nodes: int) -> float:
     """Tokens a second of one request with trees in flight, as the engine launches them."""
     rng, stages, now, tokens = random.Random(1), Stages(seconds, link), 0.0, 0
-    levels = -(-nodes // len(seconds))
+    deepest_guess = nodes * len(seconds)
     while tokens < TOKENS:
         right = 0  # guesses one behind the other, from here
         while rng.random() < alpha:
@@ -148,12 +148,12 @@ def ahead(seconds: Sequence[Sequence[float]], link: float, alpha: float, nodes: 
         flights: deque[tuple[int, float]] = deque()  # the deepest level of each, and when it is known
         launched, known = -1, 0
         while known <= right:
-            more = min(max(launched, 0) + levels, known + nodes) - launched
+            more = min(max(launched, 0) + nodes, known + deepest_guess) - launched
             if more > 0 and len(flights) < len(seconds):
                 launched += more
                 now, back = stages.launch(now, more)
                 flights.append((launched, back))
-            if len(flights) == len(seconds) or more <= 0 or launched == known + nodes:
+            if len(flights) == len(seconds) or more <= 0 or launched == known + deepest_guess:
                 deepest, back = flights.popleft()
                 now, known = max(now, back), deepest + 1
         tokens += right + 1

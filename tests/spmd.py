@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from draftwood.drafters.substitute import SubstituteDrafter
+from draftwood.engine.controller import FixedBudget
 from draftwood.engine.lockstep import Leader, follow
 from draftwood.engine.orders import params_of, unpacked
 from draftwood.engine.sequence import Sequence as Answer
@@ -74,6 +75,7 @@ class Case:
     weights: str = "stored"
     dtype: torch.dtype = torch.float64
     offload: float = 0.0
+    nodes: int | None = None  # in a tree; None: as many as the drafter likes
     stages: bool = False  # one after the other, not side by side
 
 
@@ -157,10 +159,14 @@ CASES |= {
         "of-features": replace(CASES["features"], law="match"),  # others depend on the trees, and these on the batch
         "remembers": Case(requests(0.8)[:4], combining(BUSHY, suffix())),
         "several-drafters": Case(with_arrivals([replace(ask, prompt=BEGIN + ask.prompt) for ask in ASKS], 3), OFFERED),
-        "ahead": Case(with_arrivals(requests(0.8), 14), BUSHY),
-        "ahead-by-model": Case(cancelled(with_arrivals(MIXED, 12)), with_model(Beam(14, 3, 6), 0.0), regime=STARVED),
-        "ahead-greedy": Case(with_arrivals(requests(0.0), 14), ngram(nodes=8, shortest=1, branches=2)),
-        "ahead-walk": Case(with_arrivals(requests(0.8)[:4], 14), with_model(Levels((2, 2), Independent())), law="walk"),
+        "ahead": Case(with_arrivals(requests(0.8), 14), BUSHY, nodes=91),
+        "ahead-by-model": Case(
+            cancelled(with_arrivals(MIXED, 12)), with_model(Beam(14, 3, 6), 0.0), regime=STARVED, nodes=7
+        ),
+        "ahead-greedy": Case(with_arrivals(requests(0.0), 14), ngram(nodes=8, shortest=1, branches=2), nodes=4),
+        "ahead-walk": Case(
+            with_arrivals(requests(0.8)[:4], 14), with_model(Levels((2, 2), Independent())), law="walk", nodes=2
+        ),
         "int8-float32": Case(requests(0.0)[:4], BUSHY, config=WIDE, weights="int8", dtype=torch.float32),
     }.items()
 }
@@ -175,7 +181,10 @@ def harness(case: Case, ranks: ProcessRanks | None, rng: KeyedRng | None = None)
     pages = regime.num_pages, regime.page_size
     away = case.offload if ranks is not None else 0.0
     target = ModelRunner.load(checkpoint, case.dtype, CPU, *pages, FORMATS[case.weights], offload=away)
-    return Harness(target, case.drafter(case.dtype), LAWS[case.law](), regime, rng)
+    made = Harness(target, case.drafter(case.dtype), LAWS[case.law](), regime, rng)
+    if case.nodes is not None:
+        made.engine.controller = FixedBudget(case.nodes)
+    return made
 
 
 def unpack(plain: dict) -> Answer:

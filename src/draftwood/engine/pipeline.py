@@ -19,6 +19,7 @@ from draftwood.engine.ahead import TreeAhead
 from draftwood.engine.decode_step import Parts, Ruling, StepOutput, keep, rule, scored_by, staged_rows
 from draftwood.engine.graph_runner import GraphRunner
 from draftwood.engine.launched import Batch, Launched
+from draftwood.engine.plan import Plan
 from draftwood.engine.shapes import ShapePlan
 from draftwood.model.stages import Begun, StageModel
 from draftwood.protocols import BatchView, NodeMasks
@@ -92,14 +93,24 @@ class PipelineRunner(GraphRunner):
         mode, drafter = batch.mode, self.parts.drafter
         decided = mode.greedy or (self.parts.law.reproducible and mode.laws == (None,))
         plain = not (mode.masked or mode.predicted or mode.traced or batch.edited or batch.scored)
-        ready = batch.shape.proposed and not (drafter.needs or drafter.remembers)
-        return bool(batch.alone and decided and plain and ready)
+        ready = batch.alone and not (drafter.needs or drafter.remembers)
+        return bool(
+            ready and decided and plain and self._several_steps(batch.shape.proposed) > batch.shape.proposed > 0
+        )
+
+    def _several_steps(self, nodes: int) -> int:
+        """The largest tree that the drafter can propose for as many steps as are in flight."""
+        return max(size for size in self.parts.drafter.sizes if size <= nodes * self._stage.ranks.size)
 
     def _launch_ahead(self, batch: Batch) -> Launched:
         """Some levels more of the tree in flight, or of a new one."""
         (item,) = batch.plan.items
-        own, room = self._following, self._room(item.seq.id, item.end + 2 * batch.shape.proposed)
-        batch = replace(batch, shape=replace(batch.shape, pages=max(batch.shape.pages, -(-room // self._page_size))))
+        each, wanted = batch.shape.proposed, self._several_steps(batch.shape.proposed)
+        own = self._following
+        room = self._room(item.seq.id, item.end + max(2 * wanted, self.parts.drafter.staged(wanted)))
+        pages = max(batch.shape.pages, -(-room // self._page_size))
+        plan = Plan((replace(item, max_nodes=wanted),))
+        batch = replace(batch, plan=plan, shape=replace(batch.shape, nodes=wanted, proposed=wanted, pages=pages))
         inputs, view = self.eager_view(batch)
         if own is None or own.seq_id != item.seq.id or own.end is not None:
             tree = TreeAhead(view, self.eager_proposal(batch, view).packed(), room)
@@ -108,8 +119,7 @@ class PipelineRunner(GraphRunner):
                 own.tree, own.end = tree, None
             else:
                 own = self._following = _Following(item.seq.id, tree)
-        depth = own.tree.proposal.tree.max_depth
-        nodes = own.tree.launch(-(-depth // self._stage.ranks.size))
+        nodes = own.tree.launch(-(-own.tree.proposal.tree.max_depth * each // wanted))
         if not nodes:  # what the drafter proposes is on its way already
             return self.launched(batch, lambda: None, 0, batch.shape, with_prompts=False)
         return self.launched(batch, self._begin_ahead(own, nodes, inputs), len(nodes), batch.shape, with_prompts=False)
