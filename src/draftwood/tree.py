@@ -293,6 +293,11 @@ class Verdict:
         """Nothing was guessed, so nothing is accepted."""
         return cls(tree.offsets[:-1, None], torch.zeros_like(bonus), bonus)
 
+    @property
+    def ends(self) -> Tensor:
+        """The last accepted node of each tree. [B]."""
+        return self.path.gather(1, self.length[:, None])[:, 0]
+
     def to_host(self, tree: TokenTree) -> HostVerdict:
         """The tokens each sequence gains, as lists; waits for them."""
         safe = self.path[:, 1:].clamp(min=0)

@@ -23,9 +23,7 @@ import torch
 from torch import Tensor
 
 from draftwood.links import may_look
-from draftwood.ops.verdict import greatest_path
-from draftwood.protocols import BatchView
-from draftwood.tree import Draw, TokenTree, Verdict
+from draftwood.tree import Draw, TokenTree
 from draftwood.verifiers.law import NodeLaw, Odds, Scope, mass_of, ratio, value_at
 from draftwood.verifiers.walk import without_children
 
@@ -71,10 +69,6 @@ class GreedyPaths(NodeLaw):
                 taken[inner] = ratio(mass, mass + (1 - at.weight[inner]))
                 _share_residual(tree, at, inner, residual, mass, hits)
         return Odds(_stops(tree, at, taken, hits), lambda nodes: self._left(tree, p, at, nodes))
-
-    def at_once(self, tree: TokenTree, p: Tensor, view: BatchView) -> Verdict | None:
-        """There are kernels for it."""
-        return greatest_path(tree, p, view.seeds, view.lengths)
 
     def _settle(self, tree: TokenTree, p: Tensor, at: _Standing, nodes: Tensor) -> Tensor:
         """Choose the kept child of `nodes`, and set where it and its siblings stand; returns its law. [n, V]."""
