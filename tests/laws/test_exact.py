@@ -56,7 +56,7 @@ from enumeration import (
     view_of,
 )
 from no_sync import no_looking
-from trees import tree_of
+from trees import pruned, tree_of
 
 SEEDS = 30
 
@@ -345,7 +345,8 @@ def test_an_edit_that_looked_at_drawn_tokens_is_exact_once_it_forgets_the_draws(
         def run(rng: Enumerator, judged: bool = judged) -> tuple[int, ...]:
             tree = grower.grow(TableModel(q), view_of(), 2, rng).tree.packed()[0]
             likely = torch.tensor([1.0, *(q(())[t] for t in tree.tokens[1:].tolist())]) > 0.3
-            tree = tree.select(likely, judged=judged)
+            tree = pruned(tree, likely)
+            tree = tree.forget_draws() if judged else tree
             return emitted(tree, LAWS["walk"]().verify(tree, target_rows(tree, p), view_of(), rng))
 
         errors[judged] = law_error(law_of(run), p, 3)

@@ -18,6 +18,7 @@ from draftwood.rng import KeyedRng
 from draftwood.shape import TreeShape
 from draftwood.tree import TokenTree, Verdict
 from draftwood.verifiers import LAWS, NodeLaw
+from draftwood.verifiers.block import distinct
 from draftwood.verifiers.lossy import Mixture
 from draftwood.verifiers.rules import draws_behind
 
@@ -174,7 +175,7 @@ def test_a_search_ends_where_its_odds_say(name: str, device: torch.device, absen
 def test_repeated_draws_become_draws_without_replacement(device: torch.device) -> None:
     tree, _, _ = drawn("paths", device)
     assert tree.q is not None
-    want, got = tree.distinct(), triton_distinct.distinct(tree, tree.q)
+    want, got = distinct(tree), triton_distinct.distinct(tree, tree.q)
     assert want.q is not None
     assert got.q is not None
     sampled = tree.q_row >= 0
