@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from draftwood.cache.batch_state import BatchState, RowSettings, StepInputs
+from draftwood.cache.batch_state import BatchState, StepInputs
+from draftwood.cache.row_settings import RowSettings
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.points import PointTree
 from draftwood.ops.cuda.batch_state import closed, opened
