@@ -216,6 +216,7 @@ def test_the_optimal_law_where_tokens_are_rarer_than_a_solver_cares_for(
     Case(Levels(widths, Independent()), vocabulary).assert_lossless("optimal", [(p, q)])
 
 
+@pytest.mark.usefixtures("quick_bars")
 @pytest.mark.parametrize(("tree", "law"), [(tree, law) for tree, law in PAIRS if tree in SMALL and law != "optimal"])
 def test_every_draw_of_a_round_one_by_one(tree: str, law: str) -> None:
     """The shipped `verify` and its keys, two pairs of rows; for laws told by their odds also that both ways agree."""
@@ -228,6 +229,7 @@ def test_every_draw_of_a_round_one_by_one(tree: str, law: str) -> None:
             assert law_distance(h, node_law(shipped, case.drafts(q), p)) <= 1e-14
 
 
+@pytest.mark.usefixtures("quick_bars")
 @pytest.mark.parametrize(
     ("tree", "law"),
     [(tree, law) for tree, law in PAIRS if law == "match" and tree in SMALL]
