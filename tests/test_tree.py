@@ -440,8 +440,8 @@ def test_a_verdict_on_trees_with_absent_nodes(tree: TokenTree) -> None:
     assert gained(whole, verdict)[0] == [1, 4, 11]
     part, nodes = whole.take(torch.tensor([0, 2]))
     assert part.num_nodes == 14
-    inside = nodes.in_part(replace(verdict, path=verdict.path[:1]))
-    assert nodes.in_whole(inside).path.tolist() == verdict.path[:1].tolist()
+    root = Verdict(torch.tensor([[7, -1]]), torch.tensor([0]), torch.tensor([11]))
+    assert nodes.in_whole(root).path.tolist() == [[14, -1]]
 
 
 def test_shapes_side_by_side(tree: TokenTree) -> None:
