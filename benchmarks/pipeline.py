@@ -1,6 +1,6 @@
 """A model in stages: two processes measured against one, and more stages simulated from the times of each.
 
-python benchmarks/pipeline.py MODEL [--drafter ngram:nodes=24] [--nodes 6] [--requests 1,8] [--stages 2,4] [--link-ms 0.1]
+python benchmarks/pipeline.py MODEL [--drafter ngram:nodes=24] [--nodes 6] [--requests 1,8] [--stages 2,4] …
 
 Every process has one thread, as if it were a machine of its own. Answers are compared with those of one process. The
 simulation is of one request whose drafts are chains: each stage takes as long as measured here for so many rows, each
