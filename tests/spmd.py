@@ -60,7 +60,7 @@ from tiny import (
 V = 13
 LLAMA = tiny_config()
 WIDE = tiny_config(hidden_size=64, head_dim=32, intermediate_size=64)
-STARVED = Regime(max_rows=24, num_pages=16)
+STARVED, SCARCE = Regime(max_rows=24, num_pages=16), Regime(max_rows=24, num_pages=20)
 
 
 @dataclass(frozen=True)
