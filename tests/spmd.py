@@ -161,7 +161,7 @@ CASES |= {
         "several-drafters": Case(with_arrivals([replace(ask, prompt=BEGIN + ask.prompt) for ask in ASKS], 3), OFFERED),
         "ahead": Case(with_arrivals(requests(0.8), 14), BUSHY, nodes=91),
         "ahead-by-model": Case(
-            cancelled(with_arrivals(MIXED, 12)), with_model(Beam(14, 3, 6), 0.0), regime=STARVED, nodes=7
+            cancelled(with_arrivals(MIXED, 12)), with_model(Beam(14, 3, 6), 0.0), regime=SCARCE, nodes=7
         ),
         "ahead-greedy": Case(with_arrivals(requests(0.0), 14), ngram(nodes=8, shortest=1, branches=2), nodes=4),
         "ahead-walk": Case(
