@@ -89,6 +89,9 @@ class EngineFlags:
         int,
         _option("Processes that compute the model together, each on a GPU or on cores of its own.", "Machine"),
     ] = 1
+    groups: Annotated[
+        int, _option("Groups that requests decode in by turns, so that a remote drafter drafts meanwhile.", "Machine")
+    ] = 1
     cache_host_tokens: Annotated[
         int, _option("Tokens of evicted prefixes that host memory keeps, beside the cache.", "Machine")
     ] = 0
@@ -114,6 +117,7 @@ class EngineFlags:
             cache_host_tokens=self.cache_host_tokens,
             eager=self.eager,
             tp=self.tp,
+            groups=self.groups,
             offload=_amount("--offload", self.offload),
             controller=self.controller,
         )
