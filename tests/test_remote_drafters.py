@@ -376,13 +376,9 @@ def test_an_engine_drafts_what_its_model_says(tmp_path: Path) -> None:
         assert all(len(set(guess.tokens)) == 3 and not guess.row for guess in chosen)
         drawn = said(DraftSync(0, (), 6, "salt", 0.7, 4), 3)
         for place, guess in enumerate(drawn):
-            before = [*prompt, *(earlier.tokens[0] for earlier in drawn[:place])]
-            (entry,) = (
-                llm.generate([before], SamplingParams(max_tokens=1, ignore_eos=True, logprobs=4))[0]
-                .completions[0]
-                .logprobs
-            )
-            assert guess.row == pytest.approx(entry.top)
+            before, params = [guess.tokens[0] for guess in drawn[:place]], SamplingParams(max_tokens=1, logprobs=4)
+            (entry,) = llm.generate([prompt + before], params)[0].completions[0].logprobs
+            assert dict(guess.row) == pytest.approx(dict(entry.top))
             assert guess.tokens[0] in dict(guess.row)
         ended.clear()
         EngineSpeaker(llm).speak([1] * 5000, DraftSync(0, (), 6, ""), 6, hear)
