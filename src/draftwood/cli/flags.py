@@ -92,6 +92,7 @@ class EngineFlags:
     groups: Annotated[
         int, _option("Groups that requests decode in by turns, so that a remote drafter drafts meanwhile.", "Machine")
     ] = 1
+    page_size: Annotated[int, _option("Tokens of a page: prompts share whole pages of the cache.", "Machine")] = 64
     cache_host_tokens: Annotated[
         int, _option("Tokens of evicted prefixes that host memory keeps, beside the cache.", "Machine")
     ] = 0
@@ -115,6 +116,7 @@ class EngineFlags:
             cache_tokens=self.cache_tokens,
             cache_dtype=self.cache_dtype,
             cache_host_tokens=self.cache_host_tokens,
+            page_size=self.page_size,
             eager=self.eager,
             tp=self.tp,
             groups=self.groups,
