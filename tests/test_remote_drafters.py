@@ -203,6 +203,35 @@ def test_one_that_lies_about_the_protocol_is_left_alone(monkeypatch: pytest.Monk
     assert LIES > 1
 
 
+@pytest.mark.parametrize("wait", [2.0, 2000.0])
+def test_acceptance_survives_that_both_sides_work_at_once(wait: float) -> None:
+    """A drafter that is always right and never quick: the first tokens of a path are verified before the others are
+    there, and it goes on meanwhile. No guess is lost or looked at twice."""
+    asks = [Ask((i, 2, 3), SamplingParams(max_tokens=24)) for i in range(3)]
+    said = generated(Harness(tiny_runner(), no_drafter(torch.float64), Match()).run(asks))
+    texts = [(*ask.prompt, *tokens) for ask, tokens in zip(asks, said, strict=True)]
+
+    class Slow:
+        def speak(self, tokens: Tokens[int], wish: DraftSync, count: int, hear: Hear) -> Cancel:
+            whole = next(text for text in texts if text[: len(tokens)] == tuple(tokens))
+
+            def say() -> None:
+                for token in whole[len(tokens) : len(tokens) + count]:
+                    time.sleep(0.002)
+                    hear([Guess((token,))], False)
+                hear([], True)
+
+            threading.Thread(target=say).start()
+            return lambda: None
+
+    harness = Harness(tiny_runner(), RemoteDrafter(link_to(hosted(Slow())), 5, wait), Match())
+    answers = harness.run(asks)
+    assert generated(answers) == said
+    assert [answer.accepted for answer in answers] == [answer.drafted for answer in answers]
+    if wait == 2000.0:
+        assert all(answer.steps == 4 for answer in answers), "every step but the last has six tokens"
+
+
 def test_drafts_are_used() -> None:
     _, answers = drafted_by(hosted(PeriodicSpeaker()))
     assert generated(answers) == PLAIN
