@@ -1,6 +1,6 @@
-"""Two Ray replicas against one: tokens a second of the same requests, each replica on a core of its own.
+"""Two Ray replicas against one: tokens a second, each on a core of its own and with as many requests at a time.
 
-python benchmarks/replicas.py [--model smollm2] [--weights w8a8] [--requests 64] [--concurrency 16]
+python benchmarks/replicas.py [--model smollm2] [--weights w8a8] [--requests 32] [--concurrency 8]
 
 Needs `pip install 'draftwood[serve,ray]'`. Client, front and Ray's own processes run on whatever cores there are: where
 there are no more than replicas they take time from these, and how much is reported. Linux.
@@ -76,10 +76,10 @@ def busy_seconds() -> dict[int, float]:
     return found
 
 
-async def answered(port: int, flags: argparse.Namespace) -> tuple[float, float]:
-    """Tokens a second of all requests, so many at a time; and the share of processor time beside the replicas."""
+async def answered(port: int, flags: argparse.Namespace, count: int) -> tuple[float, float]:
+    """Tokens a second of all requests, as many at a time; and the share of processor time beside the replicas."""
     replicas = pin_replicas()
-    room = asyncio.Semaphore(flags.concurrency)
+    room = asyncio.Semaphore(count * flags.concurrency)
 
     async def one(number: int) -> int:
         async with room:
@@ -87,7 +87,7 @@ async def answered(port: int, flags: argparse.Namespace) -> tuple[float, float]:
 
     await asyncio.gather(*(one(-1 - i) for i in range(4)))  # warm
     before, start = busy_seconds(), time.perf_counter()
-    tokens = await asyncio.gather(*(one(i) for i in range(flags.requests)))
+    tokens = await asyncio.gather(*(one(i) for i in range(count * flags.requests)))
     rate = sum(tokens) / (time.perf_counter() - start)
     spent = {pid: seconds - before.get(pid, 0.0) for pid, seconds in busy_seconds().items()}
     return rate, 1 - sum(spent[pid] for pid in replicas) / sum(spent.values())
@@ -98,14 +98,14 @@ def main() -> int:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--weights", default="w8a8")
     parser.add_argument("--drafter", default="ngram")
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--concurrency", type=int, default=16)
+    parser.add_argument("--requests", type=int, default=32, help="for each replica")
+    parser.add_argument("--concurrency", type=int, default=8, help="of each replica")
     parser.add_argument("--tokens", type=int, default=64)
     flags = parser.parse_args()
     rates = {}
     for count in (1, 2):
         with replicas(count, flags) as port:
-            rates[count] = asyncio.run(answered(port, flags))
+            rates[count] = asyncio.run(answered(port, flags, count))
     rows: list[tuple[str, float | None, str, float | None, str]] = [
         ("one replica, tokens a second", rates[1][0], "", None, ""),
         ("two replicas, tokens a second", rates[2][0], "", None, ""),

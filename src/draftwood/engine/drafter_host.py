@@ -112,6 +112,7 @@ class _Text:
     final: bool = False  # the speaker has nothing more to say
     cancel: Cancel | None = None  # of the guessing under way
     turn: int = 0  # guesses of an earlier one do not count
+    asked: int = 0  # guesses of this one that have not come
 
     @property
     def nodes(self) -> int:
@@ -179,7 +180,7 @@ class DraftSession:
         if text.cancel is not None or text.final or missing < text.nodes:
             return
         text.turn += 1
-        turn = text.turn
+        turn, text.asked = text.turn, missing
         text.cancel = _not_yet
         whole = [*text.tokens, *(guess.tokens[0] for guess in text.ahead)]
         cancel = self._speaker.speak(
@@ -192,11 +193,13 @@ class DraftSession:
         with self._guard:
             if turn != text.turn or text.wish.sequence not in self._texts:
                 return
+            text.asked -= len(guesses)
             if last:
-                text.cancel = None
-                text.final = len(text.ahead) + len(guesses) < text.nodes
+                text.cancel, text.final = None, text.asked > 0
             if guesses or text.final:
                 self._line.send("draft", text.grown(guesses))
+            if last:  # the text may have come a long way meanwhile
+                self._go_on(text)
 
     def _stop(self, text: _Text) -> None:
         text.turn += 1
