@@ -90,6 +90,7 @@ async def answered(port: int, flags: argparse.Namespace, count: int) -> tuple[fl
     tokens = await asyncio.gather(*(one(i) for i in range(count * flags.requests)))
     rate = sum(tokens) / (time.perf_counter() - start)
     spent = {pid: seconds - before.get(pid, 0.0) for pid, seconds in busy_seconds().items()}
+    print(f"{count} replicas: processor seconds of each {[round(spent[pid], 1) for pid in replicas]}", flush=True)
     return rate, 1 - sum(spent[pid] for pid in replicas) / sum(spent.values())
 
 
