@@ -39,17 +39,15 @@ class RowsFrame:
 
     def fill(self, guesses: Sequence[Sequence[Guess]]) -> None:
         """The guesses of the first sequences; nothing for the others."""
-        parts = [part.to("cpu", copy=True) for part in (self._said, self._tokens, self._weights)]
-        said, tokens, weights = parts
-        for part, nothing in zip(parts, (-1, -1, 0), strict=True):
-            part.fill_(nothing)
+        said, tokens = torch.full(self._said.shape, -1), torch.full(self._tokens.shape, -1)
+        weights = torch.zeros(self._weights.shape, dtype=self._weights.dtype)
         for b, path in enumerate(guesses):
             for place, guess in enumerate(path):
                 row = guess.row or ((guess.tokens[0], 0.0),)  # of chosen tokens
                 said[b, place] = guess.tokens[0]
                 tokens[b, place, : len(row)] = torch.tensor([token for token, _ in row])
                 weights[b, place, : len(row)] = torch.tensor([weight for _, weight in row], dtype=weights.dtype)
-        for part, new in zip((self._said, self._tokens, self._weights), parts, strict=True):
+        for part, new in ((self._said, said), (self._tokens, tokens), (self._weights, weights)):
             part.copy_(new)
 
     def begin(self, view: BatchView) -> tuple[Tensor, State]:
