@@ -67,7 +67,7 @@ STYLES: Mapping[str, Callable[[Any, Ranks], None]] = {
 }
 
 
-def _weights(part: Any) -> list[nn.Parameter]:
+def _weights(part: Any) -> list[Tensor]:
     if not isinstance(part, nn.Linear):
         raise InvalidRequest(f"This model cannot be split: a {type(part).__name__} is in its plan. Use tp=1.")
     return [part.weight, *([] if part.bias is None else [part.bias])]
