@@ -7,7 +7,9 @@ would add is staged, and the rows of the accepted path are folded in when it is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -60,9 +62,15 @@ class Block:
 
     index: Tensor  # [S, R] int64 row of the forward, any where there is none
     there: Tensor  # [S, R] bool
+    columns: Tensor  # [S, R] int64 places behind the text, -1: its last token
     sees: Tensor  # [S, R, R] bool the rows on the path to each, itself included; empty where there is no row
     depth: Tensor  # [S, R] int64 rows before it on its path
     _windows: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def last(self) -> Tensor:
+        """The last row of each sequence; any where it has none. [S]."""
+        return (self.there * torch.arange(self.there.shape[1], device=self.there.device)).amax(1)
 
     def windows(self, kernel: int) -> Tensor:
         """For each row the last `kernel` inputs along its path, itself last: numbers in a tail of `kernel` - 1 inputs
@@ -107,3 +115,46 @@ class StagedTrees:
     fresh: Tensor  # [S] bool
     block: Block
     layers: tuple[StagedRows, ...]
+
+    def reached(self, path: KeptPath) -> tuple[Tensor, Tensor]:
+        """The last row of each path that is here, and how many nodes of the path are up to it. Twice [S]."""
+        columns = path.columns - 1
+        here = (self.block.columns[:, None] == columns[:, :, None]) & self.block.there[:, None]  # [S, D + 1, R]
+        steps = torch.arange(columns.shape[1], device=columns.device)
+        wanted = (steps <= path.length[:, None]) & ((columns >= 0) | (steps == 0))
+        count = (here.any(2) & wanted).long().cumprod(1).sum(1) - 1
+        row = here.to(torch.int8).argmax(2).gather(1, count.clamp(min=0)[:, None])[:, 0]
+        return row, count
+
+
+@dataclass(frozen=True)
+class KeptPath:
+    """The path of each tree that is kept."""
+
+    block_table: Tensor  # [B, P]
+    base: Tensor  # [B] committed tokens, the root included
+    columns: Tensor  # [B, D + 1] where its nodes were staged behind them, from 1; 0: the root, and nowhere
+    length: Tensor  # [B] nodes of it, the root not counted
+    chain: bool = False  # all of them lie there already
+    staged: StagedTrees | None = None
+
+
+class LayerState(Protocol):
+    """What layers keep of sequences: pages of keys and values, states of recurrent layers."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all of it."""
+        ...
+
+    def commit(self, path: KeptPath) -> None:
+        """Keep the path of every tree, and nothing else of it."""
+        ...
+
+
+class PlacedState(LayerState, Protocol):
+    """One with a place for each sequence."""
+
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """From place to place, one after the other."""
+        ...

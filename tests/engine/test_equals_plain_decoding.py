@@ -74,6 +74,7 @@ from tiny import (
     with_masks,
     with_model,
     with_net,
+    with_recurrent,
     with_student,
     with_view,
 )
@@ -124,6 +125,8 @@ DRAFTERS: dict[str, DraftMaker] = {
     "model-delayed": with_model(Paths(2, 2, trunk=2)),
     "model-coupled": with_model(Levels((1, 1, 1), Coupled())),
     "model-coupled-tree": with_model(Levels((2, 2), Coupled())),
+    "model-mamba2": with_recurrent("mamba2", Levels((3, 2, 1), Best())),
+    "model-qwen3-next": with_recurrent("qwen3_next", BestFirst(nodes=9, width=3, forwards=3)),
     "model-starved": with_model(chain(3), num_pages=20),
     "pard-chain": with_masks(chain(5)),
     "pard-tree": with_masks(Levels((3, 2, 1), Best())),
@@ -151,8 +154,10 @@ DRAFTERS: dict[str, DraftMaker] = {
         with_view(View(first_layers(1)), Levels((1, 1, 1), Independent())),
         with_view(View(window=Window(0, 4)), chain(4)),
         with_model(chain(3)),
+        with_recurrent("bamba", chain(3)),
         suffix(nodes=4, shortest=1, least=0.0),
     ),
+    "combined-recurrent": combining(with_recurrent("falcon_h1", Levels((1, 1, 1), Independent())), recycling, nodes=9),
     "cascade-view": lambda dtype: CascadeDrafter(
         suffix(nodes=5, shortest=1, least=0.0)(dtype), ViewDrafter(View(without_layers((0,))), chain(1)), 5, 2, 3
     ),

@@ -17,25 +17,25 @@ from safetensors.torch import save_file
 import captured
 from draftwood.batch import with_text
 from draftwood.cache.blocks import PageTables
-from draftwood.cache.recurrent import state_bytes
+from draftwood.cache.recurrent import FollowingStates, state_bytes
 from draftwood.cli.about import about_table
 from draftwood.config import EngineConfig
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
 from draftwood.drafters.scripted import ScriptedDrafter
-from draftwood.drafting import Drafter
+from draftwood.drafting import Drafter, Grower
 from draftwood.engine.llm import LLM
 from draftwood.engine.memory import WITHOUT_KEYS, automatic_cache_tokens, plan_memory, with_states_for
 from draftwood.engine.scheduler import Scheduler, SchedulerConfig
-from draftwood.errors import IncompatibleParts
-from draftwood.growers import chain
+from draftwood.growers import BestFirst, chain
 from draftwood.model.config import ModelConfig
 from draftwood.model.families import FAMILIES as KNOWN
 from draftwood.model.mixers import Recurrences
 from draftwood.model.runner import ModelRunner
 from draftwood.protocols import Span
 from draftwood.request import SamplingParams
+from draftwood.states import KeptPath
 from draftwood.tree import TokenTree, Verdict
 from draftwood.verifiers import LAWS
 from families import RECURRENT
@@ -175,21 +175,57 @@ def test_nothing_looks_at_values(family: str) -> None:
         for i, mixer in enumerate(mixers):
             recurrences.run(i, mixer, rows)
         assert recurrences.staged is not None
-        runner.cache.states.keep(recurrences.staged, index.gather(1, verdict.length[:, None])[:, 0])
+        path = KeptPath(whole.parts[0].block_table, whole.parts[0].tree_base, index, verdict.length)
+        runner.cache.states.commit(replace(path, staged=recurrences.staged))
 
 
-def test_a_recurrent_model_cannot_be_a_draft_model() -> None:
-    drafter = ModelDrafter(tiny_runner(config_of("bamba")), chain(3))
-    with pytest.raises(IncompatibleParts, match="cannot be the draft model"):
-        drafter.attach(tiny_runner())
-    runner = drafter.runner
-    runner.cache.tables.open(0, ())
-    runner.cache.tables.reserve(0, 4)
-    batch = replace(runner.cache.stage_text([Span(0, [1, 2, 3], 0, 3)]), states=None)
-    with pytest.raises(IncompatibleParts, match="no place for states"):
-        runner.forward(batch)
-    with pytest.raises(IncompatibleParts, match="some of its layers"):
-        tiny_runner(config_of("bamba")).model.part([0])  # type: ignore[attr-defined]
+class StateHarness(Harness):
+    """Holds every state of a draft model against that of a model that reads the same text anew."""
+
+    checked = 0
+
+    def check(self) -> None:
+        super().check()
+        drafter, tables = self.engine.drafter, self.engine.target.cache.tables
+        assert isinstance(drafter, ModelDrafter)
+        following = drafter.runner.cache.layer_states[1]
+        assert isinstance(following, FollowingStates)
+        for seq in self.engine.scheduler.running[:2]:
+            place = tables.state(seq.id)
+            assert place is not None
+            if held := int(following.held[place]):
+                fresh = ModelRunner(drafter.runner.model, 20, PAGE)
+                fresh.cache.tables.open(0, ())
+                fresh.cache.tables.reserve(0, held)
+                fresh.forward(fresh.cache.stage_text([Span(0, seq.tokens, 0, held)]))
+                for own, wanted in zip(following.states.stores, fresh.cache.memory.states, strict=True):
+                    assert (own.tail[place] - wanted.tail[0]).abs().max() < 1e-9
+                    assert own.memory is None or (own.memory[place] - wanted.memory[0]).abs().max() < 1e-9
+                self.checked += 1
+
+
+@pytest.mark.parametrize("grower", [chain(4), BestFirst(nodes=9, width=3, forwards=3)], ids=["chain", "tree"])
+@pytest.mark.parametrize("family", ["mamba2", "bamba", "lfm2", "qwen3_next"])
+def test_states_of_a_draft_model_are_never_stale(family: str, grower: Grower) -> None:
+    """Behind accepted and rejected nodes, chunks of prompts, preemption, shared prefixes and cancellation."""
+    asks = asking(prompts(13, 6, 6), max_tokens=16)
+    asks = [replace(ask, arrives=2 * i, cancelled=12 if i == 1 else None) for i, ask in enumerate(asks)]
+    drafter, target = ModelDrafter(tiny_runner(config_of(family)), grower), tiny_runner(num_pages=16)
+    regime = Regime(max_rows=24, num_pages=16)
+    harness = StateHarness(target, drafter, LAWS["match"](), regime)
+    answers = harness.run(asks)
+    assert harness.checked > 40
+    assert harness.engine.scheduler.num_preemptions > 0
+    assert any(answer.cached_prompt_tokens for answer in answers)
+    assert sum(answer.accepted for answer in answers) > 0
+
+
+def test_a_draft_model_that_is_its_target_is_always_right() -> None:
+    """Both have recurrent layers, in the same places."""
+    config = config_of("bamba")
+    asks = [replace(ask, params=replace(ask.params, temperature=0.0)) for ask in asking(prompts(13, 6, 4))]
+    answers = Harness(tiny_runner(config), ModelDrafter(tiny_runner(config), chain(4)), LAWS["match"]()).run(asks)
+    assert sum(answer.drafted for answer in answers) == sum(answer.accepted for answer in answers) > 20
 
 
 def test_states_are_planned_and_told(tmp_path: Path) -> None:

@@ -270,7 +270,7 @@ class _Part:
     def of(cls, batch: ForwardBatch, first: int) -> _Part:
         if batch.states is None:
             raise IncompatibleParts(
-                "A model with recurrent layers runs as target only: what is asked of it here has no place for states."
+                "What is asked of a model with recurrent layers here has no place for states; take another drafter."
             )
         count = len(batch.tokens)
         starts = batch.positions.index_select(0, batch.row_offsets[:-1].clamp(max=count - 1))
@@ -307,7 +307,7 @@ class Recurrences:
         inputs, rates = projected.inputs[rows], None if projected.rates is None else projected.rates[rows]
         states = store.at(part.places, part.fresh)
         computed = wide(inputs.dtype)
-        out = torch.empty(part.count + 1, mixer.width, dtype=computed, device=inputs.device)  # the last: none
+        out = torch.zeros(part.count + 1, mixer.width, dtype=computed, device=inputs.device)  # the last: none
         for block in part.blocks:
             own = inputs[block.index]
             mixed = mixer.convolution(states, own, block)
@@ -316,7 +316,7 @@ class Recurrences:
             out.index_copy_(0, to.flatten(), y.flatten(0, 1).to(computed))
             staged = StagedRows(own, deposit)
             if part.is_text:
-                states = advanced(states, staged, block, (block.there.sum(1) - 1).clamp(min=0))
+                states = advanced(states, staged, block, block.last)
             else:
                 self._staged.append(staged)
         if part.is_text:

@@ -33,36 +33,45 @@ def tree_block(batch: ForwardBatch) -> Block:
     rows = len(batch.tokens) if batch.max_rows is None else batch.max_rows
     index, there = _rows(batch, 0, rows)
     if batch.linear:
-        return _chain(index, there)
-    node = torch.arange(rows - 1, device=index.device)  # the bit of row 1 + node; the root needs none
-    words = batch.ancestors[index]
-    word = (node // BITS).clamp(max=words.shape[-1] - 1)
-    bits = (words.index_select(2, word) >> (node % BITS)) & 1
-    known = bits.bool() & (node < words.shape[-1] * BITS)
-    above = torch.nn.functional.pad(known, (1, 0), value=True) | torch.eye(rows, dtype=torch.bool, device=index.device)
-    sees = above.tril() & there[:, :, None] & there[:, None, :]
-    return Block(index, there, sees, (sees.sum(-1) - 1).clamp(min=0))
+        return _chain(batch, index, there)
+    columns = _columns(batch, index)
+    bit, words = columns.clamp(min=0)[:, None].expand(-1, rows, -1), batch.ancestors[index]
+    bits = (words.gather(2, (bit // BITS).clamp(max=words.shape[-1] - 1)) >> (bit % BITS)) & 1
+    known = bits.bool() & (bit < words.shape[-1] * BITS) & (columns >= 0)[:, None]
+    before = (columns < 0)[:, None] & (columns[:, None] <= columns[:, :, None])  # the text, which has no bits
+    return _block(index, there, columns, known | before | torch.eye(rows, dtype=torch.bool, device=index.device))
 
 
 def text_blocks(batch: ForwardBatch) -> list[Block]:
     """Rows of text, cut into blocks."""
     rows = len(batch.tokens) if batch.max_rows is None else batch.max_rows
     starts = range(0, rows, BLOCK)
-    return [_chain(*_rows(batch, start, min(BLOCK, rows - start))) for start in starts]
+    return [_chain(batch, *_rows(batch, start, min(BLOCK, rows - start))) for start in starts]
 
 
 def _rows(batch: ForwardBatch, start: int, count: int) -> tuple[Tensor, Tensor]:
     """Up to `count` rows of each sequence from its row `start` on, and which of them there are. Twice [S, R]."""
     offsets = batch.row_offsets
     index = offsets[:-1, None] + torch.arange(start, start + count, device=offsets.device)
-    return index.clamp(max=len(batch.tokens) - 1), index < offsets[1:, None]
+    there, index = index < offsets[1:, None], index.clamp(max=len(batch.tokens) - 1)
+    return index, there if batch.taken_in is None else there & ~batch.taken_in[index]
 
 
-def _chain(index: Tensor, there: Tensor) -> Block:
-    count = index.shape[1]
-    depth = torch.arange(count, device=index.device).expand_as(index)
-    behind = torch.ones(count, count, dtype=torch.bool, device=index.device).tril()
-    return Block(index, there, behind & there[:, :, None] & there[:, None, :], depth)
+def _columns(batch: ForwardBatch, index: Tensor) -> Tensor:
+    """Places behind the text of rows `index` [S, R]."""
+    if batch.columns is not None:
+        return batch.columns[index]
+    return torch.arange(-1, index.shape[1] - 1, device=index.device).expand_as(index)
+
+
+def _chain(batch: ForwardBatch, index: Tensor, there: Tensor) -> Block:
+    every = torch.ones(index.shape[1], index.shape[1], dtype=torch.bool, device=index.device)
+    return _block(index, there, _columns(batch, index), every)
+
+
+def _block(index: Tensor, there: Tensor, columns: Tensor, above: Tensor) -> Block:
+    sees = above.tril() & there[:, :, None] & there[:, None, :]
+    return Block(index, there, columns, sees, (sees.sum(-1) - 1).clamp(min=0))
 
 
 def convolved(tail: Tensor, inputs: Tensor, block: Block, weight: Tensor, bias: Tensor | None) -> Tensor:
