@@ -20,19 +20,23 @@ from draftwood.cache.blocks import PageTables
 from draftwood.cache.recurrent import FollowingStates, state_bytes
 from draftwood.cli.about import about_table
 from draftwood.config import EngineConfig
+from draftwood.drafters.combined import CombinedDrafter
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
 from draftwood.drafters.scripted import ScriptedDrafter
-from draftwood.drafting import Drafter, Grower
+from draftwood.drafters.suffix import SuffixDrafter
+from draftwood.drafters.view import View, ViewDrafter
+from draftwood.drafting import Drafter
 from draftwood.engine.llm import LLM
 from draftwood.engine.memory import WITHOUT_KEYS, automatic_cache_tokens, plan_memory, with_states_for
 from draftwood.engine.scheduler import Scheduler, SchedulerConfig
-from draftwood.growers import BestFirst, chain
+from draftwood.growers import Best, BestFirst, Levels, chain
 from draftwood.model.config import ModelConfig
 from draftwood.model.families import FAMILIES as KNOWN
 from draftwood.model.mixers import Recurrences
 from draftwood.model.runner import ModelRunner
+from draftwood.model.transformer import Transformer
 from draftwood.protocols import Span
 from draftwood.request import SamplingParams
 from draftwood.states import KeptPath
@@ -136,11 +140,19 @@ def test_places_of_states_are_counted() -> None:
 CAPTURED: dict[str, Callable[[], Drafter]] = {
     "branches": lambda: NgramDrafter(6, 3, 1, 3),
     "chain": lambda: ScriptedDrafter(lambda tokens: [[t % 13 for t in tokens[-3:]]], 4, chain=True),
+    "model": lambda: ModelDrafter(tiny_runner(config_of("lfm2")), Levels((2, 1), Best())),
+    "component": lambda: ViewDrafter(View(changed=Transformer.without_attention), chain(3)),  # type: ignore[arg-type]
 }
 
 
-@pytest.mark.parametrize("family", ["bamba", "lfm2", "qwen3_5"])
-@pytest.mark.parametrize("name", CAPTURED)
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        *((f, n) for f in ("bamba", "lfm2", "qwen3_5") for n in ("branches", "chain")),
+        ("qwen3_5", "model"),
+        ("bamba", "component"),
+    ],
+)
 def test_captured_steps_give_the_tokens_of_plain_decoding(
     family: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,6 +199,8 @@ class StateHarness(Harness):
     def check(self) -> None:
         super().check()
         drafter, tables = self.engine.drafter, self.engine.target.cache.tables
+        if isinstance(drafter, CombinedDrafter):
+            drafter = drafter.sources[0]
         assert isinstance(drafter, ModelDrafter)
         following = drafter.runner.cache.layer_states[1]
         assert isinstance(following, FollowingStates)
@@ -204,14 +218,16 @@ class StateHarness(Harness):
                 self.checked += 1
 
 
-@pytest.mark.parametrize("grower", [chain(4), BestFirst(nodes=9, width=3, forwards=3)], ids=["chain", "tree"])
+@pytest.mark.parametrize("way", ["chain", "tree", "combined"])
 @pytest.mark.parametrize("family", ["mamba2", "bamba", "lfm2", "qwen3_next"])
-def test_states_of_a_draft_model_are_never_stale(family: str, grower: Grower) -> None:
+def test_states_of_a_draft_model_are_never_stale(family: str, way: str) -> None:
     """Behind accepted and rejected nodes, chunks of prompts, preemption, shared prefixes and cancellation."""
     asks = asking(prompts(13, 6, 6), max_tokens=16)
     asks = [replace(ask, arrives=2 * i, cancelled=12 if i == 1 else None) for i, ask in enumerate(asks)]
-    drafter, target = ModelDrafter(tiny_runner(config_of(family)), grower), tiny_runner(num_pages=16)
-    regime = Regime(max_rows=24, num_pages=16)
+    grower, target = BestFirst(nodes=9, width=3, forwards=3) if way == "tree" else chain(4), tiny_runner(num_pages=16)
+    drafter, regime = ModelDrafter(tiny_runner(config_of(family)), grower), Regime(max_rows=24, num_pages=16)
+    if way == "combined":
+        drafter = CombinedDrafter([drafter, SuffixDrafter(nodes=6, shortest=1, least=0.0)], least=0.0)
     harness = StateHarness(target, drafter, LAWS["match"](), regime)
     answers = harness.run(asks)
     assert harness.checked > 40
@@ -236,8 +252,12 @@ def test_states_are_planned_and_told(tmp_path: Path) -> None:
     settings = EngineConfig(dtype="bfloat16", device="cpu", cache_tokens=4096, max_running=6, max_rows=64)
     plan = plan_memory(config, None, settings, 1 << 40, 1 << 40)
     assert plan.states == (6 + 4 + 1) * size
-    assert [with_states_for(config, settings, 4 * size * count).max_running for count in (100, 9, 1)] == [6, 4, 1]
-    assert with_states_for(config, settings, None) == with_states_for(tiny_config(), settings, 0) == settings
+    assert [with_states_for(config, None, settings, 4 * size * count).max_running for count in (100, 9, 1)] == [6, 4, 1]
+    assert (
+        with_states_for(config, None, settings, None) == with_states_for(tiny_config(), None, settings, 0) == settings
+    )
+    assert plan_memory(config, config, settings, 1 << 40, 1 << 40).states == 2 * plan.states
+    assert with_states_for(tiny_config(), config, settings, 36 * size).max_running == 4
     assert automatic_cache_tokens(config_of("mamba2"), None, settings, 1 << 40, 1 << 40) == WITHOUT_KEYS
     runner = ModelRunner(tiny_runner(config, dtype=torch.bfloat16).model, 8, PAGE, 10)
     assert runner.cache.states.num_bytes == 11 * size
