@@ -97,6 +97,7 @@ class Deposit:
     total: Tensor  # [S, H, R] float64 logarithm of the decay along the path to each row
     keys: Tensor  # [S, G, R, N] of groups of heads
     values: Tensor  # [S, H, R, P]
+    rates: Tensor | None = None  # [H, N] what `total` is multiplied by for each number of a key; None: nothing
 
 
 @dataclass(frozen=True)

@@ -289,8 +289,8 @@ def test_an_llm_serves_one(tmp_path: Path) -> None:
     folder, said = str(bamba_folder(tmp_path / "model")), []
     params = SamplingParams(max_tokens=12, temperature=0.8, seed=5, n=3)
     config = EngineConfig(device="cpu", max_running=2, cache_tokens=2048)
-    for drafter in ("none", "ngram"):
+    for drafter in ("none", "ngram", f"model:{folder}", "component"):
         with LLM(folder, drafter=drafter, config=config) as llm:
             said.append([answer.text for answer in llm.generate("ab ab ab ab", params).completions])
-    assert said[0] == said[1]
+    assert said[0] == said[1] == said[2] == said[3]
     assert len(set(said[0])) > 1

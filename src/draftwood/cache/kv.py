@@ -194,7 +194,7 @@ def behind_last(places: Sequence[Places], count: int) -> Places:
     steps = torch.arange(-count, 0, device=last.index.device).expand(size, -1)
     index = torch.cat([steps, *(own.index for own in places)], 1)
     position = torch.cat([steps, *(own.position for own in places)], 1)
-    bits = [own.ancestors.view(size, own.index.shape[1], -1) for own in places if own.ancestors is not None]
+    bits = [own.ancestors.unflatten(0, own.index.shape) for own in places if own.ancestors is not None]
     ancestors = torch.nn.functional.pad(torch.cat(bits, 1), (0, 0, count, 0)).flatten(0, 1) if bits else None
     return replace(last, index=index, position=position, ancestors=ancestors, text=count)
 

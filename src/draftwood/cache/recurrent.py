@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftwood.batch import ForwardBatch
 from draftwood.model.layers import wide
-from draftwood.model.spec import RecurrentSpec
+from draftwood.model.mixer_spec import RecurrentSpec
 from draftwood.ops.recurrence import advanced
 from draftwood.states import KeptPath, StagedTrees, StateStore
 

@@ -18,7 +18,7 @@ from draftwood.batch import ForwardBatch
 from draftwood.errors import IncompatibleParts
 from draftwood.model.layers import RMSNorm, wide
 from draftwood.model.loading import WeightLoader
-from draftwood.model.spec import GatedDeltaSpec, Gating, Mamba2Spec, RecurrentSpec, ShortConvSpec
+from draftwood.model.mixer_spec import GatedDeltaSpec, Gating, Mamba2Spec, MambaSpec, RecurrentSpec, ShortConvSpec
 from draftwood.ops.linear import Linear
 from draftwood.ops.recurrence import (
     advanced,
@@ -26,6 +26,7 @@ from draftwood.ops.recurrence import (
     delta_values,
     path_totals,
     read,
+    scanned,
     text_blocks,
     tree_block,
 )
@@ -142,6 +143,50 @@ class Mamba2:
 
 
 @dataclass(frozen=True)
+class Mamba:
+    """See `MambaSpec`."""
+
+    spec: MambaSpec
+    project_in: Linear
+    convolution: Convolution
+    project_x: Linear
+    project_step: Linear
+    norms: tuple[RMSNorm, RMSNorm, RMSNorm] | None  # of what makes the step, of keys and of queries
+    decay: Tensor  # [width, N] -exp(A)
+    step: Tensor  # [width]
+    skip: Tensor  # [width]
+    output: Linear
+
+    @property
+    def width(self) -> int:
+        """Numbers of a row that `output` reads."""
+        return self.spec.width
+
+    def project(self, x: Tensor) -> Projected:
+        """x and the gate."""
+        return Projected(*self.project_in(x).chunk(2, -1))
+
+    def mix(self, mixed: Tensor, rates: Tensor | None, states: Carried, block: Block) -> tuple[Tensor, Deposit]:
+        """The step, keys and queries are made of what the convolution gives."""
+        assert states.memory is not None
+        spec, x = self.spec, F.silu(mixed)
+        made = self.project_x(x.flatten(0, 1).to(states.tail.dtype))
+        parts = made.split_with_sizes((spec.rank, spec.state, spec.state), -1)
+        if self.norms is not None:
+            parts = [norm(part) for norm, part in zip(self.norms, parts, strict=True)]
+        length = F.softplus(self.project_step(parts[0]).to(self.step.dtype) + self.step).view_as(x)
+        length = length.masked_fill(~block.there[..., None], 0)
+        keys, queries = (part.to(x.dtype).view(*x.shape[:2], -1)[:, None] for part in parts[1:])
+        values = (x * length).transpose(1, 2)[..., None]
+        deposit = Deposit(path_totals(length, block), keys, values, self.decay)
+        return scanned(states.memory, deposit, length, block, queries) + x * self.skip, deposit
+
+    def finish(self, mixed: Tensor, gate: Tensor) -> Tensor:
+        """Gated."""
+        return mixed * F.silu(gate.to(mixed.dtype))
+
+
+@dataclass(frozen=True)
 class GatedDelta:
     """See `GatedDeltaSpec`."""
 
@@ -233,11 +278,26 @@ def load_mixer(loader: WeightLoader, name: str, spec: RecurrentSpec) -> Mixer:
     if isinstance(spec, GatedDeltaSpec):
         gain = RMSNorm(loader.tensor(f"{own}.gain.weight", computed), spec.eps)
         return GatedDelta(spec, project_in, convolution, decay, step, gain, output)
+    skip = loader.tensor(f"{own}.skip.weight", computed)
+    if isinstance(spec, MambaSpec):
+        made = loader.linear_of(f"{own}.x_proj", False), loader.linear_of(f"{own}.step_proj", False)
+        return Mamba(spec, project_in, convolution, *made, _inner_norms(loader, own, spec), decay, step, skip, output)
     gain = None
     if spec.gating is not Gating.PLAIN:
         gain = RMSNorm(loader.tensor(f"{own}.gain.weight", computed).view(spec.groups, -1), spec.eps)
-    skip = loader.tensor(f"{own}.skip.weight", computed)
     return Mamba2(spec, project_in, _scales(loader, spec), convolution, decay, step, skip, gain, output)
+
+
+def _inner_norms(loader: WeightLoader, own: str, spec: MambaSpec) -> tuple[RMSNorm, RMSNorm, RMSNorm] | None:
+    if spec.norm_eps is None:
+        return None
+
+    def norm(part: str, size: int) -> RMSNorm:
+        ones = torch.ones(size, dtype=wide(loader.dtype), device=loader.device)
+        weight = loader.tensor(f"{own}.{part}_norm.weight", ones.dtype) if spec.normed_by_weights else ones
+        return RMSNorm(weight, spec.norm_eps or 0.0)
+
+    return norm("step", spec.rank), norm("key", spec.state), norm("query", spec.state)
 
 
 def _scales(loader: WeightLoader, spec: Mamba2Spec) -> Tensor | None:

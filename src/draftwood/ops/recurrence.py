@@ -12,6 +12,9 @@ attention over ancestors with a decay. Keeping the path to row l folds it into S
 A delta rule's values depend on what the memory holds before them, x_i = β_i (v_i - a_i S_parent b_i): a triangular
 system, since rows lie behind their parents. Text is the same with rows that lie behind each other, a block at a time.
 
+Where each number of S has a decay of its own (Mamba), pairs of rows would be as many numbers as a state each: there the
+states of a block's rows are made one after the other (`scanned`). What is kept of a path is folded in as above.
+
 Sums of logarithms are taken in float64: their differences must not depend on what has decayed long ago.
 Shapes: S sequences, R rows of each, H heads in G groups, P numbers of a value, N of a key.
 """
@@ -129,14 +132,37 @@ def delta_values(memory: Tensor, total: Tensor, block: Block, keys: Tensor, valu
     return torch.linalg.solve_triangular(overlap, surprise, upper=False, unitriangular=True)
 
 
+def scanned(memory: Tensor, deposit: Deposit, steps: Tensor, block: Block, queries: Tensor) -> Tensor:
+    """y where L = rates · the sum of `steps` [S, R, H] on a path. [S, H, 1, N], queries [S, 1, R, N] -> [S, R, H]."""
+    assert deposit.rates is not None
+    sequences, rows = block.there.shape
+    decay = (steps[..., None] * deposit.rates).exp()  # [S, R, H, N]
+    gained = deposit.values.transpose(1, 2) * deposit.keys.transpose(1, 2)
+    parent = ((block.sees.tril(-1)) * torch.arange(1, rows + 1, device=steps.device)).amax(2)  # [S, R] 0: none
+    first = torch.arange(sequences, device=steps.device)
+    states = memory.new_empty(rows + 1, sequences, *decay.shape[2:])
+    states[0] = memory[:, :, 0]
+    flat = states.view(-1, *decay.shape[2:])
+    for row in range(rows):
+        before = states[row] if row == 0 else flat.index_select(0, parent[:, row] * sequences + first)
+        torch.addcmul(gained[:, row], before, decay[:, row], out=states[row + 1])
+    return (states[1:].transpose(0, 1) @ queries.transpose(1, 2).transpose(-1, -2))[..., 0]
+
+
+def _decays(deposit: Deposit, apart: Tensor, dtype: torch.dtype) -> Tensor:
+    """Decays over `apart` of the totals. [S, H, R] -> [S, H, R, 1], or of each number of a key [S, H, R, N]."""
+    if deposit.rates is None:
+        return apart.exp().to(dtype)[..., None]
+    return (apart.to(dtype)[..., None] * deposit.rates[:, None]).exp()
+
+
 def _folded(memory: Tensor, deposit: Deposit, path: Tensor, last: Tensor) -> Tensor:
     """S behind the rows in `path` [S, R] bool, of which `last` [S] is the last one."""
     heads = deposit.total.shape[1]
     end = deposit.total.gather(2, last[:, None, None].expand(-1, heads, 1)).masked_fill(~path.any(1)[:, None, None], 0)
-    left = (end - deposit.total).masked_fill(~path[:, None], -torch.inf).exp().to(memory.dtype)
+    left = _decays(deposit, end - deposit.total, memory.dtype).masked_fill(~path[:, None, :, None], 0)
     keys = deposit.keys[:, :, None].expand(-1, -1, heads // deposit.keys.shape[1], -1, -1).flatten(1, 2)
-    gained = (deposit.values * left[..., None]).transpose(-1, -2) @ keys
-    return memory * end.exp().to(memory.dtype)[..., None] + gained
+    return memory * _decays(deposit, end, memory.dtype) + deposit.values.transpose(-1, -2) @ (keys * left)
 
 
 def advanced(states: Carried, staged: StagedRows, block: Block, last: Tensor) -> Carried:
