@@ -36,12 +36,14 @@ class StateStore:
         parts = [self.tail] if self.memory is None else [self.tail, self.memory]
         return sum(part.numel() * part.element_size() for part in parts)
 
-    def at(self, places: Tensor, fresh: Tensor) -> Carried:
-        """The states at `places` [S]; empty where a text is about to begin, `fresh` [S]."""
-        tail = self.tail.index_select(0, places).masked_fill(fresh[:, None, None], 0)
-        if self.memory is None:
-            return Carried(tail, None)
-        return Carried(tail, self.memory.index_select(0, places).masked_fill(fresh[:, None, None, None], 0))
+    def at(self, places: Tensor, fresh: Tensor | None) -> Carried:
+        """The states at `places` [S]; empty where a text is about to begin, `fresh` [S]; None: nowhere."""
+        tail = self.tail.index_select(0, places)
+        memory = None if self.memory is None else self.memory.index_select(0, places)
+        if fresh is not None:
+            tail.masked_fill_(fresh[:, None, None], 0)
+            memory = memory if memory is None else memory.masked_fill_(fresh[:, None, None, None], 0)
+        return Carried(tail, memory)
 
     def write(self, places: Tensor, states: Carried) -> None:
         """Replace the states at `places` [S]."""
@@ -113,7 +115,7 @@ class StagedTrees:
     """The same of all recurrent layers."""
 
     places: Tensor  # [S] of the sequences' states
-    fresh: Tensor  # [S] bool
+    fresh: Tensor | None  # [S] bool; None: none is
     block: Block
     layers: tuple[StagedRows, ...]
 

@@ -343,7 +343,7 @@ RECURRENT_ROWS = [
 
 
 @pytest.mark.parametrize(("name", "regime"), RECURRENT_ROWS)
-@pytest.mark.parametrize("family", ["mamba2", "bamba", "falcon_h1", "lfm2", "nemotron_h", "qwen3_next"])
+@pytest.mark.parametrize("family", ["mamba2", "bamba", "falcon_h1", "lfm2", "nemotron_h", "qwen3_next", "jamba"])
 def test_recurrent_layers_give_rejected_drafts_back(family: str, name: str, regime: str) -> None:
     """States behind trees, chains, chunks, preemption and shared prefixes are those of plain decoding."""
     config, wanted = recurrent(family)

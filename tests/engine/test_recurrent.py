@@ -74,7 +74,7 @@ def alone(config: ModelConfig, asks: list[Ask]) -> list[list[int]]:
     return [generated(Harness(tiny_runner(config), NoDrafter(), LAWS["match"]()).run([ask]))[0] for ask in asks]
 
 
-@pytest.mark.parametrize("family", ["bamba", "lfm2", "qwen3_next"])
+@pytest.mark.parametrize("family", ["bamba", "lfm2", "qwen3_next", "falcon_mamba"])
 def test_a_prefix_is_read_once(family: str) -> None:
     """The second text finds where it parts from the first, and leaves its states there for the third."""
     config, asks = config_of(family), asking([*prompts(22, 9, 4), prompts(22, 9, 1)[0]])
@@ -219,7 +219,7 @@ class StateHarness(Harness):
 
 
 @pytest.mark.parametrize("way", ["chain", "tree", "combined"])
-@pytest.mark.parametrize("family", ["mamba2", "bamba", "lfm2", "qwen3_next"])
+@pytest.mark.parametrize("family", ["mamba", "bamba", "lfm2", "qwen3_next"])
 def test_states_of_a_draft_model_are_never_stale(family: str, way: str) -> None:
     """Behind accepted and rejected nodes, chunks of prompts, preemption, shared prefixes and cancellation."""
     asks = asking(prompts(13, 6, 6), max_tokens=16)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from draftwood.batch import ForwardBatch
 from draftwood.errors import IncompatibleParts
+from draftwood.links import may_look
 from draftwood.model.layers import RMSNorm, wide
 from draftwood.model.loading import WeightLoader
 from draftwood.model.mixer_spec import GatedDeltaSpec, Gating, Mamba2Spec, MambaSpec, RecurrentSpec, ShortConvSpec
@@ -322,7 +323,7 @@ class _Part:
     first: int  # of all rows of the forward
     count: int
     places: Tensor  # [S]
-    fresh: Tensor  # [S] bool: their texts begin here
+    fresh: Tensor | None  # [S] bool: their texts begin here; None: none of them
     blocks: Sequence[Block]
     is_text: bool
 
@@ -333,9 +334,10 @@ class _Part:
                 "What is asked of a model with recurrent layers here has no place for states; take another drafter."
             )
         count = len(batch.tokens)
-        starts = batch.positions.index_select(0, batch.row_offsets[:-1].clamp(max=count - 1))
+        fresh = batch.positions.index_select(0, batch.row_offsets[:-1].clamp(max=count - 1)) == 0
         blocks = text_blocks(batch) if batch.is_text else [tree_block(batch)]
-        return cls(first, count, batch.states, starts == 0, blocks, batch.is_text)
+        none = may_look(fresh) and not bool(fresh.any())
+        return cls(first, count, batch.states, None if none else fresh, blocks, batch.is_text)
 
 
 class Recurrences:
