@@ -141,6 +141,11 @@ class KeptPath:
     chain: bool = False  # all of them lie there already
     staged: StagedTrees | None = None
 
+    def of(self, trees: Tensor) -> KeptPath:
+        """Those of some trees [b], which are the ones that were staged."""
+        table, base = self.block_table[trees], self.base[trees]
+        return KeptPath(table, base, self.columns[trees], self.length[trees], self.chain, self.staged)
+
 
 class LayerState(Protocol):
     """What layers keep of sequences: pages of keys and values, states of recurrent layers."""

@@ -111,11 +111,10 @@ class CausalDrafter(GrownDrafter):
     def keep(self, view: BatchView, columns: Tensor, length: Tensor, *, chain: bool = False) -> None:
         """Keep what it has run of the accepted path, which lies at `columns` [B, D + 1]."""
         staged, self._staged = self._staged, None
-        tables = view.block_table, view.lengths, columns, length
+        path = KeptPath(view.block_table, view.lengths, columns, length, chain, staged)
         if staged is not None and view.states is not None and len(staged.places) != view.size:  # asked for some alone
-            which = (staged.places[:, None] == view.states).to(torch.int8).argmax(1)
-            tables = tuple(part[which] for part in tables)
-        self.runner.cache.commit(KeptPath(*tables, chain, staged))
+            path = path.of((staged.places[:, None] == view.states).to(torch.int8).argmax(1))
+        self.runner.cache.commit(path)
 
     def last_tokens(self, view: BatchView, count: int, masks: int = 0) -> tuple[Places, Tensor, Tensor | None]:
         """The last `count` committed tokens of each sequence, and room for `masks` rows behind them: their places, the

@@ -140,7 +140,7 @@ def _recurrent(config: ModelConfig, mixer: RecurrentSpec) -> Iterator[tuple[str,
         yield "mixer.decay.weight", (mixer.width, mixer.state) if isinstance(mixer, MambaSpec) else heads
         yield "mixer.step.bias", heads
     if isinstance(mixer, MambaSpec):
-        yield "mixer.skip.weight", heads
+        yield "mixer.skip.weight", (mixer.width,)
         yield "mixer.x_proj.weight", (mixer.rank + 2 * mixer.state, mixer.width)
         yield "mixer.step_proj.weight", (mixer.width, mixer.rank)
         if mixer.normed_by_weights:
