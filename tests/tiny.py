@@ -61,6 +61,7 @@ from draftwood.protocols import Randomness, Verifier
 from draftwood.request import Event, FinishReason, SamplingParams
 from draftwood.rng import KeyedRng
 from draftwood.tree import DraftLaw, Draw
+from families import RECURRENT
 
 CPU = torch.device("cpu")
 
@@ -364,6 +365,16 @@ def with_model(grower: Grower, noise: float = 0.2, num_pages: int = 200, **model
     def make(dtype: torch.dtype) -> Drafter:
         config = tiny_config(**model) if model else None  # type: ignore[arg-type]
         return ModelDrafter(tiny_runner(config, noise=noise, dtype=dtype, num_pages=num_pages), grower)
+
+    return make
+
+
+def with_recurrent(family: str, grower: Grower) -> DraftMaker:
+    """A model with recurrent layers, and a grower."""
+
+    def make(dtype: torch.dtype) -> Drafter:
+        config = ModelConfig.from_hf({**RECURRENT[family], "max_position_embeddings": 512})
+        return ModelDrafter(tiny_runner(config, dtype=dtype), grower)
 
     return make
 

@@ -19,6 +19,7 @@ import torch
 from adapters import ALL, adapter_tensors, llama_modules, write_adapter
 from draftwood.drafters.cascade import CascadeDrafter
 from draftwood.drafters.lookahead import LookaheadDrafter
+from draftwood.drafters.self_drafts import SELF_DRAFTS
 from draftwood.drafters.view import View, ViewDrafter, Window, first_layers, without_layers
 from draftwood.growers import (
     Beam,
@@ -74,6 +75,7 @@ from tiny import (
     with_masks,
     with_model,
     with_net,
+    with_recurrent,
     with_student,
     with_view,
 )
@@ -324,10 +326,11 @@ def test_every_family_under_a_tree(family: str, name: str) -> None:
 
 
 @cache
-def recurrent(family: str) -> tuple[ModelConfig, list[list[int]]]:
+def recurrent(family: str, temperature: float = 0.8) -> tuple[ModelConfig, list[list[int]]]:
     """A family with recurrent layers, and what plain decoding says: one request at a time, nothing shared."""
     config = ModelConfig.from_hf({**RECURRENT[family], "max_position_embeddings": 512})
-    runs = [Harness(tiny_runner(config), no_drafter(torch.float64), LAWS["match"]()).run([a]) for a in requests(0.8)]
+    asks = requests(temperature)
+    runs = [Harness(tiny_runner(config), no_drafter(torch.float64), LAWS["match"]()).run([ask]) for ask in asks]
     return config, [generated(answers)[0] for answers in runs]
 
 
@@ -341,7 +344,7 @@ RECURRENT_ROWS = [
 
 
 @pytest.mark.parametrize(("name", "regime"), RECURRENT_ROWS)
-@pytest.mark.parametrize("family", ["mamba2", "bamba", "falcon_h1", "lfm2", "nemotron_h", "qwen3_next"])
+@pytest.mark.parametrize("family", ["mamba2", "bamba", "falcon_h1", "lfm2", "nemotron_h", "qwen3_next", "jamba"])
 def test_recurrent_layers_give_rejected_drafts_back(family: str, name: str, regime: str) -> None:
     """States behind trees, chains, chunks, preemption and shared prefixes are those of plain decoding."""
     config, wanted = recurrent(family)
@@ -351,6 +354,38 @@ def test_recurrent_layers_give_rejected_drafts_back(family: str, name: str, regi
     answers = harness.run(requests(0.8))
     assert generated(answers) == wanted
     assert name == "none" or sum(answer.accepted for answer in answers) > 0
+    assert regime != "starved" or harness.engine.scheduler.num_preemptions > 0
+
+
+def without_attention() -> View:
+    entry = SELF_DRAFTS["component"]
+    return entry.make()(TinyCheckpoint(tiny_config()))
+
+
+RECURRENT_DRAFTS: dict[str, DraftMaker] = {
+    "model-tree": with_recurrent("mamba2", Levels((3, 2, 1), Best())),
+    "model-drawn": with_recurrent("qwen3_next", Levels((2, 2), WithoutReplacement())),
+    "model-paths": with_recurrent("lfm2", Paths(2, 2, trunk=2)),
+    "combined": combining(with_recurrent("falcon_h1", Levels((1, 1, 1), Independent())), recycling, nodes=9),
+    "offered": offering(with_recurrent("bamba", Greedy(9, 3)), with_recurrent("lfm2", chain(3)), recycling),
+    "component": with_view(without_attention(), Levels((2, 2), WithoutReplacement())),
+    "component-beam": with_view(without_attention(), Beam(nodes=9, width=3, depth=3)),
+    "early-exit": with_view(View(first_layers(1)), chain(4)),
+}
+
+
+@pytest.mark.parametrize("regime", ["chunks-of-five", "starved"])
+@pytest.mark.parametrize("name", RECURRENT_DRAFTS)
+def test_drafts_of_recurrent_layers(name: str, regime: str) -> None:
+    """As second models, for a target without states, and as parts of a target with them."""
+    own, config, wanted = REGIMES[regime], None, plain(1.0, torch.float64)
+    if name.startswith(("component", "early")):
+        config, wanted = recurrent("falcon_h1", 1.0)
+    target = tiny_runner(config, num_pages=own.num_pages, page_size=own.page_size)
+    harness = Harness(target, RECURRENT_DRAFTS[name](torch.float64), LAWS["match"](), own)
+    answers = harness.run(requests(1.0))
+    assert generated(answers) == wanted
+    assert sum(answer.accepted for answer in answers) > 0
     assert regime != "starved" or harness.engine.scheduler.num_preemptions > 0
 
 
