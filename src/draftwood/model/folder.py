@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from ..errors import CheckpointError
 from . import store
 from .files import read_json
 
+KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # as blocks call them
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -43,6 +45,13 @@ def stored_rows(found: Any, read: Callable[[slice], Tensor]) -> StoredRows | Non
     """For a slice of safetensors' own; None where it is no matrix of floats."""
     shape, dtype = tuple(found.get_shape()), _DTYPES.get(found.get_dtype())
     return None if dtype is None or len(shape) != 2 else StoredRows(shape, dtype, read)
+
+
+def safetensors_offset(path: Path, name: str) -> int:
+    """Where a tensor begins in its file, which was opened before: the header has been checked."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        return 8 + size + json.loads(file.read(size))[name]["data_offsets"][0]
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
