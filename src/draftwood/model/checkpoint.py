@@ -19,7 +19,6 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..machine import why_unwritable
 from . import store
 from .blocks import NUMBERS, Blocks, warn_of_expanded
 from .config import ModelConfig
@@ -29,7 +28,7 @@ from .files import read_object
 from .folder import (
     KINDS,
     StoredRows,
-    first_line,
+    from_hub,
     open_safetensors,
     safetensors_offset,
     stored_rows,
@@ -49,7 +48,6 @@ from .weights import Matrix
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
-HUB_PATTERNS = ["*.safetensors", "*.json", "tokenizer.model", "*.jinja", "merges.txt"]
 MAX_CONFIG = 1 << 22  # bytes of a config.json
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
@@ -104,7 +102,7 @@ def open_checkpoint(name: str | Path, impl: str = "auto") -> Checkpoint:
     if path.is_file():
         return _open_file(path, impl)
     if isinstance(name, str) and path.suffix != ".gguf" and HUB_ID.fullmatch(name) and name[0] not in "./":
-        return _open_folder(_from_hub(name), name, impl)
+        return _open_folder(from_hub(name), name, impl)
     raise CheckpointError(
         f"There is no model {str(name)!r} here. Give an alias ({', '.join(store.EMBEDDED)}), a folder with "
         "config.json and *.safetensors, a .gguf file, or a Hugging Face id such as org/name."
@@ -133,33 +131,6 @@ def _open_file(path: Path, impl: str, name: str | None = None) -> Checkpoint:
     if path.suffix == ".safetensors":
         raise CheckpointError(f"{path} is only the weights; give the folder it lies in, with its config.json.")
     raise CheckpointError(f"{path} is no model file we can read; give a .gguf file or a safetensors folder.")
-
-
-def _from_hub(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    advice = "give the path of a local folder or .gguf file instead"
-    try:
-        return Path(snapshot_download(name, allow_patterns=HUB_PATTERNS))
-    except LocalEntryNotFoundError as error:
-        raise CheckpointError(
-            f"{name} is not in the local hub cache and the hub cannot be reached ({first_line(error)}). "
-            f"Check the network, or {advice}."
-        ) from error
-    except (HfHubHTTPError, HFValidationError) as error:
-        raise CheckpointError(
-            f"The hub has no {name} for us: {first_line(error)}. Check the spelling; for a gated model, "
-            f"accept its terms and run `hf auth login`; or {advice}."
-        ) from error
-    except OSError as error:
-        reason = why_unwritable(error)
-        if reason is not None:
-            raise CheckpointError(
-                f"{name} could not be stored: {reason}. Make room, or set HF_HOME to a folder with room that you can "
-                f"write to, and run it again: files that are complete are kept. Or {advice}."
-            ) from error
-        raise CheckpointError(f"{name} could not be downloaded: {first_line(error)}; or {advice}.") from error
 
 
 def _family_reads_it(stated: Mapping[str, Any]) -> bool:
@@ -400,8 +371,9 @@ class GgufCheckpoint:
         stored, picks = self._find(name)
         if picks or len(stored.shape) != 2:
             return None
+        check_shape(name, stored.shape, self.config)
         part, offset = self._file.place(stored)
-        return row_file(self.files[part], offset, stored.type, expected_shape(name, self.config))
+        return row_file(self.files[part], offset, stored.type, stored.shape)
 
     def _picked(self, name: str, rows: Any, picks: Sequence[Change]) -> Any:
         """Of whichever form rows are in."""

@@ -24,7 +24,7 @@ from draftwood.model.native_lora import NO_ADAPTERS, NativeAdapters
 from draftwood.model.native_scratch import Scratch
 from draftwood.model.packing import Arena, Packer, Progress, address
 from draftwood.model.rope import RopeConfig
-from draftwood.model.row_file import RowFileSource
+from draftwood.model.row_file import embedding_file
 from draftwood.model.spec import (
     ATTENTION_NORM,
     ATTENTION_OUTPUT_NORM,
@@ -112,8 +112,7 @@ class NativeTransformer:
     ) -> tuple[structs.Matrix, structs.Matrix]:
         """Embedding and head; an embedding that is no head stays in its file, where it can."""
         packer = Packer(self._library, checkpoint, self._arenas[0], progress)
-        in_file = not self.config.tied_head and isinstance(checkpoint, RowFileSource)
-        self._embedding = checkpoint.row_file("model.embed_tokens.weight") if in_file else None
+        self._embedding = embedding_file(checkpoint)
         if self._embedding is not None:
             return structs.Matrix(), packer.matrix(["lm_head"], self.weights.head)
         embedding = packer.matrix(["model.embed_tokens"], self.weights.head)

@@ -29,7 +29,7 @@ from draftwood.ops.native import Kernels, structs
 Progress = Callable[[int, int], None]  # matrices packed, of how many
 _ARENA = 32 << 20
 _FORGET_AFTER = 8 << 20  # bytes read
-_CHUNK = 1024  # rows packed at a time: bounds the memory that quantising needs
+_CHUNK = 1 << 20  # weights packed at a time: bounds the memory that quantising needs
 
 
 Memory = Callable[[int], mmap.mmap]
@@ -148,8 +148,9 @@ class Packer:
         turn = panel or 1
         outputs = sum(-(-part.shape[0] // turn) * turn for part in parts)
         packed = self._allocate(storage, padded(outputs), padded(parts[0].shape[1]))
-        for start in range(0, outputs, _CHUNK):
-            cut = _cut(parts, start, panel)
+        count = max(GROUP, _CHUNK // parts[0].shape[1] // GROUP * GROUP)
+        for start in range(0, outputs, count):
+            cut = _cut(parts, start, count, panel)
             rows = join_rows([store_as(storage, self._numbers(part)) for part in cut], panel)
             self._fill(packed, rows, start)
             self._has_read(rows.nbytes if isinstance(rows, Tensor) else rows.codes.nbytes)
@@ -162,9 +163,10 @@ class Packer:
             rows, used = part.data.shape
             own = self._arena.take(rows * part.stride).view(rows, part.stride).numpy()
             own[:, used:] = 0
-            for start in range(0, rows, _CHUNK):
-                own[start : start + _CHUNK, :used] = part.data[start : start + _CHUNK]
-                self._has_read(_CHUNK * used)
+            count = -(-_CHUNK // used)
+            for start in range(0, rows, count):
+                own[start : start + count, :used] = part.data[start : start + count]
+                self._has_read(count * used)
             addresses.append(own.ctypes.data + torch.arange(rows)[:, None] * part.stride)
             kinds.append(torch.full((rows, 1), NUMBERS[part.kind]))
         table = [as_numbers(join_rows(column, panel))[:, 0] for column in (addresses, kinds)]
@@ -219,13 +221,13 @@ class Packer:
         return own.data_ptr()
 
 
-def _cut(parts: Sequence[Part], start: int, panel: int | None) -> Iterator[Matrix | Blocks]:
-    """What `_CHUNK` rows of matrices joined are of each; with `panel`, they take turns."""
+def _cut(parts: Sequence[Part], start: int, count: int, panel: int | None) -> Iterator[Matrix | Blocks]:
+    """What `count` rows of matrices joined are of each; with `panel`, they take turns."""
     if panel is not None:
-        yield from (part[start // len(parts) : (start + _CHUNK) // len(parts)] for part in parts)
+        yield from (part[start // len(parts) : (start + count) // len(parts)] for part in parts)
         return
     for part in parts:
-        rows = slice(max(0, start), start + _CHUNK)
+        rows = slice(max(0, start), start + count)
         if rows.start < part.shape[0] and rows.stop > 0:
             yield part[rows]
         start -= part.shape[0]

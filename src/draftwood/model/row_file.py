@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import weakref
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor
@@ -20,6 +20,9 @@ from draftwood.model.gguf import row_bytes
 from draftwood.model.weights import Storage, as_numbers, store_as
 from draftwood.ops.native import Kernels
 
+if TYPE_CHECKING:
+    from draftwood.model.checkpoint import Checkpoint
+
 
 class RowFile:
     """Rows of a matrix, read whenever they are asked for."""
@@ -27,6 +30,7 @@ class RowFile:
     def __init__(self, path: Path, offset: int, kind: str, shape: tuple[int, int]) -> None:
         self._path, self._offset, self._kind = path, offset, kind
         self._inputs, self._stride = shape[1], row_bytes(kind, shape[1])
+        self.num_bytes = shape[0] * self._stride
         self._file = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._file)
         self._state = self._seen()
@@ -58,8 +62,15 @@ class RowFileSource(Protocol):
         ...
 
 
-def row_file(path: Path, offset: int, kind: str | None, shape: tuple[int, ...] | None) -> RowFile | None:
+def embedding_file(checkpoint: Checkpoint) -> RowFile | None:
+    """The token embedding, where it stays in its file: one that is the head, too, is read in every step."""
+    if checkpoint.config.tied_head or not isinstance(checkpoint, RowFileSource):
+        return None
+    return checkpoint.row_file("model.embed_tokens.weight")
+
+
+def row_file(path: Path, offset: int, kind: str | None, shape: tuple[int, ...]) -> RowFile | None:
     """The matrix at a place in a file, None where the kernels do not decode its type or the system cannot read so."""
-    if kind not in NUMBERS or shape is None or len(shape) != 2 or not hasattr(os, "pread"):
+    if kind not in NUMBERS or not hasattr(os, "pread"):
         return None
     return RowFile(path, offset, kind, (shape[0], shape[1]))

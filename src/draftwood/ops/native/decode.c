@@ -161,6 +161,19 @@ INLINE void int4(const uint8_t *b, float scale, float *out) {
 INLINE void int4_f16(const uint8_t *b, float *out) { int4(b, half(b), out); }
 INLINE void int4_bf16(const uint8_t *b, float *out) { int4(b, number((uint32_t)half_word(b) << 16), out); }
 
+static const float NF4[] = {
+    -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f, -0.18477343022823334f,
+    -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f, 0.24611230194568634f, 0.33791524171829224f,
+    0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f,
+};
+static const float FP4[] = {
+    0, 0.0625f / 12, 8.0f / 12, 1, 4.0f / 12, 0.5f, 2.0f / 12, 0.25f,
+    0, -0.0625f / 12, -8.0f / 12, -1, -4.0f / 12, -0.5f, -2.0f / 12, -0.25f,
+};
+
+INLINE void nf4(const uint8_t *b, float *out) { put_steps(out, number(word(b)), NF4, b + 4); }
+INLINE void fp4(const uint8_t *b, float *out) { put_steps(out, number(word(b)), FP4, b + 4); }
+
 INLINE void int8(const uint8_t *b, float *out) {
     const float d = number(word(b));
     put(out, d, signed16(b + 4));
@@ -290,7 +303,8 @@ INLINE void iq4_xs(const uint8_t *b, float *out) {
     DO(KIND_IQ4_NL, iq4_nl, 32, 18) DO(KIND_MXFP4, mxfp4, 32, 17) DO(KIND_Q2_K, q2_k, 256, 84) \
     DO(KIND_Q3_K, q3_k, 256, 110) DO(KIND_Q4_K, q4_k, 256, 144) DO(KIND_Q5_K, q5_k, 256, 176) \
     DO(KIND_Q6_K, q6_k, 256, 210) DO(KIND_IQ4_XS, iq4_xs, 256, 136) DO(KIND_INT4_F16, int4_f16, 32, 19) \
-    DO(KIND_INT4_BF16, int4_bf16, 32, 19) DO(KIND_INT8, int8, 32, 36) DO(KIND_FP8, fp8, 32, 36)
+    DO(KIND_INT4_BF16, int4_bf16, 32, 19) DO(KIND_INT8, int8, 32, 36) DO(KIND_FP8, fp8, 32, 36) \
+    DO(KIND_NF4, nf4, 32, 20) DO(KIND_FP4, fp4, 32, 20)
 #define SPANS_OF(kind, name, values, size) SPANS(name, values, size)
 #define ENTRY(kind, name, values, size) [kind] = {name##s, values, size},
 
