@@ -29,7 +29,7 @@ from draftwood.ops.native import Kernels, structs
 Progress = Callable[[int, int], None]  # matrices packed, of how many
 _ARENA = 32 << 20
 _FORGET_AFTER = 8 << 20  # bytes read
-_CHUNK = 1 << 20  # weights packed at a time: bounds the memory that quantising needs
+_CHUNK = 1 << 18  # weights packed at a time: bounds the memory that quantising needs
 
 
 Memory = Callable[[int], mmap.mmap]
@@ -150,10 +150,9 @@ class Packer:
         packed = self._allocate(storage, padded(outputs), padded(parts[0].shape[1]))
         count = max(GROUP, _CHUNK // parts[0].shape[1] // GROUP * GROUP)
         for start in range(0, outputs, count):
-            cut = _cut(parts, start, count, panel)
-            rows = join_rows([store_as(storage, self._numbers(part)) for part in cut], panel)
-            self._fill(packed, rows, start)
-            self._has_read(rows.nbytes if isinstance(rows, Tensor) else rows.codes.nbytes)
+            cut = [self._numbers(part) for part in _cut(parts, start, count, panel)]
+            self._fill(packed, join_rows([store_as(storage, part) for part in cut], panel), start)
+            self._has_read(sum(part.nbytes if isinstance(part, Tensor) else part.codes.nbytes for part in cut))
         return packed
 
     def _in_blocks(self, parts: Sequence[Blocks], panel: int | None) -> structs.Matrix:

@@ -394,12 +394,16 @@ def _object_in(values: Tensor, stem: str) -> Mapping[str, Any]:
     except (ValueError, TypeError, RecursionError):
         found = None
     if not isinstance(found, dict):
-        raise CheckpointError(f"{stem}.weight.quant_state is no object in JSON. Download the model again.")
+        raise CheckpointError(
+            f"{stem}.weight.quant_state is none where a JSON object belongs. Download or convert the model again."
+        )
     return found
 
 
 def _positive(state: Mapping[str, Any], key: str, stem: str) -> int:
     found = state.get(key)
     if not isinstance(found, int) or found < 1:
-        raise CheckpointError(f"{stem}.weight.quant_state has {key} {found!r}. Download the model again.")
+        raise CheckpointError(
+            f"{stem}.weight.quant_state has {key} {found!r} where a positive number belongs. Download the model again."
+        )
     return found

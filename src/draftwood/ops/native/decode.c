@@ -193,7 +193,9 @@ INLINE void fp8(const uint8_t *b, float *out) {
 INLINE void f32(const uint8_t *b, float *out) { memcpy(out, b, 32 * sizeof(float)); }
 
 INLINE void f16(const uint8_t *b, float *out) {
-#if defined(__F16C__) && defined(__AVX__)
+#if defined(__AVX512F__)
+    for (int i = 0; i < 32; i += LANES) store(out + i, load_half((const uint16_t *)(b + 2 * i)));
+#elif defined(__F16C__) && defined(__AVX__)
     for (int i = 0; i < 32; i += 8) {
         const __m256 v = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(b + 2 * i)));
         memcpy(out + i, &v, sizeof v);
@@ -296,7 +298,26 @@ INLINE void iq4_xs(const uint8_t *b, float *out) {
 #define SPANS(name, values, size) \
     static void name##s(const uint8_t *b, int64_t count, float *out) { \
         for (; count > 0; count -= values, b += size, out += values) name(b, out); \
+    } \
+    SUMS(name, values, size, 1) SUMS(name, values, size, 2) SUMS(name, values, size, 3) SUMS(name, values, size, 4)
+#ifdef __AVX512F__
+/* Products of few rows with weights that stay in registers. */
+#define SUMS(name, values, size, R) \
+    static void name##_sum##R(const uint8_t *b, int64_t count, const float *x, int64_t stride, vf *total) { \
+        vf sum[R] = {{0}}; \
+        for (; count > 0; count -= values, b += size, x += values) { \
+            float w[values]; \
+            name(b, w); \
+            UNROLL for (int i = 0; i < values; i += LANES) \
+                UNROLL for (int r = 0; r < R; r++) sum[r] = fma16(load(w + i), load(x + r * stride + i), sum[r]); \
+        } \
+        UNROLL for (int r = 0; r < R; r++) total[r] += sum[r]; \
     }
+#define SUMS_OF(name) {name##_sum1, name##_sum2, name##_sum3, name##_sum4}
+#else
+#define SUMS(name, values, size, R)
+#define SUMS_OF(name) {0}
+#endif
 #define EACH_FORMAT(DO) \
     DO(KIND_F32, f32, 32, 128) DO(KIND_F16, f16, 32, 64) DO(KIND_BF16, bf16, 32, 64) DO(KIND_Q4_0, q4_0, 32, 18) \
     DO(KIND_Q4_1, q4_1, 32, 20) DO(KIND_Q5_0, q5_0, 32, 22) DO(KIND_Q5_1, q5_1, 32, 24) DO(KIND_Q8_0, q8_0, 32, 34) \
@@ -306,22 +327,34 @@ INLINE void iq4_xs(const uint8_t *b, float *out) {
     DO(KIND_INT4_BF16, int4_bf16, 32, 19) DO(KIND_INT8, int8, 32, 36) DO(KIND_FP8, fp8, 32, 36) \
     DO(KIND_NF4, nf4, 32, 20) DO(KIND_FP4, fp4, 32, 20)
 #define SPANS_OF(kind, name, values, size) SPANS(name, values, size)
-#define ENTRY(kind, name, values, size) [kind] = {name##s, values, size},
+#define ENTRY(kind, name, values, size) [kind] = {name##s, SUMS_OF(name), values, size},
 
 EACH_FORMAT(SPANS_OF)
 
 static const struct {
     void (*decode)(const uint8_t *, int64_t, float *);
+    void (*sums[FEW])(const uint8_t *, int64_t, const float *, int64_t, vf *);
     int64_t values, bytes; /* of a block */
 } FORMATS[NUM_KINDS] = {EACH_FORMAT(ENTRY)};
 
-void decode_blocks(int64_t kind, const uint8_t *row, int64_t start, int64_t count, float *out) {
+/* Where weights begin that are needed now; what comes after them is fetched. */
+INLINE const uint8_t *blocks_at(int64_t kind, const uint8_t *row, int64_t start, int64_t count) {
     const uint8_t *first = row + start / FORMATS[kind].values * FORMATS[kind].bytes;
     for (int64_t i = 0; i < count / FORMATS[kind].values * FORMATS[kind].bytes; i += 64) {
         __builtin_prefetch(first + i + AHEAD, 0, 2);
         __builtin_prefetch(first + i + AHEAD / 4, 0, 3);
     }
-    FORMATS[kind].decode(first, count, out);
+    return first;
+}
+
+void decode_blocks(int64_t kind, const uint8_t *row, int64_t start, int64_t count, float *out) {
+    FORMATS[kind].decode(blocks_at(kind, row, start, count), count, out);
+}
+
+void add_sums(int64_t kind, const uint8_t *row, int64_t start, int64_t count, const Rows *x, int64_t first, int64_t rows,
+              vf *total) {
+    const float *values = x->values + first * x->stride + start;
+    FORMATS[kind].sums[rows - 1](blocks_at(kind, row, start, count), count, values, x->stride, total);
 }
 
 /* Rows one behind the other, `bytes` apart, to numbers [count, inputs]. */
