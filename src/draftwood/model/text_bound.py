@@ -102,12 +102,15 @@ def _keeps_tokens(step: _Step) -> bool:
 
 def _longest_token(backend: Tokenizer, byte_level: bool) -> int:
     """Bytes of normalised text in one token of the vocabulary; a byte-level token has a character for each byte."""
+
+    def size(token: str) -> int:
+        return len(token) if byte_level else len(token.encode())
+
     # One by one: the vocabulary as a dictionary would be the largest thing in memory but the model.
     count = backend.get_vocab_size(with_added_tokens=False)
-    tokens: Iterable[str | None] = [backend.model.id_to_token(token) for token in range(count)]
-    if None in tokens:  # ids with gaps
-        tokens = backend.get_vocab(with_added_tokens=False)
-    spelled = (len(token) if byte_level else len(token.encode()) for token in tokens if token is not None)
+    spelled = [size(token) for token in map(backend.model.id_to_token, range(count)) if token is not None]
+    if len(spelled) < count:  # ids with gaps
+        spelled = [size(token) for token in backend.get_vocab(with_added_tokens=False)]
     return max(spelled, default=1)
 
 
