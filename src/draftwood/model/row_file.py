@@ -45,7 +45,7 @@ class RowFile:
         found = np.frombuffer(bytearray().join(data), dtype=np.uint8).reshape(len(data), self._stride)
         blocks = Blocks(self._kind, found, self._inputs)
         if storage is None:
-            return blocks.numbers(library)
+            return blocks.numbers(library).contiguous()
         return as_numbers(store_as(storage, blocks.matrix(library)))[:, : self._inputs].float().contiguous()
 
     def _seen(self) -> tuple[int, int]:
