@@ -71,6 +71,6 @@ def embedding_file(checkpoint: Checkpoint) -> RowFile | None:
 
 def row_file(path: Path, offset: int, kind: str | None, shape: tuple[int, ...]) -> RowFile | None:
     """The matrix at a place in a file, None where the kernels do not decode its type or the system cannot read so."""
-    if kind not in NUMBERS or not hasattr(os, "pread"):
+    if kind is None or kind not in NUMBERS or not hasattr(os, "pread"):
         return None
     return RowFile(path, offset, kind, (shape[0], shape[1]))
