@@ -266,6 +266,7 @@ class Regime:
     max_running: int = 64
     num_pages: int = 200
     page_size: int = 4
+    groups: int = 1
 
 
 EASY = Regime()
@@ -283,7 +284,7 @@ class Harness:
         rng: Randomness | None = None,
     ) -> None:
         tables = target.cache.tables
-        scheduler = Scheduler(tables, SchedulerConfig(regime.max_rows, regime.max_running))
+        scheduler = Scheduler(tables, SchedulerConfig(regime.max_rows, regime.max_running, groups=regime.groups))
         self.engine = Engine(target, drafter, law, FixedBudget(drafter.max_nodes), scheduler, rng or KeyedRng())
         self.events: list[Event] = []
         self.companion: Companion | None = None

@@ -47,7 +47,7 @@ from draftwood.train.optim import OptimConfig
 from draftwood.tree import DraftLaw, Draw
 from draftwood.verifiers import LAWS
 from families import RECURRENT
-from remote_drafters import PeriodicSpeaker, remote
+from remote_drafters import PeriodicSpeaker, remote, sampling
 from seq2seq import seq2seq_folder, seq2seq_runner, source_of
 from tiny import (
     NETS,
@@ -108,6 +108,7 @@ DRAFTERS: dict[str, DraftMaker] = {
         recycling, with_model(Levels((2, 1), Independent())), with_model(Levels((1, 1), Independent()), noise=0.4)
     ),
     "remote": remote(PeriodicSpeaker()),
+    "remote-drawn": sampling(PeriodicSpeaker()),
     "model-chain": with_model(chain(4)),
     "model-static": with_model(Levels((3, 2, 1), Best())),
     "model-shape": with_model(StaticShape(((0,), (1,), (3,), (0, 0), (0, 2), (1, 0), (0, 0, 0)))),
@@ -195,7 +196,7 @@ REGIMES: dict[str, Regime] = {
     "one-by-one": Regime(max_running=1),
     "chunks-of-five": Regime(max_rows=5),
     "starved": Regime(max_rows=24, num_pages=16),
-    "big-pages": Regime(page_size=32, num_pages=20),
+    "big-pages-by-turns": Regime(page_size=32, num_pages=20, groups=2),
 }
 
 

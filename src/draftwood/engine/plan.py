@@ -44,6 +44,7 @@ class Plan:
     """A step's work."""
 
     items: tuple[PlanItem, ...]
+    resting: tuple[PlanItem, ...] = ()  # sequences that could decode, and do so in the next step
 
     @cached_property
     def sampling(self) -> tuple[int, ...]:
@@ -107,6 +108,7 @@ class Plan:
             bad_words=_unless_empty(seq.bad_words for seq in seqs),
             predictions=_unless_empty(seq.prediction for seq in seqs),
             constraints=_unless_empty(seq.constraint for seq in seqs),
+            resting=Plan(self.resting).view() if self.resting else None,
         )
 
 
