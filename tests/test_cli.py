@@ -89,11 +89,14 @@ def test_version() -> None:
     assert (result.exit_code, result.stdout) == (0, f"draftwood {draftwood.__version__}\n")
 
 
-@pytest.mark.parametrize("command", [(), ("generate",), ("chat",), ("demo",), ("calibrate",), ("models",), ("parts",)])
+@pytest.mark.parametrize(
+    "command", [(), ("generate",), ("chat",), ("demo",), ("calibrate",), ("models",), ("parts",), ("export",)]
+)
 def test_help_is_there_for_every_command(command: tuple[str, ...]) -> None:
     result = run(*command, "--help")
     assert result.exit_code == 0
     assert "Usage" in result.stdout
+    assert "MISSING" not in result.stdout  # of what has no default
 
 
 def test_help_lists_the_commands() -> None:

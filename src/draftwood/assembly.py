@@ -324,6 +324,7 @@ def load_runner(
     checkpoint: Checkpoint, config: EngineConfig, progress: Progress = lambda *_: None, offload: float = 0.0
 ) -> ModelRunner:
     """A model with a cache, as the configuration wants both; of a target, layers may be away."""
+    give_back_memory()  # of reading the vocabulary
     runner = ModelRunner.load(
         checkpoint,
         config.torch_dtype(),

@@ -6,7 +6,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
@@ -187,10 +187,9 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
 def _options(group: Any) -> list[inspect.Parameter]:
     hints = get_type_hints(group, include_extras=True)
-    return [
-        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
-        for f in fields(group)
-    ]
+    needed = inspect.Parameter.empty
+    given = [(f.name, needed if f.default is MISSING else f.default) for f in fields(group)]
+    return [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=d, annotation=hints[n]) for n, d in given]
 
 
 def _guarded(function: Callable[..., None], values: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
+from ..errors import CheckpointError
 from .config import ModelConfig
 from .mixer_spec import GatedDeltaSpec, Gating, Mamba2Spec, MambaSpec, RecurrentSpec, ShortConvSpec
 from .spec import AttentionSpec, ExpertsSpec, HeadNorms, LayerSpec, MlpSpec, NormSpec
@@ -35,6 +36,24 @@ def expected_shape(name: str, config: ModelConfig) -> Shape | None:
         return (config.head_dim,)
     weight = shapes.get(f"{stem}.weight")
     return None if weight is None or kind != "bias" else weight[:1]
+
+
+def check_shape(name: str, shape: Shape, config: ModelConfig) -> None:
+    """Refuse a tensor that is not of the shape it must have."""
+    expected = expected_shape(name, config)
+    if expected is not None and shape != expected:
+        raise CheckpointError(
+            f"{name} has shape {shape} where the configuration says {expected}: weights and "
+            "configuration do not belong together. Download or convert the model again."
+        )
+
+
+def missing_tensor(name: str, where: str) -> CheckpointError:
+    """What to say where a tensor should be and is not."""
+    return CheckpointError(
+        f"{where} has no tensor {name}: the file is incomplete or of another architecture than it says. "
+        "Download or convert the model again."
+    )
 
 
 def count_parameters(config: ModelConfig) -> int:

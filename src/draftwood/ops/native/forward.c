@@ -246,7 +246,8 @@ static void begin_row(const Model *m, const Batch *b, int64_t row, float *begin)
         return;
     }
     const float scale = (float)m->embedding_scale;
-    read_output(&m->embedding, b->tokens[row], begin);
+    if (b->words) memcpy(begin, b->words + row * m->hidden, m->hidden * sizeof(float));
+    else read_output(&m->embedding, b->tokens[row], begin);
     if (scale != 1.0f)
         for (int64_t i = 0; i < m->hidden; i++) begin[i] *= scale;
     if (m->positions)
