@@ -24,6 +24,7 @@ from draftwood.errors import IncompatibleParts, InvalidRequest
 from draftwood.growers import Beam, Independent, Levels, chain
 from draftwood.model.native import NativeTransformer
 from draftwood.model.runner import Model, ModelRunner, load_model
+from draftwood.model.spec import Sublayers
 from draftwood.model.transformer import Transformer
 from draftwood.model.weights import FORMATS
 from draftwood.ops import cpu
@@ -53,6 +54,7 @@ VIEWS = {
     "skip": View(without_layers((1, 2))),
     "int8": View(rounded=rounded("w8a8")),
     "int4 skip": View(without_layers((2,)), rounded("int4")),
+    "halves": View(without_layers((0,)), without=Sublayers(frozenset({1}), frozenset({2}))),
     "window": View(window=Window(3, 6)),
     "window skip": View(without_layers((0,)), window=Window(0, 4)),
 }
@@ -159,7 +161,14 @@ def test_so_it_does_on_our_own_kernels(name: str) -> None:
     decode(decoding, 1, True, False, seed=1, atol=2e-2 if name == "int8" else 1e-4)
 
 
-@pytest.mark.parametrize("view", [View(without_layers((1,))), View(window=Window(0, 8))])
+@pytest.mark.parametrize(
+    "view",
+    [
+        View(without_layers((1,))),
+        View(window=Window(0, 8)),
+        *(View(without=Sublayers(frozenset({i}), frozenset({1 - i}))) for i in range(2)),
+    ],
+)
 def test_so_it_does_on_kernels_for_a_gpu(view: View) -> None:
     pytest.importorskip("triton")
     from draftwood.model.cuda import CudaTransformer
@@ -176,7 +185,9 @@ def test_so_it_does_on_kernels_for_a_gpu(view: View) -> None:
         runner.forward(runner.cache.stage_text([Span(0, text, 0, len(text) - 1)]))
         table = torch.tensor([runner.cache.tables.pages(0)], device=device)
         lengths, roots = (torch.tensor([number], device=device) for number in (len(text), text[-1]))
-        seen = SimpleNamespace(size=1, lengths=lengths, roots=roots, block_table=table, turn_shifts=None)
+        seen = SimpleNamespace(
+            size=1, lengths=lengths, roots=roots, block_table=table, turn_shifts=None, source_lengths=None
+        )
         heard.append(drafter.begin(seen)[0])  # type: ignore[arg-type]
     assert (heard[0].float() - heard[1].float()).abs().max() <= 1e-4
 
@@ -192,11 +203,14 @@ def test_behind_images_rows_turn_by_their_own_numbers(window: Window | None, mon
     )
     lengths, shifts = torch.tensor([21, 7]), torch.tensor([-3, 2])
     table = torch.arange(16).view(2, 8)
-    view = SimpleNamespace(size=2, lengths=lengths, roots=lengths % 13, block_table=table, turn_shifts=shifts)
+    view = SimpleNamespace(
+        size=2, lengths=lengths, roots=lengths % 13, block_table=table, turn_shifts=shifts, source_lengths=shifts
+    )
     drafter.begin(view)  # type: ignore[arg-type]
     (batch,) = heard
     assert batch.positions.tolist() == [20, 6]
     assert batch.turns.tolist() == [[17, 8]] * 3
+    assert batch.source_lengths is shifts
 
 
 def test_a_view_takes_no_memory_but_for_rounded_weights() -> None:
@@ -256,6 +270,7 @@ def test_less_of_the_text_and_fewer_layers_are_right_less_often() -> None:
         (View(without_layers((4,))), "no layer 4 to be skipped: the target's are 0 to 3"),
         (View(without_layers(range(4))), "some of the layers 0 to 3, rising, not"),
         (View(lambda config: (2, 1)), r"rising, not \[2, 1\]"),
+        (View(without=Sublayers(mlp=frozenset({4}))), "no layer 4 to be skipped"),
         (View(rounded=lambda target: Transformer(TinyCheckpoint(CONFIG), torch.float32, CPU)), "other kernels"),
     ],
 )
@@ -300,6 +315,7 @@ def test_names_make_drafters_with_any_tree() -> None:
     for spec in (
         "early-exit:layers=2",
         "layer-skip:skip=1x2,window=8",
+        "layer-skip:attention=1,mlp=0x2",
         "self-int4:window=8",
         "window:recent=8,sinks=4",
     ):

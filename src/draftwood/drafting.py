@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from draftwood.batch import ForwardBatch
-from draftwood.cache.kv import Places
+from draftwood.cache.kv import KVCache, Places
 from draftwood.model.runner import ModelRunner
 from draftwood.protocols import BatchView, Features, HostView, Randomness
 from draftwood.tree import DraftLaw, TokenTree, Verdict
@@ -99,6 +99,19 @@ class Proposal:
         beyond = (self.tree.local > view.max_nodes[owner]) | (self.tree.depth > view.max_depth[owner])
         columns = self.tree.local if self.columns is None else self.columns
         return replace(self, tree=self.tree.without(beyond), columns=columns)
+
+    def within_pages(self, view: BatchView, cache: KVCache, staged: int) -> Proposal:
+        """The same without nodes that a drafter has run where their sequence has no page: what it would keep of them
+        may be another node's. Of drawn trees all or none: `staged` places are written to.
+        """
+        if self.columns is None:
+            return self
+        pages = ((view.block_table >= 0) & (view.block_table != cache.scratch_page)).sum(1)
+        places = self.columns if self.tree.q is None else torch.full_like(self.columns, staged)
+        beyond = places > (pages * cache.page_size - view.lengths)[self.tree.owner]
+        if view.may_look and not bool(beyond.any()):
+            return self
+        return replace(self, tree=self.tree.without(beyond))
 
     @property
     def members(self) -> Tensor:

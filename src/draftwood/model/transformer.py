@@ -39,10 +39,12 @@ from draftwood.model.spec import (
     ATTENTION_OUTPUT_NORM,
     MLP_NORM,
     MLP_OUTPUT_NORM,
+    NONE,
     AttentionSpec,
     ExpertsSpec,
     LayerSpec,
     MlpSpec,
+    Sublayers,
 )
 from draftwood.model.streaming import ResidentLayers, load_layers
 from draftwood.model.weights import FORMATS, WeightFormat
@@ -120,6 +122,7 @@ class Transformer:
         self.positions = loader.positions()
         self.layers = load_layers(lambda i: _layer(loader, i, self.specs[i]), len(self.specs), offload, device)
         self.cached = list(range(config.num_layers))  # where in the pages each layer's keys and values lie
+        self.attending = self.cached  # the same of those that attend
         self.final_norm = loader.norm("model.norm", config.final_norm)
         self.rotaries = {turn: self._rotary(*turn) for turn in (_turning(s.attention) for s in self.specs) if turn}
         self._adapters: list[tuple[list[LowRank | None], ...]] = []  # of each layer's four products
@@ -130,13 +133,15 @@ class Transformer:
         tensors = list(tensors_of([self.head, self.final_norm, self.embedding, self.positions, *self.layers.held]))
         return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
 
-    def part(self, layers: Sequence[int]) -> Transformer:
+    def part(self, layers: Sequence[int], without: Sublayers = NONE) -> Transformer:
         """Some of its layers as a model, in the same memory."""
         if self.config.recurrent:
             raise IncompatibleParts("A model with recurrent layers cannot be cut into some of its layers.")
         part = copy.copy(self)
-        part.config, part.specs = self.config.part(layers), tuple(self.specs[i] for i in layers)
-        part.layers, part.cached = self.layers.part(layers), [self.cached[i] for i in layers]
+        part.config = self.config.part(layers, without)
+        part.specs, part.layers = part.config.layer_specs, self.layers.part(layers)
+        part.cached = [self.cached[i] for i in layers]
+        part.attending = [self.cached[i] for i in layers if i not in without.attention]
         return part
 
     def substituted(self, checkpoint: Checkpoint, weights: WeightFormat) -> Transformer:
@@ -239,7 +244,7 @@ class Transformer:
     def _finish(self, layer: Layer, spec: LayerSpec, hidden: Tensor, read: Tensor, after: Tensor) -> Tensor:
         """The stream behind a layer, from what it is behind attention."""
         scale, mlp = spec.residual_scale, layer.mlp
-        if mlp is None:
+        if mlp is None or spec.mlp is None:
             return after
         if not spec.wiring.parallel:
             read = after if layer.mlp_norm is None else layer.mlp_norm(after)
@@ -293,7 +298,7 @@ class _Run:
 
     def __init__(self, model: Transformer, batch: ForwardBatch, cache: Pages) -> None:
         self._model, self._slots = model, batch.slots
-        self._cache, self._cached = cache, iter(model.cached)
+        self._cache, self._cached = cache, iter(model.attending)
         shapes = {_shape(spec.attention) for spec in model.specs if spec.attention is not None}
         self._plans = {shape: plan_attention(batch, cache, shape) for shape in shapes}
         self._rotations = {turn: model.rotations(rotary, batch) for turn, rotary in model.rotaries.items()}
