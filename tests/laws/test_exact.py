@@ -121,7 +121,6 @@ TREES = {
     "delayed-paths": Case(Paths(2, 2, trunk=1), 2),
     "cascade": Case(Cascaded(3, 2, 2), 2),
     "cascade-of-three-tokens": Case(Cascaded(2, 2, 1), 3),
-    "cascade-cut": Case(Cascaded(3, 2, 2), 2, nodes=2),
     "grafted-chain": Case(Grafted(Levels((1, 1), Independent()), Levels((2, 1), Best()), 5), 3),
     "grafted-iid": Case(Grafted(Levels((2, 1), Independent()), Levels((2, 1), Best()), 7), 3),
     "grafted-without-replacement": Case(Grafted(Levels((2, 1), WithoutReplacement()), Levels((2, 1), Best()), 6), 3),
