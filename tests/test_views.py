@@ -17,6 +17,7 @@ from torch import Tensor
 
 from draftwood.assembly import build_drafter
 from draftwood.config import EngineConfig
+from draftwood.drafters import swift
 from draftwood.drafters.self_drafts import copied_as
 from draftwood.drafters.view import View, ViewDrafter, Window, first_layers, without_layers
 from draftwood.engine.memory import plan_memory, weight_bytes
@@ -32,7 +33,7 @@ from draftwood.protocols import Span
 from draftwood.request import SamplingParams
 from draftwood.verifiers import Match
 from test_model_drafters import GROWERS, TEXTS, Decoding, decode
-from tiny import CPU, Ask, Harness, Regime, TinyCheckpoint, tiny_config, tiny_runner
+from tiny import CPU, Ask, Harness, Idle, Regime, TinyCheckpoint, generated, tiny_config, tiny_runner
 
 CONFIG = tiny_config(layers=4)
 LONG = ([5, 1, 7, 7, 2, 0, 9, 4, 3, 3, 8, 12, 6, 10, 11, 1, 0, 2, 5, 5, 4, 9, 8], [1, 2, 3, 9, 9, 4], [7])
@@ -248,6 +249,22 @@ def test_drawn_guesses_of_a_view_are_kept_by_every_law_for_them() -> None:
     assert answer.accepted == answer.num_generated - answer.steps
 
 
+def test_sets_are_tried_while_answers_are_generated() -> None:
+    """Of a model two of whose layers do nothing, that is found out; drafts with it are right."""
+    target = ModelRunner.load(Idle(CONFIG), torch.float64, CPU, 80, 4, FORMATS["stored"])  # type: ignore[arg-type]
+    drafter = ViewDrafter(View(trials=40), chain(3))
+    asks = [Ask((i, 2, 3), SamplingParams(max_tokens=40), arrives=12 * i) for i in range(6)]
+    with patch.object(swift, "EVERY", 1):
+        answers = Harness(target, drafter, Match(), Regime(num_pages=80)).run(asks)
+    plain = Harness(target, ViewDrafter(View(), chain(3)), Match(), Regime(num_pages=80)).run(asks)
+    assert generated(answers) == generated(plain)
+    search = drafter._search
+    assert search is not None
+    assert search._left == 0, "the search ends"
+    assert search.skipped >= {2, 3, 6, 7}, "layers 1 and 3 do nothing"
+    assert drafter.staged(3) == swift.WINDOW
+
+
 def test_less_of_the_text_and_fewer_layers_are_right_less_often() -> None:
     asks = [
         Ask(tuple(random.Random(i).randrange(13) for _ in range(40)), SamplingParams(max_tokens=30)) for i in range(6)
@@ -294,6 +311,7 @@ def test_targets_that_have_no_parts_are_refused() -> None:
         ("window:recent=0", "at least one recent token"),
         ("early-exit:window=-1", "window counts tokens"),
         ("layer-skip:skip=ax2", "another kind of value"),
+        ("layer-skip:skip=1,trials=2", "give no skip"),
         ("self-int8:bits=4", "no setting 'bits' .it has: window"),
     ],
 )
@@ -316,6 +334,7 @@ def test_names_make_drafters_with_any_tree() -> None:
         "early-exit:layers=2",
         "layer-skip:skip=1x2,window=8",
         "layer-skip:attention=1,mlp=0x2",
+        "layer-skip:trials=4,window=8",
         "self-int4:window=8",
         "window:recent=8,sinks=4",
     ):

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from draftwood.cache.kv import Places, behind_last, stage_behind
 from draftwood.drafters.grown import GrownDrafter
+from draftwood.drafters.swift import WINDOW, SkipSearch
 from draftwood.drafting import Front, Grower, Proposal, State, Vocabulary
 from draftwood.errors import IncompatibleParts
 from draftwood.model.config import ModelConfig
@@ -56,6 +57,7 @@ class View:
     rounded: Callable[[Model], Model] | None = None  # the same model with other weights
     window: Window | None = None
     without: Sublayers = NONE  # attention and MLPs of its layers that do not run
+    trials: int = 0  # of other sets of these, while answers are generated
 
     def of(self, target: Model) -> Model:
         """The part of this target. Refuses what it cannot be made of."""
@@ -67,7 +69,9 @@ class View:
         if type(model) is not type(target) or not isinstance(model, Sliceable):  # who order keys in their own way
             raise IncompatibleParts("With rounded weights the target runs on other kernels; take another drafter.")
         if self.layers is not None or self.without != NONE:
-            _require_sublayers(target.config, self.without)
+            _require_known(target.config, [*self.without.attention, *self.without.mlp])
+            if self.without != NONE:
+                _require_apart(target.config)
             model = model.part(self._chosen(target.config, self.layers or without_layers(())), self.without)
         if self.window is not None and any(spec.window for spec in model.config.layer_specs):
             raise IncompatibleParts(
@@ -93,18 +97,31 @@ class ViewDrafter(GrownDrafter):
     def __init__(self, view: View, grower: Grower) -> None:
         super().__init__(grower)
         self.view = view
+        self._search = SkipSearch(view.trials) if view.trials else None
 
     def attach(self, target: ModelRunner) -> None:
         """Of which it runs a part."""
-        self.runner = ModelRunner.over(self.view.of(target.model), target.cache)
+        self._target = target
+        if self._search is not None:
+            _require_apart(target.model.config)
+            self._search.attach(target.model.config)
+        self._take_part()
+
+    def _take_part(self) -> None:
+        part = self.view if self._search is None else replace(self.view, without=self._search.without)
+        self.runner = ModelRunner.over(part.of(self._target.model), self._target.cache)
 
     def staged(self, nodes: int) -> int:
-        """The nodes that the grower asks about."""
-        return self.grower.staged(nodes)
+        """The nodes that the grower asks about, and what another set is tried on."""
+        return max(self.grower.staged(nodes), WINDOW if self._search is not None and nodes else 0)
 
     def propose(self, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
         """Grow a tree for every sequence."""
-        return self.grower.grow(self, view, nodes, rng) if nodes else Proposal.bare(view)
+        if not nodes:
+            return Proposal.bare(view)
+        if self._search is not None and view.may_look and self._search.changed(view, self._target):
+            self._take_part()
+        return self.grower.grow(self, view, nodes, rng)
 
     def begin(self, view: BatchView) -> tuple[Tensor, State]:
         """Logits at the roots, and what is read of the text. [B, 1, R]."""
@@ -188,9 +205,8 @@ def _require_known(config: ModelConfig, skipped: Iterable[int]) -> None:
         )
 
 
-def _require_sublayers(config: ModelConfig, without: Sublayers) -> None:
-    _require_known(config, [*without.attention, *without.mlp])
-    if without != NONE and not apart(config.layer_specs):
+def _require_apart(config: ModelConfig) -> None:
+    if not apart(config.layer_specs):
         raise IncompatibleParts(
             "Attention and MLP of this target's layers cannot be left out apart; leave out whole layers: skip=…"
         )
