@@ -148,7 +148,7 @@ class CudaTransformer:
     ) -> ForwardOutput:
         """Run the rows of `batch`, writing their keys and values to `cache`. Logits are float32."""
         shapes = [None if s.attention is None else _shape(s.attention) for s in self._specs]
-        attention = {shape: self._plan(batch, cache, shape) for shape in set(shapes) - {None}}
+        attention = {shape: self._plan(batch, cache, shape) for shape in set(shapes) if shape is not None}
         first = self._begin(batch) if given is None else given.residual
         stream = Stream(first, self._norms[0])
         read = stream if given is None or given.wide is None else Stream(given.wide)
