@@ -24,15 +24,18 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
+from draftwood.cache.kv import Places
 from draftwood.drafters.calibration import Calibration
+from draftwood.drafters.cascade import CascadeDrafter
 from draftwood.drafters.graft import Candidates, Rated
 from draftwood.drafters.remote_protocol import Draft, Guess
 from draftwood.drafters.remote_sampler import RowsFrame
-from draftwood.drafting import Front, FrontierModel, Grower, Proposal, State
+from draftwood.drafting import Front, FrontierModel, Grower, Proposal, Silent, State
 from draftwood.growers import Levels, StaticShape, WithoutReplacement
 from draftwood.protocols import BatchView, Randomness, Verifier
 from draftwood.tree import DraftLaw, Draw, TokenTree
@@ -319,6 +322,72 @@ class FromAfar:
     def _row(self, q: Row) -> tuple[tuple[int, float], ...]:
         best = sorted(range(len(q)), key=lambda token: -q[token])[: self.entries]
         return tuple((token, math.log(q[token])) for token in best if q[token])
+
+
+@dataclass
+class TableMiddle:
+    """The same as a cascade's middle: rows are told by the columns on the way to them."""
+
+    table: FrontierModel
+    tokens: Tensor | None = None  # [B, 64] by column
+
+    reads = False
+    runner = SimpleNamespace(cache=SimpleNamespace(page_size=1000, scratch_page=-1))
+
+    def begin_with(self, view: BatchView, tokens: Tensor, places: Places, room: int) -> tuple[Tensor, State]:
+        self.tokens = torch.zeros(view.size, 64, dtype=torch.int64)
+        first, state = self.table.begin(view)
+        return torch.cat([first, self._rows(tokens, places)], 1), state
+
+    def extend(self, view: BatchView, front: Front, state: State) -> tuple[Tensor, State]:
+        return self._rows(front.tokens, front.places), state
+
+    def _rows(self, tokens: Tensor, places: Places) -> Tensor:
+        assert self.tokens is not None
+        assert places.ancestors is not None
+        self.tokens.scatter_(1, places.index, tokens)
+        words = places.ancestors.view(*tokens.shape, -1)[..., 0].tolist()
+        ways = [
+            tuple(own[column] for column in range(64) if word >> column & 1)
+            for own, row in zip(self.tokens.tolist(), words, strict=True)
+            for word in row
+        ]
+        return self.table._logits(ways).view(*tokens.shape, -1)
+
+
+class Guesses(Silent):
+    """An inner drafter: a token and its twin, each with one more behind it, by the last token alone."""
+
+    law, max_nodes, sizes = DraftLaw(frozenset({Draw.POINT}), chain=False), 3, range(4)
+
+    def __init__(self, vocabulary: int) -> None:
+        self.vocabulary = vocabulary
+
+    def propose(self, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
+        trees = [([t, (t + 1) % self.vocabulary, t, t], [-1, 0, 0, 1]) for t in view.roots.tolist()]
+        return Proposal(TokenTree.of_points([(tokens[: 1 + nodes], above[: 1 + nodes]) for tokens, above in trees]))
+
+
+@dataclass(frozen=True)
+class Cascaded:
+    """Chains that a cascade draws."""
+
+    max_nodes: int
+    rounds: int
+    ahead: int
+    leaves_out: int = -1  # as nothing may: chains that end in this token are a token shorter
+
+    law = DraftLaw(frozenset({Draw.IID}), chain=True, grown=True)
+
+    def grow(self, model: FrontierModel, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
+        inner = Guesses(len(model.rows(())))  # type: ignore[attr-defined]
+        cascade = CascadeDrafter(inner, TableMiddle(model), nodes, self.rounds, self.ahead, drawn=True)  # type: ignore[arg-type]
+        view = replace(view, may_look=False)
+        made = cascade._said(view, nodes, self.rounds, inner.propose(view, self.ahead, rng), rng)[0]
+        if self.leaves_out < 0:
+            return made
+        last = (made.tree.tries < 0).all(1) & (made.tree.tokens == self.leaves_out)
+        return replace(made, tree=made.tree.without(last))
 
 
 def prefixes_of(tree: TokenTree) -> list[Prefix]:

@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 import draftwood
 from draftwood.assembly import SHIPPED
 from draftwood.cli import app
+from draftwood.cli.flags import EngineFlags
 from draftwood.cli.screen import coloured, figures
 from draftwood.engine.building import Builder
 from draftwood.engine.llm import LLM
@@ -169,9 +170,11 @@ def test_json_is_one_line_with_every_key(folder: str) -> None:
     assert (record["seed"], record["model"], record["drafter"], record["law"]) == (
         5,
         folder,
-        "ngram",
+        EngineFlags().drafter,
         "match",
     )
+    assert EngineFlags(device="cpu").drafter == "suffix"
+    assert EngineFlags(device="cuda").drafter == "ngram"
     assert record["finish_reason"] == "length"
     assert (record["lossless"], record["drift"]) == (True, 0.0)
 

@@ -154,6 +154,17 @@ class TinyCheckpoint:
         raise NotImplementedError("tiny checkpoints have no texts")
 
 
+class Idle(TinyCheckpoint):
+    """A model two of whose layers do nothing."""
+
+    def tensor(self, name: str) -> Tensor:
+        weight = super().tensor(name)
+        does_nothing = name.startswith(("model.layers.1.", "model.layers.3.")) and name.endswith(
+            ("o_proj.weight", "down_proj.weight")
+        )
+        return torch.zeros_like(weight) if does_nothing else weight
+
+
 def tiny_config(family: str = "llama", vocab_size: int = 13, layers: int = 2, **changes: object) -> ModelConfig:
     return ModelConfig.from_hf(hf_config(family, vocab_size, layers, **changes))
 

@@ -18,12 +18,15 @@ import torch
 from torch import Tensor
 
 from draftwood.batch import ForwardBatch
-from draftwood.cache.kv import Places, behind_last
+from draftwood.cache.kv import KVCache, Places, behind_last
 from draftwood.model.runner import ModelRunner
 from draftwood.protocols import BatchView, Features, HostView, Randomness
 from draftwood.tree import DraftLaw, TokenTree, Verdict
 
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+MOST_MEMBERS = 4  # drafters in one tree
+MEMBER_BITS = 15  # of a column, for each of them: 1 + where it keeps a node that it has proposed
+GRAFTED = 1 << MOST_MEMBERS * MEMBER_BITS  # is added to such columns
 State = tuple[Tensor, ...]  # what a draft network needs of earlier forwards of the same round
 
 
@@ -97,10 +100,42 @@ class Proposal:
         columns = self.tree.local if self.columns is None else self.columns
         return replace(self, tree=self.tree.without(beyond), columns=columns)
 
+    def within_pages(self, view: BatchView, cache: KVCache, staged: int) -> Proposal:
+        """The same without nodes that a drafter has run where their sequence has no page: what it would keep of them
+        may be another node's. Of drawn trees all or none: `staged` places are written to.
+        """
+        if self.columns is None:
+            return self
+        pages = ((view.block_table >= 0) & (view.block_table != cache.scratch_page)).sum(1)
+        places = self.columns if self.tree.q is None else torch.full_like(self.columns, staged)
+        beyond = places > (pages * cache.page_size - view.lengths)[self.tree.owner]
+        if view.may_look and not bool(beyond.any()):
+            return self
+        return replace(self, tree=self.tree.without(beyond))
+
+    @property
+    def members(self) -> Tensor:
+        """Which drafters of a combination have proposed each node. [M, MOST_MEMBERS] bool."""
+        if self.columns is None:
+            return torch.zeros(self.tree.num_nodes, MOST_MEMBERS, dtype=torch.bool, device=self.tree.tokens.device)
+        digits = torch.stack([_digit(self.columns, member) for member in range(MOST_MEMBERS)], 1)
+        return (digits > 0) & (self.columns >= GRAFTED)[:, None]
+
+    def of_member(self, member: int) -> Proposal:
+        """The same, with the columns of one drafter of a combination."""
+        if self.columns is None:
+            return self
+        return replace(self, columns=(_digit(self.columns, member) - 1).clamp(min=0))
+
     def columns_of(self, path: Tensor) -> Tensor:
         """Where the drafter keeps the nodes on `path` [B, D + 1]; 0 where it ends."""
         columns = self.tree.local if self.columns is None else self.columns
         return columns[path.clamp(min=0)].masked_fill(path < 0, 0)
+
+
+def _digit(columns: Tensor, member: int) -> Tensor:
+    """1 + the column of one drafter of a combination, 0 where it has not proposed the node."""
+    return columns >> MEMBER_BITS * member & (1 << MEMBER_BITS) - 1
 
 
 class Drafter(Protocol):

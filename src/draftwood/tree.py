@@ -13,7 +13,7 @@ no node's child: no draw behind any node names it. `packed` drops absent nodes w
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 import torch
@@ -262,6 +262,7 @@ class HostVerdict:
     drafted: list[int]
     drift: list[float]
     usable: list[bool]  # whether the bonus token had a distribution
+    members: list[list[int]] = field(default_factory=list)  # see `StepOutput`; none without a combination
 
     def take(self, rows: list[int]) -> HostVerdict:
         """The same of some of the sequences."""
@@ -271,4 +272,5 @@ class HostVerdict:
             [self.drafted[b] for b in rows],
             [self.drift[b] for b in rows],
             [self.usable[b] for b in rows],
+            [self.members[b] for b in rows if self.members],
         )

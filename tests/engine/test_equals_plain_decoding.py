@@ -40,6 +40,7 @@ from draftwood.model.config import ModelConfig
 from draftwood.model.lora import Adapter as LoraAdapter
 from draftwood.model.lora import read_adapter
 from draftwood.model.runner import ModelRunner
+from draftwood.model.spec import Sublayers
 from draftwood.model.weights import FORMATS
 from draftwood.ops.packed import Packing
 from draftwood.request import FinishReason, SamplingParams
@@ -148,7 +149,10 @@ DRAFTERS: dict[str, DraftMaker] = {
     "kangaroo-sampled": with_net("kangaroo", Levels((1, 1, 1), Independent())),
     "model-other-family": with_model(Levels((2, 2), Best()), family="qwen3", layers=1),
     "model-other-vocabulary": with_bridge(Levels((2, 1), WithoutReplacement())),
-    "view-int4-beam": with_view(View(without_layers((0,)), rounded("w4a8")), Beam(nodes=9, width=3, depth=3)),
+    "view-int4-beam": with_view(
+        View(rounded=rounded("w4a8"), without=Sublayers(frozenset({0}), frozenset({1}))),
+        Beam(nodes=9, width=3, depth=3),
+    ),
     "view-window": with_view(View(window=Window(4, 4)), BestFirst(nodes=9, width=3, forwards=3)),
     "offered-views": offering(
         with_view(View(first_layers(1)), Levels((1, 1, 1), Independent())),
@@ -158,6 +162,14 @@ DRAFTERS: dict[str, DraftMaker] = {
     ),
     "cascade-view": lambda dtype: CascadeDrafter(
         suffix(nodes=5, shortest=1, least=0.0)(dtype), ViewDrafter(View(without_layers((0,))), chain(1)), 5, 2, 3
+    ),
+    "cascade-drawn": lambda dtype: CascadeDrafter(
+        recycling(dtype),
+        with_model(chain(1))(dtype),  # type: ignore[arg-type]
+        nodes=5,
+        rounds=2,
+        ahead=3,
+        drawn=1,
     ),
     "predicted": expecting(no_drafter, lambda prompt: nearly_right(tuple(prompt))),
     "predicted-model-iid": expecting(

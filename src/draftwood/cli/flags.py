@@ -7,6 +7,7 @@ import inspect
 import re
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
@@ -26,6 +27,17 @@ def _option(text: str, panel: str, *names: str) -> Any:
     return typer.Option(*names, help=text, rich_help_panel=panel, show_default=True)
 
 
+USUAL = "auto"
+
+
+def _usual_drafter(device: str) -> str:
+    """Of those without weights: on a GPU one that looks up there, so that no step waits for the host. Found out without
+    torch, whose import takes seconds.
+    """
+    on_gpu = device.startswith("cuda") or (device == "auto" and Path("/dev/nvidia0").exists())
+    return "ngram" if on_gpu else "suffix"
+
+
 @dataclass(frozen=True)
 class EngineFlags:
     """Which parts, and where they run."""
@@ -37,12 +49,13 @@ class EngineFlags:
     drafter: Annotated[
         str,
         _option(
-            "Who guesses: none, ngram[:nodes=8,…], model:NAME, eagle3, a folder (see `draftwood parts`).",
+            "Who guesses: none, ngram[:nodes=8,…], model:NAME, eagle3, a folder (see `draftwood parts`); auto: suffix "
+            "on a CPU, ngram on a GPU.",
             "Parts",
             "--drafter",
             "-d",
         ),
-    ] = "ngram"
+    ] = USUAL
     law: Annotated[
         str,
         _option("Which guesses are kept: auto (lossless, by how guesses are made), match, block, …", "Parts"),
@@ -101,6 +114,10 @@ class EngineFlags:
         _option("Layers that are not kept on the device: a share such as 0.8, or bytes such as 20GiB.", "Machine"),
     ] = "0"
     eager: Annotated[bool, _option("Launch every GPU kernel by itself: slow, for debugging.", "Machine")] = False
+
+    def __post_init__(self) -> None:
+        if self.drafter == USUAL:
+            object.__setattr__(self, "drafter", _usual_drafter(self.device))
 
     def config(self) -> EngineConfig:
         """Sizes and places."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -13,7 +14,7 @@ from draftwood.cli.screen import AnswerPrinter, Transcript, figures, say, seed_n
 from draftwood.errors import InvalidRequest
 from draftwood.machine import reading_ahead
 from draftwood.model import store
-from draftwood.request import Event, SamplingParams
+from draftwood.request import Event, GuessedTree, SamplingParams
 
 if TYPE_CHECKING:
     from draftwood.engine.kv_events import KvEvents
@@ -177,11 +178,20 @@ def step_told(event: Event) -> None:
     if step is None:
         return
     guessed = 0 if step.tree is None else len(step.tree.tokens) - 1
+    members = "" if step.tree is None else _by_member(step.tree)
     gain = "" if step.expected_gain is None else f", {step.expected_gain:.2f} times as fast as plain"
     say(
-        f"step {event.stats.steps}: {event.text!r} · {sum(event.accepted)} of {guessed} guesses kept · "
+        f"step {event.stats.steps}: {event.text!r} · {sum(event.accepted)} of {guessed} guesses kept{members} · "
         f"{1000 * step.seconds:.1f} ms{gain} · {step.why}"
     )
+
+
+def _by_member(tree: GuessedTree) -> str:
+    """Which drafters of a combination have guessed, and what was kept of each."""
+    guessed = Counter(name for names in tree.members for name in names)
+    kept = Counter(name for names, right in zip(tree.members, tree.accepted, strict=True) if right for name in names)
+    told = ", ".join(f"{name} {kept[name]} of {count}" for name, count in guessed.items())
+    return f" ({told})" if told else ""
 
 
 def setting(flags: EngineFlags) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class OfferedDrafters(Several):
     @property
     def health(self) -> Sequence[DrafterHealth]:
         """Of each drafter, the default's first."""
-        return [health for guard in self.guards for health in guard.health]
+        return self.health_of_members
 
     @property
     def _all(self) -> list[Drafter]:

@@ -65,7 +65,9 @@ class CausalDrafter(GrownDrafter):
                 return Proposal.bare(view)
             most = torch.full_like(depth, nodes) if view.max_nodes is None else view.max_nodes
             view = replace(view, max_depth=depth, max_nodes=most)
-        return self.grow(view, nodes, rng) if nodes else Proposal.bare(view)
+        if not nodes:
+            return Proposal.bare(view)
+        return self.grow(view, nodes, rng).within_pages(view, self.runner.cache, self.staged(nodes))
 
     def grow(self, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
         """A tree of `nodes` draft nodes for every sequence."""

@@ -11,6 +11,7 @@ from draftwood.errors import IncompatibleParts
 from draftwood.machine import give_back_memory
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.runner import Model, load_model
+from draftwood.model.spec import Sublayers
 from draftwood.model.transformer import Transformer
 from draftwood.model.weights import FORMATS
 
@@ -25,11 +26,18 @@ def _early_exit(layers: int, window: int) -> ViewOf:
     return lambda checkpoint: part
 
 
-def _layer_skip(skip: tuple[int, ...], window: int) -> ViewOf:
-    seen = _window(window)
+def _layer_skip(
+    skip: tuple[int, ...], attention: tuple[int, ...], mlp: tuple[int, ...], trials: int, window: int
+) -> ViewOf:
+    seen, given = _window(window), (skip, attention, mlp)
+    if trials < 0 or (trials and any(given)):
+        raise ValueError("trials looks for what is left out: give no skip, attention or mlp beside it")
 
     def without(checkpoint: Checkpoint) -> View:
-        return View(without_layers(skip or require_skips(checkpoint).skipped), window=seen)
+        if trials:
+            return View(window=seen, trials=trials)
+        layers, attending, mlps = given if any(given) else require_skips(checkpoint).sets
+        return View(without_layers(layers), None, seen, Sublayers(frozenset(attending), frozenset(mlps)))
 
     return without
 
@@ -101,8 +109,9 @@ SELF_DRAFTS: Mapping[str, Entry] = {
     ),
     "layer-skip": Entry(
         _layer_skip,
-        {"skip": (), "window": 0},
-        "the target without some layers: skip=10x11x12, or what `draftwood search-skip` has found",
+        {"skip": (), "attention": (), "mlp": (), "trials": 0, "window": 0},
+        "the target without some layers: skip=10x11x12, or attention=3x4 and mlp=7 of some alone; what "
+        "`draftwood search-skip` has found; or trials=64 of sets while it answers",
     ),
     "self-int8": Entry(
         _rounded("w8a8", COPIES["self-int8"]), {"window": 0}, "the target with 8-bit weights; itself it stays exact"

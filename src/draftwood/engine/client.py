@@ -17,6 +17,7 @@ from draftwood.engine.engine import Engine
 from draftwood.engine.reasons import kind_of
 from draftwood.engine.requests import EngineRequest
 from draftwood.errors import InvalidRequest
+from draftwood.faults import members_of
 from draftwood.protocols import PredictsSeconds, Verifier
 from draftwood.request import Event
 from draftwood.tree import DraftLaw
@@ -32,6 +33,7 @@ class DrafterCard:
     law: DraftLaw
     max_nodes: int
     is_default: bool  # the same one as the engine's own
+    members: tuple[str, ...] = ()  # that it is made of
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,8 @@ class EngineCard:
         if isinstance(drafter, OfferedDrafters):
             own = drafter.default
             offers = tuple(
-                DrafterCard(n, other.law, other.max_nodes, other is own) for n, other in drafter.others.items()
+                DrafterCard(n, other.law, other.max_nodes, other is own, members_of(other))
+                for n, other in drafter.others.items()
             )
         return cls(
             max_length=min(max_positions, tables.capacity),
@@ -78,7 +81,7 @@ class EngineCard:
             law=law if isinstance(law, str) else law.name,
             strict=model.strict,
             dtype=str(model.dtype).removeprefix("torch."),
-            drafter=DrafterCard(None, own.law, own.max_nodes, is_default=True),
+            drafter=DrafterCard(None, own.law, own.max_nodes, True, members_of(own)),
             offers=offers,
             max_nodes=drafter.max_nodes,
             adapters=adapters,

@@ -20,7 +20,7 @@ from draftwood.cache.kv import stage_trees
 from draftwood.drafting import Drafter, Proposal
 from draftwood.engine.shapes import StepShape
 from draftwood.engine.survival import SurvivalCalibration
-from draftwood.engine.trace import facts
+from draftwood.engine.trace import facts, members_told
 from draftwood.faults import DrafterHealth
 from draftwood.model.runner import ModelRunner
 from draftwood.ops.choice import likeliest
@@ -43,6 +43,7 @@ class Parts:
     health: Sequence[DrafterHealth] = ()
     timers: Timers = field(default_factory=Timers)
     survival: SurvivalCalibration = field(default_factory=SurvivalCalibration)
+    combines: bool = False  # trees may have nodes of several drafters
 
 
 @dataclass(frozen=True)
@@ -72,13 +73,15 @@ class StepOutput:
     logprobs: PathLogprobs | None  # of the sequences that ask
     facts: Tensor | None  # [M, 6] of every node, where requests are traced
     offsets: Tensor  # [B + 1] where each tree begins
+    members: Tensor | None = None  # [B, 2 * MOST_MEMBERS] nodes of each drafter of a combination, and accepted ones
 
     @property
     def tensors(self) -> list[Tensor]:
         """All of them that are there."""
         logprobs = self.logprobs
         scored = [] if logprobs is None else [logprobs.own, logprobs.best, logprobs.tokens]
-        return [part for part in (self.outcome, self.drift, *scored, self.facts, self.offsets) if part is not None]
+        every = self.outcome, self.drift, *scored, self.facts, self.members, self.offsets
+        return [part for part in every if part is not None]
 
     def over(self, tensors: list[Tensor]) -> StepOutput:
         """The same with other tensors in their places."""
@@ -87,7 +90,8 @@ class StepOutput:
         drift = None if self.drift is None else next(left)
         logprobs = None if self.logprobs is None else PathLogprobs(next(left), next(left), next(left))
         told = None if self.facts is None else next(left)
-        return StepOutput(outcome, drift, logprobs, told, next(left))
+        members = None if self.members is None else next(left)
+        return StepOutput(outcome, drift, logprobs, told, next(left), members)
 
 
 def decode_step(
@@ -155,8 +159,9 @@ def settle(
         outcome=state.advance(view, tree, verdict, usable(logits, p, tree, verdict)),
         drift=verdict.drift,
         logprobs=path_logprobs(scored.logits, tree, verdict, asked, alternatives) if len(asked) else None,
-        facts=facts(logits, tree, verdict, view) if view.mode.traced else None,
+        facts=facts(logits, scored.proposal, verdict, view) if view.mode.traced else None,
         offsets=tree.offsets,
+        members=members_told(scored.proposal, verdict) if parts.combines else None,
     )
 
 

@@ -27,7 +27,7 @@ from draftwood.engine.scoring import prompt_logprobs
 from draftwood.engine.sequence import Sequence
 from draftwood.engine.shapes import ShapePlan, StepShape
 from draftwood.errors import IncompatibleParts
-from draftwood.faults import guarded
+from draftwood.faults import guarded, members_of
 from draftwood.model.runner import ModelRunner
 from draftwood.protocols import Budget, Controller, Randomness, Span, StepMode, StepReport, TimedStep, Verifier
 from draftwood.request import Event, FinishReason, StepTrace
@@ -85,7 +85,9 @@ class Engine:
         self.health = self._guarded.health  # of each drafter; requests that name none have the first
         self.timers = Timers()
         self.last_step: TimedStep | None = None  # the last step with a valid timing, for those who watch
-        parts = Parts(target, self._guarded, verifier, rng, self.health, self.timers)
+        parts = Parts(
+            target, self._guarded, verifier, rng, self.health, self.timers, combines=bool(members_of(drafter))
+        )
         behind = max(drafter.max_nodes, drafter.staged(drafter.max_nodes))
         state = batch_state_for(target, scheduler.config.max_running, behind)
         rows, page_size = scheduler.config.max_rows, target.cache.page_size

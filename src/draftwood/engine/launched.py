@@ -56,6 +56,7 @@ class Launched:
             drafted=[row[2] for row in rows],
             drift=[0.0] * count if drift is None else drift[:count].tolist(),
             usable=[bool(row[3]) for row in rows],
+            members=[] if self.output.members is None else self.output.members[:count].tolist(),
         )
 
     def logprobs(self, b: int, gained: Sequence[int]) -> list[TokenLogprob]:
@@ -67,8 +68,9 @@ class Launched:
 
     def trace(self, b: int) -> StepTrace | None:
         """What the step did for its b-th sequence, if that asks. Valid after `wait`."""
-        if self.output.facts is None or not self.batch.plan.items[b].seq.params.trace:
+        seq = self.batch.plan.items[b].seq
+        if self.output.facts is None or not seq.params.trace:
             return None
         first, end = self.output.offsets[b : b + 2].tolist()
         rows = self.output.facts[first:end, :NUM_FACTS].tolist()
-        return step_trace(rows, int(self.output.outcome[b, 1]), len(self.batch.plan.items), self.rows)
+        return step_trace(rows, int(self.output.outcome[b, 1]), len(self.batch.plan.items), self.rows, seq.members)

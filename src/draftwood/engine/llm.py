@@ -133,6 +133,7 @@ class LLM:
             self.checkpoint.config.encoder,
             self.card.adapters,
             self.card.cache_dtype,
+            lambda name: self.card.drafter_of(name).members,
         )
         if self._team.follows:
             compute.call(lambda: self._team.follow(self.engine, self.answer_maker.unpacked))

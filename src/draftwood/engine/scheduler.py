@@ -214,6 +214,8 @@ class Scheduler:
         before = len(seq.tokens)
         try:
             reason = seq.receive(outcome.tokens[b], accepted, outcome.drafted[b], now, outcome.drift[b])
+            if outcome.members:
+                seq.count_members(outcome.members[b])
             event = seq.event(len(seq.tokens) - before, accepted, reason, now, logprobs)
         except Exception as failure:  # one answer's text must not take its neighbours down
             if isinstance(failure, DraftwoodError):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from draftwood.batch import Images, Source
 from draftwood.cache.row_settings import RowSettings
+from draftwood.drafting import MOST_MEMBERS
 from draftwood.engine.text import TextStream
 from draftwood.errors import GrammarError
 from draftwood.protocols import PREDICTED, Constraint, Pace
@@ -41,6 +42,7 @@ class Sequence:
     constraint: Constraint | None = None
     adapter: int = -1  # which of the target's adapters; -1: none
     cache_dtype: str = "auto"  # of the engine's keys and values
+    members: tuple[str, ...] = ()  # drafters that its own is made of
     source: Source | None = None  # what an encoder reads before the prompt
     images: Images | None = None  # what stands at the prompt's image tokens
     tenant: str = ""  # on whose behalf it runs: free places go to the tenant that has the fewest
@@ -51,6 +53,7 @@ class Sequence:
     drafted: int = 0
     accepted: int = 0
     drift: float = 0.0  # nan once it is not known
+    told: list[int] = field(default_factory=list)  # nodes of each member, then accepted ones
     admitted: float | None = None
     first_token: float | None = None
     prompt_logprobs: list[TokenLogprob | None] = field(init=False)  # of the prompt's first tokens; [] unless asked for
@@ -168,6 +171,10 @@ class Sequence:
                 return reason
         return None
 
+    def count_members(self, told: Tokens[int]) -> None:
+        """A step's nodes of each member, then accepted ones."""
+        self.told = [a + b for a, b in zip(self.told or [0] * len(told), told, strict=True)]
+
     def _reason_to_stop(self, token: int, accepted: bool) -> FinishReason | None:
         if token in self.stop_ids:
             return FinishReason.STOP
@@ -198,6 +205,7 @@ class Sequence:
             adapter=self.params.adapter,
             cache_dtype=self.cache_dtype,
             slo=self.params.slo,
+            members={n: (self.told[i], self.told[i + MOST_MEMBERS]) for i, n in enumerate(self.members) if self.told},
         )
 
     def event(

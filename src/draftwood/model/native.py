@@ -31,9 +31,11 @@ from draftwood.model.spec import (
     CLAMPED,
     MLP_NORM,
     MLP_OUTPUT_NORM,
+    NONE,
     ExpertsSpec,
     HeadNorms,
     MlpSpec,
+    Sublayers,
 )
 from draftwood.model.weights import Storage, WeightFormat
 from draftwood.ops.native import Kernels, structs
@@ -83,11 +85,16 @@ class NativeTransformer:
         """Memory of all weights."""
         return sum(arena.num_bytes for arena in self._arenas)
 
-    def part(self, layers: Sequence[int]) -> NativeTransformer:
+    def part(self, layers: Sequence[int], without: Sublayers = NONE) -> NativeTransformer:
         """Some of its layers as a model, in the same memory."""
         part = copy.copy(self)
-        part.config, part._model = self.config.part(layers), structs.Model.from_buffer_copy(self._model)
+        part.config, part._model = self.config.part(layers, without), structs.Model.from_buffer_copy(self._model)
         part._layers = (structs.Layer * len(layers))(*(self._layers[i] for i in layers))
+        for i, layer in zip(layers, part._layers, strict=True):
+            if i in without.attention:
+                layer.output = structs.Matrix()
+            if i in without.mlp:
+                layer.down, layer.mixture = structs.Matrix(), None
         part._model.layers, part._model.num_layers = part._layers, len(layers)
         part._whole = self
         return part

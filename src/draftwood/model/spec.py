@@ -6,6 +6,7 @@ compute what they say, it says itself (`refuses`).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -197,11 +198,32 @@ class LayerSpec:
             return "gates and scales of attention and MLP"
         return None
 
+    def lacking(self, *, attention: bool, mlp: bool) -> LayerSpec:
+        """The same layer without its attention, its MLP, or both."""
+        kept = None if attention else self.attention, None if mlp else self.mlp
+        return replace(self, attention=kept[0], mlp=kept[1])
+
     def attending(self, **changes: object) -> LayerSpec:
         """The same layer with its attention changed; one without attention as it is."""
         if self.attention is None:
             return self
         return replace(self, attention=replace(self.attention, **changes))  # pyright: ignore[reportArgumentType]
+
+
+@dataclass(frozen=True, slots=True)
+class Sublayers:
+    """Attention and MLPs of some layers, by the layers' numbers."""
+
+    attention: frozenset[int] = frozenset()
+    mlp: frozenset[int] = frozenset()
+
+
+NONE = Sublayers()
+
+
+def apart(layers: Iterable[LayerSpec]) -> bool:
+    """Whether each layer's attention and MLP can be left out apart."""
+    return all(layer.wiring is Wiring.PRE and layer.attention and layer.mlp for layer in layers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,10 +38,12 @@ from draftwood.model.spec import (
     ATTENTION_OUTPUT_NORM,
     MLP_NORM,
     MLP_OUTPUT_NORM,
+    NONE,
     AttentionSpec,
     ExpertsSpec,
     LayerSpec,
     MlpSpec,
+    Sublayers,
 )
 from draftwood.model.streaming import ResidentLayers, load_layers
 from draftwood.model.weights import FORMATS, WeightFormat
@@ -130,11 +132,11 @@ class Transformer:
         tensors = list(tensors_of([self.head, self.final_norm, self.embedding, self.positions, *self.layers.held]))
         return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
 
-    def part(self, layers: Sequence[int]) -> Transformer:
+    def part(self, layers: Sequence[int], without: Sublayers = NONE) -> Transformer:
         """Some of its layers as a model, in the same memory."""
         part = copy.copy(self)
-        part.config, part.specs = self.config.part(layers), tuple(self.specs[i] for i in layers)
-        part.layers = self.layers.part(layers)
+        part.config = self.config.part(layers, without)
+        part.specs, part.layers = part.config.layer_specs, self.layers.part(layers)
         part.cached, part.kept = [self.cached[i] for i in layers], [self.kept[i] for i in layers]
         return part
 
@@ -251,7 +253,7 @@ class Transformer:
     def _finish(self, layer: Layer, spec: LayerSpec, hidden: Tensor, read: Tensor, after: Tensor) -> Tensor:
         """The stream behind a layer, from what it is behind attention."""
         scale, mlp = spec.residual_scale, layer.mlp
-        if mlp is None:
+        if mlp is None or spec.mlp is None:
             return after
         if not spec.wiring.parallel:
             read = after if layer.mlp_norm is None else layer.mlp_norm(after)

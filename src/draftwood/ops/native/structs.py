@@ -139,6 +139,7 @@ SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "dw_block_product": (None, [c_void_p, c_void_p, c_int64, c_void_p]),
     "dw_narrow": (None, [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64]),
     "dw_successors": (c_int64, [c_void_p, c_void_p, *[c_int64] * 5, c_void_p, c_void_p]),
+    "dw_longest_end": (c_int64, [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p]),
     "dw_pack_codes": (None, [c_int64, *[c_void_p] * 3, c_int64, c_int64, *[c_void_p] * 3, c_int64]),
 }
 
