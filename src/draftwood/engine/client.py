@@ -65,7 +65,8 @@ class EngineCard:
         tables, drafter, model = engine.scheduler.tables, engine.drafter, engine.target.model
         own, offers = drafter, None
         if isinstance(drafter, OfferedDrafters):
-            own = drafter.default
+            # Where one is chosen for each request, none of those that can be named is what others get.
+            own = drafter if drafter.choice else drafter.default
             offers = tuple(
                 DrafterCard(n, other.law, other.max_nodes, other is own) for n, other in drafter.others.items()
             )
@@ -151,6 +152,7 @@ class Pulse:
     controller: str = ""
     last_step: LastStep | None = None
     drafters: tuple[DrafterState, ...] = ()
+    drafted_by: tuple[tuple[str, int], ...] = ()  # steps of sequences by the drafter that was chosen for them, or named
 
     @classmethod
     def of(cls, engine: Engine, steps: int, failures: int, failure: str | None, since: float | None) -> Pulse:
@@ -171,6 +173,7 @@ class Pulse:
             why=str(budget.why),
             reason=kind_of(budget.why),
             decisions=tuple(scheduler.decisions.copy().items()),
+            drafted_by=tuple(scheduler.drafted_by.copy().items()),
             expected_gain=budget.gain.expected,
             measured_gain=budget.gain.measured,
             controller=type(engine.controller).__name__,

@@ -13,12 +13,11 @@ from typing import Protocol
 from draftwood.costs import StepCosts
 from draftwood.drafting import padded_batch, tree_sizes
 from draftwood.engine.acceptance import ChainAcceptance, TreeAcceptance
+from draftwood.engine.choice import READING
 from draftwood.engine.promises import keeping, prompt_rows
 from draftwood.engine.reasons import BestRate, KeepsPromises, Look, MeasuredFaster, Outlook, WorthTheRow, count
 from draftwood.engine.timing import Mean, StepTiming
 from draftwood.protocols import Budget, Gain, Load, StepReport
-
-READING = 0.1  # what a drafter takes to read rows that it missed, of what the target would take for them
 
 
 class FixedBudget:
@@ -210,8 +209,9 @@ class _Goodput:
         self._last = budget.max_nodes
         look = None if pressed else self._look(budget.max_nodes, outlooks, catching_up, batch)
         chosen = budget if look is None else look
-        expected = outlooks[chosen.max_nodes].rate / plain.rate
-        return replace(chosen, gain=Gain(expected, self._rates.better(batch, drafting=True)))
+        outlook = outlooks[chosen.max_nodes]
+        gain = Gain(outlook.rate / plain.rate, self._rates.better(batch, drafting=True))
+        return replace(chosen, gain=gain, seconds=None if outlook.assumed else outlook.seconds)
 
     def _with_prompts(self, budget: Budget, load: Load) -> Budget:
         """The same with room for prompts that leaves others the time they were promised."""
@@ -344,7 +344,7 @@ class MeasuredTreeBudget(_Goodput):
             return grows
         outlooks = {nodes: self._outlook(nodes, load, batch) for nodes in (0, self._most)}
         decided = self._decide(outlooks, load, sticks=True)
-        return replace(grows, gain=decided.gain) if decided.max_nodes else decided
+        return replace(grows, gain=decided.gain, seconds=decided.seconds) if decided.max_nodes else decided
 
     def _outlook(self, nodes: int, load: Load, batch: int) -> Outlook:
         rows = padded_batch(batch) * (1 + nodes) if load.padded else round(batch * (1 + min(nodes, self._grown.value)))

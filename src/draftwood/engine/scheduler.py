@@ -74,13 +74,15 @@ class Scheduler:
         self._last_served: Counter[str] = Counter()  # tenant -> the turn in which it last got a place
         self.budget = Budget(0, why="no step has run yet")  # of the last step
         self.decisions: Counter[str] = Counter()  # by the kind of their reason
+        self.drafted_by: Counter[str] = Counter()  # steps of sequences, where several drafters may draft for them
 
     @property
     def load(self) -> Load:
         """How busy it is."""
         lengths = [len(seq.tokens) for seq in self.running]
         context = sum(lengths) / max(len(lengths), 1)
-        return Load(len(lengths), len(self.waiting), context, self.config.asynchronous, self._paces())
+        choosing = tuple(seq.id for seq in self.running if seq.params.drafter is None)
+        return Load(len(lengths), len(self.waiting), context, self.config.asynchronous, self._paces(), choosing)
 
     def _paces(self) -> tuple[Pace, ...]:
         if all(seq.params.slo is None for seq in self.running):
@@ -141,10 +143,14 @@ class Scheduler:
             room = min(end + ahead.get(seq.id, 0) + (seq.id in ahead), seq.max_length)
             if end > start and self._make_room(seq, room, items):
                 nodes = min(share, rows - 1, seq.wanted_nodes(most)) if ready else 0
-                items[seq.id] = PlanItem(seq, start, end, nodes)
+                drafter = seq.params.drafter or budget.drafters.get(seq.id)
+                need = seq.need(self.clock(), budget.seconds) if ready and budget.seconds else 0.0
+                items[seq.id] = PlanItem(seq, start, end, nodes, drafter, need)
         prompts = Plan(tuple(item for item in items.values() if not item.samples))
         # Draft nodes get their pages last: no sequence is preempted for a guess.
-        return prompts, Plan(tuple(self._with_pages(item, ahead) for item in items.values() if item.samples))
+        ready = Plan(tuple(self._with_pages(item, ahead) for item in items.values() if item.samples))
+        self.drafted_by.update(item.drafter for item in ready.items if item.drafter is not None and item.max_nodes)
+        return prompts, ready
 
     def _prefill_room(self) -> tuple[int, int]:
         """Rows and pieces of prompts that the next step takes. While sequences decode, as many rows as a step has room
