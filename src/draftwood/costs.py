@@ -74,6 +74,12 @@ class StepCosts:
         """Seconds that one more row costs, on average over the next few."""
         return (self.at(rows + over, context, batch) - self.at(rows, context, batch)) / over
 
+    def scaled(self, factor: float) -> StepCosts:
+        """The same on a machine that takes so many times as long."""
+        lines = tuple(tuple(factor * time for time in line) for line in self.seconds)
+        others = factor * self.per_sequence, factor * self.per_token
+        return replace(self, seconds=lines, per_sequence=others[0], per_token=others[1])
+
     def of_experts(self, count: int, active: int, share: float) -> StepCosts:
         """The same for a mixture, in plain steps: every row goes to `active` of `count` experts, which are such a
         `share` of the weights that one row reads. Rows that go to other experts read those as well.

@@ -96,7 +96,8 @@ class TreeAcceptance:
     FADE = 0.97  # what is known of the level counts after a step that drafted nothing
     CROWD = 8  # a step of so many sequences or more is as many samples
     RECENT = 0.8  # weight of a step, after the next one, in what is recent
-    DOUBT, SURPRISE = 1.5, 3.5  # deviations from which on sizes learn nothing, and on which the text has changed
+    LEAST = 4.0  # samples that are remembered of a level when the text has changed
+    DOUBT, SURPRISE = 1.0, 3.5  # deviations from which on sizes learn nothing, and on which the text has changed
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -123,23 +124,24 @@ class TreeAcceptance:
         trees = [drafted for drafted, _ in report.outcomes if drafted] or [report.room]
         share, relation = self._share(sum(trees) / len(trees)), self._relation(report.room)
         sample, of = report.accepted / report.num_sampling, float(min(self.CROWD, report.num_sampling))
-        if self._doubt(sample, self._largest.value * share * relation, of) < self.DOUBT:
+        doubt = self._doubt(sample, self._largest.value * share * relation, of)
+        self._largest = self._largest.learn(sample / (share * relation), of)
+        if doubt < self.DOUBT:
             gain, curve = self._sizes.get(report.room, (Mean(), Mean()))
             curve = curve.learn(self._largest.value * share, of, self.SLOW)
             self._sizes[report.room] = gain.learn(sample, of, self.SLOW), curve
-        self._largest = self._largest.learn(sample / (share * relation), of)
 
     def _doubt(self, sample: float, expected: float, of: float) -> float:
         """By how many deviations the last few steps gained otherwise than expected; by many, the level is known no
         longer. Sizes are told apart while the level is known: what they gain while the text changes says nothing.
         """
         most = max(sample, expected, 0.1)
-        news = of * (sample - expected), of * most * (1 + most)
+        news = of * (sample - expected), of * most * (1 + most) / 2
         kept = self.RECENT, self.RECENT**2
         self._recent = [share * old + new for share, old, new in zip(kept, self._recent, news, strict=True)]
         doubt = abs(self._recent[0]) / math.sqrt(self._recent[1])
         if doubt > self.SURPRISE:
-            self._largest, self._recent = Mean(self._largest.value, min(self._largest.weight, of)), [0.0, 0.0]
+            self._largest, self._recent = self._largest.fade(0.0, self.LEAST), [0.0, 0.0]
         return doubt
 
     def fade(self) -> None:

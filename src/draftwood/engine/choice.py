@@ -34,7 +34,7 @@ class ChoosingBudget:
     FIRST = 6  # steps of each drafter before any is chosen
     OWN, ALL = 30.0, 300.0  # steps that what a request gains stands for, and what all of them gain
     PRIOR = 6.0  # steps of its own that what all requests gain is worth to one
-    FADE = 0.97  # what is known of a drafter's gain counts after a step of another
+    FADE, OLD, LEAST = 0.97, 0.98, 0.5  # what a request's gain counts after a step of another drafter, and that of all
     SPREAD = 1.5  # deviation of what steps gain
     LOOKING = 0.03  # share of steps in which a request may have a drafter that does not seem best
     HORIZON = 50  # steps within which it has to be worth it that a drafter reads what it missed
@@ -72,6 +72,8 @@ class ChoosingBudget:
         outcomes = zip(report.sequences, report.drafters, report.outcomes, strict=True)
         users = Counter(name or NONE for name in report.drafters) if report.room else Counter({NONE: 1})
         self._steps.update(users.keys())
+        for name in self._all.keys() - users.keys():
+            self._all[name] = self._all[name].fade(self.OLD, self.LEAST)
         for seq, name, (_, accepted) in outcomes:
             request = self._requests.get(seq, _Request())
             request.behind = 0 if report.room and name in self._reads else request.behind + accepted + 1
@@ -129,7 +131,7 @@ class ChoosingBudget:
         best, rate = {}, 0.0
         for names in sets:
             chosen = {seq: self._best(request, names, times, load) for seq, request in self._requests.items()}
-            tokens = sum(1 + self._gain(self._requests[seq], name) for seq, name in chosen.items())
+            tokens = sum(1 + self._gain(self._requests[seq], name).value for seq, name in chosen.items())
             shares = {name: count / len(chosen) for name, count in Counter(chosen.values()).items()}
             own = tokens / len(chosen) / max(self._time(shares, times, load.padded), 1e-9)
             if own > rate:
@@ -162,19 +164,18 @@ class ChoosingBudget:
 
         def worth(name: str) -> float:
             own = 0.0 if load.padded else self._rate * times[name]
-            hope = self.SPREAD / math.sqrt(self._weight(request, name) + self.PRIOR) if hoping else 0.0
-            return self._gain(request, name) + hope - own - self._rate * self._catching_up(request, name, load)
+            gain, weight = self._gain(request, name)
+            hope = self.SPREAD / math.sqrt(weight) if hoping else 0.0
+            return gain + hope - own - self._rate * self._catching_up(request, name, load)
 
         return max(names, key=worth)
 
-    @staticmethod
-    def _weight(request: _Request, name: str) -> float:
-        return request.gains.get(name, Mean()).weight
-
-    def _gain(self, request: _Request, name: str) -> float:
-        """Accepted tokens of a step: its own, and what all requests had while there are few."""
+    def _gain(self, request: _Request, name: str) -> Mean:
+        """Accepted tokens of a step: its own, and what all requests had lately while there are few."""
         own, every = request.gains.get(name, Mean()), self._all.get(name, Mean())
-        return (own.weight * own.value + self.PRIOR * every.value) / (own.weight + self.PRIOR)
+        others = min(self.PRIOR, max(every.weight, self.LEAST))
+        weight = own.weight + others
+        return Mean((own.weight * own.value + others * every.value) / weight, weight)
 
     def _catching_up(self, request: _Request, name: str, load: Load) -> float:
         """Until a drafter has read what it missed, in plain steps of the table and for each step of the horizon."""
