@@ -555,7 +555,7 @@ class Changing:
     draw: random.Random = field(default_factory=lambda: random.Random(5))
 
     def budget(self, load: Load) -> Budget:
-        chosen = {seq: self.draw.choice(self.names) for seq in load.choosing}
+        chosen = {seq: self.draw.choice(self.names) for seq in load.sequences}
         return Budget(self.nodes * (self.draw.random() < 0.9), drafters=chosen)
 
     def observe(self, report: StepReport) -> None:

@@ -37,7 +37,7 @@ class Budget:
     why: object = field(default="", compare=False)  # the controller's reason; its `str` is for people, if any ask
     gain: Gain = field(default=Gain(), compare=False)
     max_prompt_rows: int | None = None  # beside sequences that decode, so that these wait no longer than promised
-    drafters: Mapping[int, str] = field(default_factory=dict)  # sequence -> which drafts, of those that name none
+    drafters: Mapping[int, str] = field(default_factory=dict)  # sequence -> which drafts, unless its request names one
     seconds: float | None = None  # that the step is expected to take; None: not known
 
 
@@ -59,7 +59,7 @@ class Load:
     context: float = 0.0  # mean length of those that run
     padded: bool = False  # every sequence runs as many nodes, whether they were guessed or not
     paces: tuple[Pace, ...] = ()  # of those that decode and were promised one
-    choosing: tuple[int, ...] = ()  # sequences that name no drafter
+    sequences: tuple[int, ...] = ()  # that run
 
 
 @dataclass(frozen=True)

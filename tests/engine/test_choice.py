@@ -31,7 +31,7 @@ class World:
 
     def step(self) -> dict[int, str]:
         ids = tuple(self.gains)
-        budget = self.controller.budget(Load(len(ids), 0, 64, self.padded, choosing=ids))
+        budget = self.controller.budget(Load(len(ids), 0, 64, self.padded, sequences=ids))
         chosen = dict(budget.drafters)
         accepted = [sum(self.draw.random() < self._gain(seq, chosen[seq]) / 4 for _ in range(4)) for seq in ids]
         if self.padded:
@@ -84,8 +84,8 @@ def test_a_request_whose_text_changes_changes_its_drafter() -> None:
     world.run(100)
     for gains, name in ((COPY, LOOKUP), (CHAT, HEAD), (COPY, LOOKUP)):
         world.gains = {0: gains}
-        world.run(50)
-        world.run(50)
+        world.run(60)
+        world.run(60)
         assert world.most(0) == name
 
 
@@ -106,10 +106,10 @@ def test_where_a_drafter_runs_for_all_it_does_not_run_for_one() -> None:
 
 def test_nothing_is_chosen_without_drafts_or_for_those_who_name_a_drafter() -> None:
     controller = ChoosingBudget(FixedBudget(0), COSTS, (HEAD, LOOKUP))
-    assert controller.budget(Load(1, 0, choosing=(1,))).drafters == {}
+    assert controller.budget(Load(1, 0, sequences=(1,))).drafters == {}
     controller = ChoosingBudget(FixedBudget(3), COSTS, (HEAD, LOOKUP))
-    assert controller.budget(Load(2, 0, choosing=())).drafters == {}
-    assert set(controller.budget(Load(2, 0, choosing=(7,))).drafters) == {7}
+    assert controller.budget(Load(2, 0, sequences=())).drafters == {}
+    assert set(controller.budget(Load(2, 0, sequences=(7,))).drafters) == {7}
     assert controller.predicted_seconds(StepReport(1, 1, 0, 0, 1)) is None
 
 

@@ -32,7 +32,7 @@ class ChoosingBudget:
     """As much as another controller says, and who drafts for whom."""
 
     FIRST = 6  # steps of each drafter before any is chosen
-    OWN, ALL = 30.0, 300.0  # steps that what a request gains stands for, and what all of them gain
+    OWN, ALL = 16.0, 300.0  # steps that what a request gains stands for, and what all of them gain
     PRIOR = 6.0  # steps of its own that what all requests gain is worth to one
     FADE, OLD, LEAST = 0.97, 0.98, 0.5  # what a request's gain counts after a step of another drafter, and that of all
     SPREAD = 1.5  # deviation of what steps gain
@@ -53,11 +53,11 @@ class ChoosingBudget:
     def budget(self, load: Load) -> Budget:
         """With a drafter for every request that names none."""
         budget = self.inner.budget(load)
-        self._requests = {seq: self._requests.get(seq) or _Request() for seq in load.choosing}
-        if not (budget.max_nodes and load.choosing):
+        self._requests = {seq: self._requests.get(seq) or _Request() for seq in load.sequences}
+        if not (budget.max_nodes and load.sequences):
             return budget
         new = next((name for name in self.names if self._steps[name] < self.FIRST), None)
-        chosen = self._chosen(load) if new is None else dict.fromkeys(load.choosing, new)
+        chosen = self._chosen(load) if new is None else dict.fromkeys(load.sequences, new)
         return replace(budget, drafters=chosen)
 
     def predicted_seconds(self, report: StepReport) -> float | None:
@@ -124,7 +124,7 @@ class ChoosingBudget:
     def _chosen(self, load: Load) -> dict[int, str]:
         """The drafters with the most tokens per second of everything that runs."""
         times = self._known_times(load.num_running.bit_length())
-        alone = len(load.choosing) == 1  # then whether to draft at all is what the budget says
+        alone = len(load.sequences) == 1  # then whether to draft at all is what the budget says
         sets = [self.names if alone else (*self.names, NONE)]
         if load.padded:
             sets = [own for n in range(1, len(self.names) + 1) for own in itertools.combinations(self.names, n)]

@@ -65,6 +65,12 @@ class _Rates:
                 known = Mean(max(rate, known.value), known.weight) if known.weight < 3 else known
             self._known[mode] = known.learn(rate, most=self.MEMORY)
 
+    def join(self, batch: int, share: float) -> None:
+        """Such a share of the sequences is new: what drafts gained the others says nothing of them."""
+        mode = batch.bit_length(), True
+        if mode in self._known:
+            self._known[mode] = self._known[mode].fade(1 - share)
+
     def better(self, batch: int, *, drafting: bool) -> float | None:
         """How many times as fast the one mode was as the other; None where one was not measured lately."""
         bits = batch.bit_length()
@@ -124,6 +130,10 @@ class _Acceptance(Protocol):
         """A step that had none."""
         ...
 
+    def join(self, share: float) -> None:
+        """Such a share of the sequences is new."""
+        ...
+
 
 class _Goodput:
     """The size with the most expected tokens per second of everything that runs.
@@ -159,15 +169,20 @@ class _Goodput:
         self._last: int | None = None  # nodes of the last step, looks not counted
         self._behind = 0  # plain steps since the last draft
         self._drafted = 0  # budgets in a row with nodes
+        self._running: frozenset[int] = frozenset()
+        self._tried_at: set[int] = set()  # bits of the batches at which drafts were tried though they seemed not to pay
         self._compared: set[int] = set()  # bits of the batches for which a plain step was measured beside drafting
 
     def observe(self, report: StepReport) -> None:
         """Remember what drafts gained and what steps took, and forget old steps little by little."""
         if not report.num_sampling:
             return  # all of them had ended already
-        self._rates.observe(report)
         size = self._size(report) if report.room else 0
-        if size or not report.room:
+        # The first draft after a while digests what it missed, or prompts: its time is that of no other.
+        first = report.room > 0 and (self._behind > 0 or report.prompt_rows > 0)
+        if not first:
+            self._rates.observe(report)
+        if (size or not report.room) and not (first and self._timing.steps(report.num_sampling, size)):
             self._timing.learn(report, size)
         self._timing.learn_prompts(report, size)
         if report.room:
@@ -213,6 +228,14 @@ class _Goodput:
         gain = Gain(outlook.rate / plain.rate, self._rates.better(batch, drafting=True))
         return replace(chosen, gain=gain, seconds=None if outlook.assumed else outlook.seconds)
 
+    def _meet(self, load: Load) -> None:
+        """A new request has a text of its own."""
+        running = frozenset(load.sequences)
+        if new := len(running - self._running):
+            self._learned.join(new / len(running))
+            self._rates.join(len(running), new / len(running))
+        self._running = running
+
     def _with_prompts(self, budget: Budget, load: Load) -> Budget:
         """The same with room for prompts that leaves others the time they were promised."""
         if not load.paces:
@@ -247,6 +270,10 @@ class _Goodput:
             self._drafted = 0
             other = max(filter(None, outlooks), key=lambda size: outlooks[size].rate, default=0)
             price = outlooks[other].seconds / plain.seconds - 1
+            bits = batch.bit_length()
+            if other and not plain.assumed and bits not in self._tried_at:
+                self._tried_at.add(bits)
+                self._probes.begin_free()
             looks = other > 0 and self._probes.step(price, catching_up / plain.seconds)
             return Budget(other, why=Look(other)) if looks else None
         self._drafted += 1
@@ -296,6 +323,7 @@ class MeasuredBudget(_Goodput):
 
     def budget(self, load: Load) -> Budget:
         """The size with the best ratio of expected tokens to expected time."""
+        self._meet(load)
         batch = max(load.num_running, 1)
         share, tokens = max(self._acceptance.proposing.value, 1 / batch), self._acceptance.tokens(batch)
         assumed = self._timing.costs.assumed
@@ -331,6 +359,7 @@ class MeasuredTreeBudget(_Goodput):
 
     def budget(self, load: Load) -> Budget:
         """As the device runs them."""
+        self._meet(load)
         return self._with_prompts(self._sized(load), load)
 
     def _sized(self, load: Load) -> Budget:

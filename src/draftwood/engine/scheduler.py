@@ -81,8 +81,8 @@ class Scheduler:
         """How busy it is."""
         lengths = [len(seq.tokens) for seq in self.running]
         context = sum(lengths) / max(len(lengths), 1)
-        choosing = tuple(seq.id for seq in self.running if seq.params.drafter is None)
-        return Load(len(lengths), len(self.waiting), context, self.config.asynchronous, self._paces(), choosing)
+        ids = tuple(seq.id for seq in self.running)
+        return Load(len(lengths), len(self.waiting), context, self.config.asynchronous, self._paces(), ids)
 
     def _paces(self) -> tuple[Pace, ...]:
         if all(seq.params.slo is None for seq in self.running):
