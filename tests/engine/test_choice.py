@@ -138,6 +138,7 @@ def test_an_engine_chooses_request_by_request(tmp_path: object) -> None:
         drafted_by = dict(llm.pulse.drafted_by)
         named = llm.generate(prompts[0], replace(params, drafter="suffix"))
         assert named.token_ids == plain[0]
+        assert llm.generate(prompts[0], replace(params, drafter="choice:ngram+suffix")).token_ids == plain[0]
     assert set(drafted_by) <= {"ngram", "suffix", NONE}
     assert {"ngram", "suffix"} <= set(drafted_by), "both are tried"
     with pytest.raises(InvalidRequest, match="different drafters"):

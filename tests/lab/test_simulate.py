@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from draftwood import LLM, EngineConfig
 from draftwood.cli.app import app
 from draftwood.cli.simulate import rates_of, record
-from draftwood.costs import LIKE_OTHER_GPUS, StepCosts
+from draftwood.costs import LIKE_OTHER_CPUS, LIKE_OTHER_GPUS, StepCosts
 from draftwood.drafters.scripted import ScriptedDrafter
 from draftwood.drafting import padded_batch, tree_sizes
 from draftwood.engine.policies import Guessing, make_controller
@@ -130,6 +130,17 @@ def test_traffic_may_change_and_change_back(recording: Recording, batch: int) ->
         found = run(simulation, 100)
         assert found >= 0.97 * best(recording, text, batch), text
         assert found >= 0.99 * rate(recording, text, 0, batch), text
+
+
+def test_a_request_that_cannot_be_guessed_does_not_spoil_the_next() -> None:
+    """On two cores, one request at a time: each has a text of its own, which every fixed setting is wrong for."""
+    texts = {"code": chain_of(0.7, 6), "lost": chain_of(0.05, 6)}
+    recording = Recording(replace(LIKE_OTHER_CPUS.scaled(5e-3), assumed=False), texts, {6: (2e-3, 0.0)}, padded=False)
+    load = Workload(1, requests=16, prompt=(16, 16), answer=(120, 120), texts=("lost", "code"))
+    known = Guessing(LIKE_OTHER_CPUS, 6, recording.depth)
+    auto = Simulation(recording, make_controller("auto", known)).run(load).rate
+    fixed = [Simulation(recording, policy).run(load).rate for policy in ("off", "fixed:nodes=2", "fixed:nodes=3")]
+    assert auto >= 1.1 * max(fixed)
 
 
 @pytest.mark.parametrize("batch", [1, 16])

@@ -108,7 +108,7 @@ class TreeAcceptance:
     FADE = 0.97  # what is known of the level counts after a step that drafted nothing
     CROWD = 8  # a step of so many sequences or more is as many samples
     RECENT = 0.8  # weight of a step, after the next one, in what is recent
-    LEAST = 4.0  # samples that are remembered of a level when the text has changed
+    LEAST, KNOWN = 4.0, 10.0  # samples that are remembered of a level when the text has changed; that make it known
     USUAL = 100.0  # samples that what is usual of all requests stands for
     DOUBT, SURPRISE = 1.25, 3.5  # deviations from which on sizes learn nothing, and on which the text has changed
 
@@ -138,7 +138,8 @@ class TreeAcceptance:
         trees = [drafted for drafted, _ in report.outcomes if drafted] or [report.room]
         share, relation = self._share(sum(trees) / len(trees)), self._relation(report.room)
         sample, of = report.accepted / report.num_sampling, float(min(self.CROWD, report.num_sampling))
-        if self._doubt(sample, self._largest.value * share * relation, of) < self.DOUBT:
+        doubt = self._doubt(sample, self._largest.value * share * relation, of)
+        if doubt < self.DOUBT and self._largest.weight >= self.KNOWN:
             gain, curve = self._sizes.get(report.room, (Mean(), Mean()))
             curve = curve.learn(self._largest.value * share, of, self.SLOW)
             self._sizes[report.room] = gain.learn(sample, of, self.SLOW), curve

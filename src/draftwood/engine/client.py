@@ -13,6 +13,7 @@ from typing import Protocol
 
 from draftwood.config import EngineConfig
 from draftwood.drafters.by_request import OfferedDrafters
+from draftwood.drafters.lookups import CHOICE
 from draftwood.engine.engine import Engine
 from draftwood.engine.reasons import kind_of
 from draftwood.engine.requests import EngineRequest
@@ -65,10 +66,12 @@ class EngineCard:
         tables, drafter, model = engine.scheduler.tables, engine.drafter, engine.target.model
         own, offers = drafter, None
         if isinstance(drafter, OfferedDrafters):
-            # Where one is chosen for each request, none of those that can be named is what others get.
-            own = drafter if drafter.choice else drafter.default
+            # Where one is chosen for each request, the choice itself is what requests get that name none.
+            chosen = {f"{CHOICE}:{'+'.join(drafter.choice)}": drafter} if drafter.choice else {}
+            own = drafter if chosen else drafter.default
             offers = tuple(
-                DrafterCard(n, other.law, other.max_nodes, other is own) for n, other in drafter.others.items()
+                DrafterCard(name, other.law, other.max_nodes, other is own)
+                for name, other in (drafter.others | chosen).items()
             )
         return cls(
             max_length=min(max_positions, tables.capacity),

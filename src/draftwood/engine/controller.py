@@ -160,7 +160,7 @@ class _Goodput:
         reads: bool,
     ) -> None:
         self._most, self._reads = max_nodes, reads
-        self._timing = StepTiming(costs, forwards)
+        self._timing, self._guesses = StepTiming(costs, forwards), costs.assumed
         self._rates, self._probes = _Rates(costs), _Probes(self.LOOKING)
         self._size_probes, self._other = _Probes(self.BESIDE), 0
         self._tried: Counter[tuple[int, int]] = Counter()  # looks by bits of the batch and size
@@ -180,8 +180,7 @@ class _Goodput:
         size = self._size(report) if report.room else 0
         # The first draft after a while digests what it missed, or prompts: its time is that of no other.
         first = report.room > 0 and (self._behind > 0 or report.prompt_rows > 0)
-        if not first:
-            self._rates.observe(report)
+        self._rates.observe(report)
         if (size or not report.room) and not (first and self._timing.steps(report.num_sampling, size)):
             self._timing.learn(report, size)
         self._timing.learn_prompts(report, size)
@@ -271,7 +270,7 @@ class _Goodput:
             other = max(filter(None, outlooks), key=lambda size: outlooks[size].rate, default=0)
             price = outlooks[other].seconds / plain.seconds - 1
             bits = batch.bit_length()
-            if other and not plain.assumed and bits not in self._tried_at:
+            if other and self._guesses and not plain.assumed and bits not in self._tried_at:
                 self._tried_at.add(bits)
                 self._probes.begin_free()
             looks = other > 0 and self._probes.step(price, catching_up / plain.seconds)
