@@ -78,9 +78,9 @@ def llama_cpp(file: Path, peers: Path, threads: int) -> Callable[[Sequence[int],
     with tempfile.TemporaryDirectory() as folder:
         places = Environments(Path(folder), threads)
         try:
-            python = Environments(peers, threads).python("llamacpp")
-            (Path(folder) / "bin").mkdir()
-            (Path(folder) / "bin" / "python").symlink_to(python)
+            Environments(peers, threads).python("llamacpp")
+            for part in ("bin", "lib", "pyvenv.cfg"):  # an environment is known by what lies beside its programs
+                (Path(folder) / part).symlink_to((peers / part).resolve())
             places.models.mkdir()
             (places.models / "file.gguf").symlink_to(file.resolve())
             process = Process(Key("llamacpp", "file", PLAIN), places)
@@ -99,6 +99,8 @@ def prompts_of(data: Path | None, tokenizer: Tokenizer, count: int) -> list[list
     if data is not None:
         lines = [line for line in data.read_text().splitlines() if line.strip()]
         texts = [json.loads(line)["turns"][0] for line in lines[:: max(1, len(lines) // count)][:count]]
+    if not tokenizer.has_chat_template:
+        return [tokenizer.encode(text) for text in texts]
     chats = [[{"role": "user", "content": text}] for text in texts]
     return [tokenizer.encode(tokenizer.render_chat(chat), special=False) for chat in chats]
 

@@ -46,6 +46,11 @@ class Images:
     turns: Tensor | None  # [3, prompt] int64 time, height and width that rotation goes by; None: by positions
     shift: int  # what is to be added to the positions of tokens behind the prompt for that
     key: str  # a name for what is seen; the same for the same images only
+    blocks: tuple[tuple[int, int], ...] = ()  # [start, end) of rows that see each other, whichever comes first
+
+    def whole(self, end: int) -> int:
+        """Where a piece of the prompt that would end at `end` has to end: not within rows that see each other."""
+        return next((stop for start, stop in self.blocks if start < end < stop), end)
 
 
 @dataclass(frozen=True)

@@ -75,6 +75,12 @@ class Sequence:
         """First tokens that an encoder reads, all of them together."""
         return 0 if self.source is None else len(self.source)
 
+    def piece_end(self, end: int) -> int:
+        """Where a piece of it that could end at `end` ends: a source is read as a whole, and so are rows of an image
+        that see each other, whatever room there is.
+        """
+        return max(end if self.images is None else self.images.whole(end), self.source_length)
+
     @property
     def prefix_salt(self) -> str:
         """Pages are shared with sequences of the same one: what an encoder makes of a token depends on all others,
