@@ -60,7 +60,7 @@ class World:
         return Counter(own[seq] for own in self.chosen).most_common(1)[0][0]
 
 
-CHAT, COPY, LOST = {HEAD: 2.0, LOOKUP: 0.3}, {HEAD: 1.5, LOOKUP: 3.5}, {HEAD: 0.1, LOOKUP: 0.0}
+CHAT, COPY, LOST = {HEAD: 2.5, LOOKUP: 0.2}, {HEAD: 1.5, LOOKUP: 3.5}, {HEAD: 0.1, LOOKUP: 0.0}
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -72,7 +72,7 @@ def test_each_request_gets_the_drafter_that_gains_it_most(padded: bool) -> None:
     assert padded or world.most(3) != HEAD, "it costs time and gains nothing"
 
 
-@pytest.mark.parametrize(("gains", "best"), [(CHAT, 3.0 / 1.5), (COPY, 4.5 / 1.05)])
+@pytest.mark.parametrize(("gains", "best"), [(CHAT, 3.5 / 1.5), (COPY, 4.5 / 1.05)])
 def test_looking_around_costs_little(gains: dict[str, float], best: float) -> None:
     world = World({0: gains})
     world.run(40)
