@@ -119,16 +119,18 @@ def test_auto_is_as_good_as_the_best_fixed_setting(recording: Recording, text: s
 
 
 @pytest.mark.parametrize("batch", [2, 32])
-@pytest.mark.parametrize("recording", [CHAINS, BEAMS], ids=["chains", "beams"])
-def test_traffic_may_change_and_change_back(recording: Recording, batch: int) -> None:
-    """From text that is guessed to text that is not, and back: fifty steps later everything is as it should be."""
+@pytest.mark.parametrize(("recording", "share"), [(CHAINS, 0.97), (BEAMS, 0.9)], ids=["chains", "beams"])
+def test_traffic_may_change_and_change_back(recording: Recording, share: float, batch: int) -> None:
+    """From text that is guessed to text that is not, and back: fifty steps later everything is as it should be. A tree
+    tells of its own size only, a chain of all that are shorter.
+    """
     simulation = Simulation(recording, "auto", LIMITS)
     crowd(simulation, batch, "code")
     for text in ("code", "lost", "code", "chat"):
         simulation.texts = dict.fromkeys(simulation.texts, text)
         run(simulation, 50)
         found = run(simulation, 100)
-        assert found >= 0.97 * best(recording, text, batch), text
+        assert found >= share * best(recording, text, batch), text
         assert found >= 0.99 * rate(recording, text, 0, batch), text
 
 

@@ -107,16 +107,13 @@ class TreeAcceptance:
     SLOW = 100.0  # samples that a size's relation to the curve stands for
     FADE = 0.97  # what is known of the level counts after a step that drafted nothing
     CROWD = 8  # a step of so many sequences or more is as many samples
-    RECENT = 0.8  # weight of a step, after the next one, in what is recent
-    LEAST, KNOWN = 4.0, 10.0  # samples that are remembered of a level when the text has changed; that make it known
+    LEAST = 4.0  # samples that are remembered of a level when all sequences are new
     USUAL = 100.0  # samples that what is usual of all requests stands for
-    DOUBT, SURPRISE = 1.25, 3.5  # deviations from which on sizes learn nothing, and on which the text has changed
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._largest = Mean(self.HOPE, 2.0)  # gain of the largest tree, by the curve
         self._sizes: dict[int, tuple[Mean, Mean]] = {}  # size -> its gain, and that by the curve
-        self._recent = [0.0, 0.0]  # what steps gained beyond what was expected, and the variance of that
         self._usual = Mean()  # of the largest, over all requests
 
     def gain(self, nodes: int) -> float:
@@ -138,11 +135,9 @@ class TreeAcceptance:
         trees = [drafted for drafted, _ in report.outcomes if drafted] or [report.room]
         share, relation = self._share(sum(trees) / len(trees)), self._relation(report.room)
         sample, of = report.accepted / report.num_sampling, float(min(self.CROWD, report.num_sampling))
-        doubt = self._doubt(sample, self._largest.value * share * relation, of)
-        if doubt < self.DOUBT and self._largest.weight >= self.KNOWN:
-            gain, curve = self._sizes.get(report.room, (Mean(), Mean()))
-            curve = curve.learn(self._largest.value * share, of, self.SLOW)
-            self._sizes[report.room] = gain.learn(sample, of, self.SLOW), curve
+        gain, curve = self._sizes.get(report.room, (Mean(), Mean()))
+        curve = curve.learn(self._largest.value * share, of, self.SLOW)
+        self._sizes[report.room] = gain.learn(sample, of, self.SLOW), curve
         self._largest = self._largest.learn(sample / (share * relation), of)
         self._usual = self._usual.learn(sample / (share * relation), of, self.USUAL)
 
@@ -151,19 +146,6 @@ class TreeAcceptance:
         if self._usual.weight:
             level = self._largest.value + share * (self._usual.value - self._largest.value)
             self._largest = Mean(level, self._largest.fade(1 - share, self.LEAST).weight)
-
-    def _doubt(self, sample: float, expected: float, of: float) -> float:
-        """By how many deviations the last few steps gained otherwise than expected; by many, the level is known no
-        longer. Sizes are told apart while the level is known: what they gain while the text changes says nothing.
-        """
-        most = max(sample, expected, 0.1)
-        news = of * (sample - expected), of * most * (1 + most) / 2
-        kept = self.RECENT, self.RECENT**2
-        self._recent = [share * old + new for share, old, new in zip(kept, self._recent, news, strict=True)]
-        doubt = abs(self._recent[0]) / math.sqrt(self._recent[1])
-        if doubt > self.SURPRISE:
-            self._largest, self._recent = self._largest.fade(0.0, self.LEAST), [0.0, 0.0]
-        return doubt
 
     def fade(self) -> None:
         """A step drafted nothing: what is known stays true, but less of it is needed to change it."""

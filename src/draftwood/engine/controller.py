@@ -178,8 +178,8 @@ class _Goodput:
         if not report.num_sampling:
             return  # all of them had ended already
         size = self._size(report) if report.room else 0
-        # The first draft after a while digests what it missed, or prompts: its time is that of no other.
-        first = report.room > 0 and (self._behind > 0 or report.prompt_rows > 0)
+        # Where nothing is captured, the first draft after a while digests what it missed: its time is that of no other.
+        first = report.room > 0 and report.draft_seconds is not None and (self._behind > 0 or report.prompt_rows > 0)
         self._rates.observe(report)
         if (size or not report.room) and not (first and self._timing.steps(report.num_sampling, size)):
             self._timing.learn(report, size)
