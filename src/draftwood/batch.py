@@ -67,7 +67,6 @@ class ForwardBatch:
     num_keys: Tensor  # [S] int64 keys in use once this batch is written, tree included
     block_table: Tensor  # [S, P] int64 pages, -1 padded
     logit_rows: Tensor  # [K] int64 rows whose logits are wanted
-    text_rows: Tensor | None = None  # [T] int64 rows of committed tokens; None: all
     max_rows: int | None = None  # the most rows a sequence has; None: as many as there are
     linear: bool = False  # no row is a tree node: `ancestors` is empty everywhere
     max_nodes: int | None = None  # keys staged behind a sequence's text; None: as many as `ancestors` has bits

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 from draftwood.batch import Images, Source
-from draftwood.cache.batch_state import RowSettings
+from draftwood.cache.row_settings import RowSettings
 from draftwood.engine.text import TextStream
 from draftwood.errors import GrammarError
 from draftwood.protocols import PREDICTED, Constraint, Pace
