@@ -92,9 +92,9 @@ class Builder:
         config, parts = self.config, self.parts
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        own = {} if parts.choice else {parts.drafter: self._drafter(parts.drafter)}
-        offered = own | {name: self._drafter(name) for name in parts.offered}
-        drafter = next(iter(offered.values()))
+        alone = None if parts.choice else self._drafter(parts.drafter)
+        offered = {name: self._drafter(name) for name in parts.offered}
+        drafter = offered[parts.choice[0]] if alone is None else alone
         drafts = reduce(or_, (offered[name].law for name in parts.choice), drafter.law)
         laws = choose_law(parts.law, drafts, config.torch_device())
         check_exact(laws.default, drafts)  # before the weights are read
@@ -103,8 +103,8 @@ class Builder:
         if config.cache_host_tokens:
             target.cache.keep_evicted(-(-config.cache_host_tokens // config.page_size))
         if parts.offers is not None or parts.choice:
-            named = {name: own for name, own in offered.items() if isinstance(name, str)}
-            drafter = offer(drafter, named, parts.choice)
+            own = {parts.drafter: drafter} if isinstance(parts.drafter, str) and not parts.choice else {}
+            drafter = offer(drafter, own | offered, parts.choice)
         on_gpu = target.device.type == "cuda"
         captures = on_gpu and not config.eager and not config.offload
         limits = SchedulerConfig(
