@@ -16,6 +16,7 @@ round under it: trees that race with the target's noise (`Coupled`), verified by
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
 from collections import defaultdict
@@ -29,11 +30,14 @@ from torch import Tensor
 
 from draftwood.drafters.calibration import Calibration
 from draftwood.drafters.graft import Candidates, Rated
+from draftwood.drafters.remote_protocol import Draft, Guess
+from draftwood.drafters.remote_sampler import RowsFrame
 from draftwood.drafting import Front, FrontierModel, Grower, Proposal, State
-from draftwood.growers import Levels
+from draftwood.growers import Levels, StaticShape, WithoutReplacement
 from draftwood.protocols import BatchView, Randomness, Verifier
 from draftwood.tree import DraftLaw, Draw, TokenTree
 from draftwood.verifiers import NodeLaw, Odds
+from draftwood.wire import packer, unpacker
 from no_sync import looking, no_looking
 from trees import gained, pack
 
@@ -273,6 +277,48 @@ class Grafted:
             candidates = replace(candidates, source=candidates.source + 1)
         rated = Rated.of(candidates, Calibration(6), 3)
         return rated.taken(view, nodes, 0.0, made[0].tree.q)
+
+
+@dataclass(frozen=True)
+class FromAfar:
+    """What a drafter elsewhere draws from rows of `entries` tokens, over the wire, and what is drawn here beside it."""
+
+    places: int
+    entries: int
+    width: int = 1
+
+    @property
+    def shape(self) -> StaticShape:
+        nodes = tuple((0,) * place + (rank,) for place in range(self.places) for rank in range(self.width))
+        return StaticShape(nodes, WithoutReplacement())
+
+    @property
+    def law(self) -> DraftLaw:
+        return self.shape.law
+
+    @property
+    def max_nodes(self) -> int:
+        return self.shape.max_nodes
+
+    def grow(self, model: TableModel, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
+        vocabulary, paths = len(model.rows(())), [[] for _ in range(view.size)]
+        for place in range(self.places):
+            rows = [self._row(model.rows(tuple(guess.tokens[0] for guess in path))) for path in paths]
+            q = torch.zeros(view.size, vocabulary, dtype=torch.float64)
+            for own, row in zip(q, rows, strict=True):
+                own[[token for token, _ in row]] = torch.tensor(
+                    [weight for _, weight in row], dtype=torch.float64
+                ).softmax(0)
+            for path, row, token in zip(paths, rows, rng.pick(q, view.seeds * 1000 + place).tolist(), strict=True):
+                path.append(Guess((token,), row))
+        drafts = [json.dumps(packer(Draft)(Draft(0, 1, 1, tuple(path), False))) for path in paths]
+        frame = RowsFrame(view.size, self.places, self.entries, vocabulary, torch.empty(0, dtype=torch.float64))
+        frame.fill([unpacker(Draft)(json.loads(draft)).guesses for draft in drafts])
+        return replace(self.shape, picker=frame).grow(frame, view, nodes, rng)
+
+    def _row(self, q: Row) -> tuple[tuple[int, float], ...]:
+        best = sorted(range(len(q)), key=lambda token: -q[token])[: self.entries]
+        return tuple((token, math.log(q[token])) for token in best if q[token])
 
 
 def prefixes_of(tree: TokenTree) -> list[Prefix]:

@@ -51,7 +51,7 @@ def rounded(weights: str) -> Callable[[Model], Model]:
 VIEWS = {
     "exit": View(first_layers(2)),
     "skip": View(without_layers((1, 2))),
-    "int8": View(rounded=rounded("w8a8")),
+    "int8": View(changed=rounded("w8a8")),
     "int4 skip": View(without_layers((2,)), rounded("int4")),
     "window": View(window=Window(3, 6)),
     "window skip": View(without_layers((0,)), window=Window(0, 4)),
@@ -176,7 +176,7 @@ def test_so_it_does_on_kernels_for_a_gpu(view: View) -> None:
         runner.forward(runner.cache.stage_text([Span(0, text, 0, len(text) - 1)]))
         table = torch.tensor([runner.cache.tables.pages(0)], device=device)
         lengths, roots = (torch.tensor([number], device=device) for number in (len(text), text[-1]))
-        seen = SimpleNamespace(size=1, lengths=lengths, roots=roots, block_table=table, turn_shifts=None)
+        seen = SimpleNamespace(size=1, lengths=lengths, roots=roots, block_table=table, turn_shifts=None, states=None)
         heard.append(drafter.begin(seen)[0])  # type: ignore[arg-type]
     assert (heard[0].float() - heard[1].float()).abs().max() <= 1e-4
 
@@ -192,7 +192,9 @@ def test_behind_images_rows_turn_by_their_own_numbers(window: Window | None, mon
     )
     lengths, shifts = torch.tensor([21, 7]), torch.tensor([-3, 2])
     table = torch.arange(16).view(2, 8)
-    view = SimpleNamespace(size=2, lengths=lengths, roots=lengths % 13, block_table=table, turn_shifts=shifts)
+    view = SimpleNamespace(
+        size=2, lengths=lengths, roots=lengths % 13, block_table=table, turn_shifts=shifts, states=None
+    )
     drafter.begin(view)  # type: ignore[arg-type]
     (batch,) = heard
     assert batch.positions.tolist() == [20, 6]
@@ -239,7 +241,7 @@ def test_less_of_the_text_and_fewer_layers_are_right_less_often() -> None:
         Ask(tuple(random.Random(i).randrange(13) for _ in range(40)), SamplingParams(max_tokens=30)) for i in range(6)
     ]
     rates = []
-    for view in (View(), View(rounded=rounded("int8")), View(window=Window(4, 8)), View(first_layers(1))):
+    for view in (View(), View(changed=rounded("int8")), View(window=Window(4, 8)), View(first_layers(1))):
         answers = Harness(tiny_runner(), ViewDrafter(view, chain(3)), Match()).run(asks)
         rates.append(sum(a.accepted for a in answers) / sum(a.drafted for a in answers))
     assert rates[0] == 1.0
@@ -256,7 +258,7 @@ def test_less_of_the_text_and_fewer_layers_are_right_less_often() -> None:
         (View(without_layers((4,))), "no layer 4 to be skipped: the target's are 0 to 3"),
         (View(without_layers(range(4))), "some of the layers 0 to 3, rising, not"),
         (View(lambda config: (2, 1)), r"rising, not \[2, 1\]"),
-        (View(rounded=lambda target: Transformer(TinyCheckpoint(CONFIG), torch.float32, CPU)), "other kernels"),
+        (View(changed=lambda target: Transformer(TinyCheckpoint(CONFIG), torch.float32, CPU)), "other kernels"),
     ],
 )
 def test_parts_that_there_are_none_of_are_refused(view: View, words: str) -> None:

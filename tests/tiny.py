@@ -62,6 +62,7 @@ from draftwood.protocols import Budget, Load, Randomness, StepReport, Verifier
 from draftwood.request import Event, FinishReason, SamplingParams
 from draftwood.rng import KeyedRng
 from draftwood.tree import DraftLaw, Draw
+from families import RECURRENT
 
 CPU = torch.device("cpu")
 
@@ -267,6 +268,7 @@ class Regime:
     max_running: int = 64
     num_pages: int = 200
     page_size: int = 4
+    groups: int = 1
 
 
 EASY = Regime()
@@ -284,7 +286,7 @@ class Harness:
         rng: Randomness | None = None,
     ) -> None:
         tables = target.cache.tables
-        scheduler = Scheduler(tables, SchedulerConfig(regime.max_rows, regime.max_running))
+        scheduler = Scheduler(tables, SchedulerConfig(regime.max_rows, regime.max_running, groups=regime.groups))
         self.engine = Engine(target, drafter, law, FixedBudget(drafter.max_nodes), scheduler, rng or KeyedRng())
         if isinstance(drafter, OfferedDrafters) and drafter.choice:
             self.engine.controller = Changing(drafter.max_nodes, drafter.choice)
@@ -366,6 +368,16 @@ def with_model(grower: Grower, noise: float = 0.2, num_pages: int = 200, **model
     def make(dtype: torch.dtype) -> Drafter:
         config = tiny_config(**model) if model else None  # type: ignore[arg-type]
         return ModelDrafter(tiny_runner(config, noise=noise, dtype=dtype, num_pages=num_pages), grower)
+
+    return make
+
+
+def with_recurrent(family: str, grower: Grower) -> DraftMaker:
+    """A model with recurrent layers, and a grower."""
+
+    def make(dtype: torch.dtype) -> Drafter:
+        config = ModelConfig.from_hf({**RECURRENT[family], "max_position_embeddings": 512})
+        return ModelDrafter(tiny_runner(config, dtype=dtype), grower)
 
     return make
 

@@ -48,6 +48,7 @@ class EngineConfig:
     # Of the layers' weights, what is not kept on the device: a share (up to 1), or so many bytes.
     offload: float = 0.0
     tp: int = 1  # ranks that compute the model together, each with a part of every layer
+    groups: int = 1  # of sequences that decode in turns, so that a remote drafter drafts for one while another decodes
 
     def __post_init__(self) -> None:
         known = {
@@ -65,7 +66,7 @@ class EngineConfig:
                 f"Weights stored as {self.weights} are computed with in float32, or in bfloat16 on a GPU, not "
                 f"{self.dtype}; leave dtype alone."
             )
-        for name in ("page_size", "max_waiting", "tp"):
+        for name in ("page_size", "max_waiting", "tp", "groups"):
             if getattr(self, name) < 1:
                 raise InvalidRequest(f"{name} must be at least 1.")
         for name in ("cache_tokens", "max_rows", "max_running"):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from draftwood.batch import ForwardBatch
-from draftwood.cache.kv import Places
+from draftwood.cache.kv import Places, behind_last
 from draftwood.model.runner import ModelRunner
 from draftwood.protocols import BatchView, Features, HostView, Randomness
 from draftwood.tree import DraftLaw, TokenTree, Verdict
@@ -253,6 +253,15 @@ class Front:
     forwards: Tensor | None  # [B, k] which forward that was, 0: the roots'; None: the last before this one
     earlier: tuple[Front, ...]  # the fronts before this one, the first behind the roots first
     places: Places  # where a network with a cache of its own keeps them, and what they see of each other
+
+    @cached_property
+    def asked(self) -> Tensor:
+        """The nodes of all forwards up to this one. [B, n]."""
+        return torch.cat([front.tokens for front in (*self.earlier, self)], 1)
+
+    def behind_last(self, count: int) -> Places:
+        """Places of the last `count` tokens of the text, and of the nodes of all forwards up to this one."""
+        return behind_last([front.places for front in (*self.earlier, self)], count)
 
     def of_parents(self, outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """What a network gave for the parents: rows of its outputs of one or all earlier forwards, each

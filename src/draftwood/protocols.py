@@ -180,11 +180,13 @@ class HostView:
     bad_words: tuple[tuple[tuple[int, ...], ...], ...] = ()  # tokenised; () where no request has any
     predictions: tuple[tuple[int, ...], ...] = ()  # tokens that the caller expects of each answer; likewise
     constraints: tuple[Constraint | None, ...] = ()  # likewise
+    resting: HostView | None = None  # sequences that decode, but not in this step
 
     def take(self, rows: Sequence[int]) -> HostView:
         """The same of some of the sequences."""
-        columns = {f.name: getattr(self, f.name) for f in fields(self)}
-        return HostView(**{name: tuple(column[b] for b in rows) if column else () for name, column in columns.items()})
+        columns = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "resting"}
+        taken = {name: tuple(column[b] for b in rows) if column else () for name, column in columns.items()}
+        return HostView(**taken, resting=self.resting)
 
 
 @dataclass(frozen=True)

@@ -34,10 +34,11 @@ def settle(config: EngineConfig, target: Checkpoint, drafter: str | Drafter) -> 
     asked, config = config.max_running, config.settled()
     if isinstance(target, UniversalCheckpoint):  # before memory is planned
         require_supported(target.name, config.torch_dtype(), config.torch_device(), config.weight_format())
+    draft = _draft_config(drafter, target.config)
     if config.torch_device().type != "cuda":
-        return config if asked else with_states_for(target.config, config, None)
-    draft, (free, total) = _draft_config(drafter, target.config), device_memory(config.torch_device())
-    config = config if asked else with_states_for(target.config, config, free)
+        return config if asked else with_states_for(target.config, draft, config, None)
+    free, total = device_memory(config.torch_device())
+    config = config if asked else with_states_for(target.config, draft, config, free)
     if not config.cache_tokens:
         tokens = automatic_cache_tokens(target.config, draft, config, free, total, copied_as(middle_of(drafter)))
         config = replace(config, cache_tokens=tokens)

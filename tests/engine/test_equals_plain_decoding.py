@@ -19,6 +19,7 @@ import torch
 from adapters import ALL, adapter_tensors, llama_modules, write_adapter
 from draftwood.drafters.cascade import CascadeDrafter
 from draftwood.drafters.lookahead import LookaheadDrafter
+from draftwood.drafters.self_drafts import SELF_DRAFTS
 from draftwood.drafters.view import View, ViewDrafter, Window, first_layers, without_layers
 from draftwood.growers import (
     Beam,
@@ -47,7 +48,7 @@ from draftwood.train.optim import OptimConfig
 from draftwood.tree import DraftLaw, Draw
 from draftwood.verifiers import LAWS
 from families import RECURRENT
-from remote_drafters import PeriodicSpeaker, remote
+from remote_drafters import PeriodicSpeaker, remote, sampling
 from seq2seq import seq2seq_folder, seq2seq_runner, source_of
 from tiny import (
     NETS,
@@ -75,6 +76,7 @@ from tiny import (
     with_masks,
     with_model,
     with_net,
+    with_recurrent,
     with_student,
     with_view,
 )
@@ -109,6 +111,7 @@ DRAFTERS: dict[str, DraftMaker] = {
         recycling, with_model(Levels((2, 1), Independent())), with_model(Levels((1, 1), Independent()), noise=0.4)
     ),
     "remote": remote(PeriodicSpeaker()),
+    "remote-drawn": sampling(PeriodicSpeaker()),
     "model-chain": with_model(chain(4)),
     "model-static": with_model(Levels((3, 2, 1), Best())),
     "model-shape": with_model(StaticShape(((0,), (1,), (3,), (0, 0), (0, 2), (1, 0), (0, 0, 0)))),
@@ -196,7 +199,7 @@ REGIMES: dict[str, Regime] = {
     "one-by-one": Regime(max_running=1),
     "chunks-of-five": Regime(max_rows=5),
     "starved": Regime(max_rows=24, num_pages=16),
-    "big-pages": Regime(page_size=32, num_pages=20),
+    "big-pages-by-turns": Regime(page_size=32, num_pages=20, groups=2),
 }
 
 
@@ -324,10 +327,11 @@ def test_every_family_under_a_tree(family: str, name: str) -> None:
 
 
 @cache
-def recurrent(family: str) -> tuple[ModelConfig, list[list[int]]]:
+def recurrent(family: str, temperature: float = 0.8) -> tuple[ModelConfig, list[list[int]]]:
     """A family with recurrent layers, and what plain decoding says: one request at a time, nothing shared."""
     config = ModelConfig.from_hf({**RECURRENT[family], "max_position_embeddings": 512})
-    runs = [Harness(tiny_runner(config), no_drafter(torch.float64), LAWS["match"]()).run([a]) for a in requests(0.8)]
+    asks = requests(temperature)
+    runs = [Harness(tiny_runner(config), no_drafter(torch.float64), LAWS["match"]()).run([ask]) for ask in asks]
     return config, [generated(answers)[0] for answers in runs]
 
 
@@ -341,7 +345,7 @@ RECURRENT_ROWS = [
 
 
 @pytest.mark.parametrize(("name", "regime"), RECURRENT_ROWS)
-@pytest.mark.parametrize("family", ["mamba2", "bamba", "falcon_h1", "lfm2", "nemotron_h", "qwen3_next"])
+@pytest.mark.parametrize("family", ["mamba2", "bamba", "falcon_h1", "lfm2", "nemotron_h", "qwen3_next", "jamba"])
 def test_recurrent_layers_give_rejected_drafts_back(family: str, name: str, regime: str) -> None:
     """States behind trees, chains, chunks, preemption and shared prefixes are those of plain decoding."""
     config, wanted = recurrent(family)
@@ -351,6 +355,38 @@ def test_recurrent_layers_give_rejected_drafts_back(family: str, name: str, regi
     answers = harness.run(requests(0.8))
     assert generated(answers) == wanted
     assert name == "none" or sum(answer.accepted for answer in answers) > 0
+    assert regime != "starved" or harness.engine.scheduler.num_preemptions > 0
+
+
+def without_attention() -> View:
+    entry = SELF_DRAFTS["component"]
+    return entry.make()(TinyCheckpoint(tiny_config()))
+
+
+RECURRENT_DRAFTS: dict[str, DraftMaker] = {
+    "model-tree": with_recurrent("mamba2", Levels((3, 2, 1), Best())),
+    "model-drawn": with_recurrent("qwen3_next", Levels((2, 2), WithoutReplacement())),
+    "model-paths": with_recurrent("lfm2", Paths(2, 2, trunk=2)),
+    "combined": combining(with_recurrent("falcon_h1", Levels((1, 1, 1), Independent())), recycling, nodes=9),
+    "offered": offering(with_recurrent("bamba", Greedy(9, 3)), with_recurrent("lfm2", chain(3)), recycling),
+    "component": with_view(without_attention(), Levels((2, 2), WithoutReplacement())),
+    "component-beam": with_view(without_attention(), Beam(nodes=9, width=3, depth=3)),
+    "early-exit": with_view(View(first_layers(1)), chain(4)),
+}
+
+
+@pytest.mark.parametrize("regime", ["chunks-of-five", "starved"])
+@pytest.mark.parametrize("name", RECURRENT_DRAFTS)
+def test_drafts_of_recurrent_layers(name: str, regime: str) -> None:
+    """As second models, for a target without states, and as parts of a target with them."""
+    own, config, wanted = REGIMES[regime], None, plain(1.0, torch.float64)
+    if name.startswith(("component", "early")):
+        config, wanted = recurrent("falcon_h1", 1.0)
+    target = tiny_runner(config, num_pages=own.num_pages, page_size=own.page_size)
+    harness = Harness(target, RECURRENT_DRAFTS[name](torch.float64), LAWS["match"](), own)
+    answers = harness.run(requests(1.0))
+    assert generated(answers) == wanted
+    assert sum(answer.accepted for answer in answers) > 0
     assert regime != "starved" or harness.engine.scheduler.num_preemptions > 0
 
 

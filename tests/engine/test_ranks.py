@@ -17,6 +17,7 @@ import torch
 from coverage import Coverage
 from torch import Tensor
 
+from adapters import adapter_tensors, llama_modules, write_adapter
 from draftwood import LLM, EngineConfig, SamplingParams
 from draftwood.drafters.none import NoDrafter
 from draftwood.errors import InvalidRequest
@@ -24,10 +25,11 @@ from draftwood.model.config import ModelConfig
 from draftwood.model.runner import Model, ModelRunner
 from draftwood.model.sharding import ShardedCheckpoint, sharded
 from draftwood.model.transformer import Transformer
+from draftwood.model.universal_ranks import split
 from draftwood.model.weights import FORMATS
 from draftwood.protocols import Span
 from draftwood.request import FinishReason
-from families import FAMILIES
+from families import FAMILIES, RECURRENT
 from spmd import CASES, STARVED
 from staging import text_batch
 from tiny import TinyCheckpoint, hf_config, tiny_config, tiny_folder
@@ -104,6 +106,26 @@ def test_what_does_not_divide_is_refused(family: str, size: int, weights: str, r
         sharded(ModelConfig.from_hf(FAMILIES[family]), size, FORMATS[weights])
 
 
+def test_models_that_have_a_state_or_read_a_source_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="encoder or recurrent layers"):
+        sharded(ModelConfig.from_hf(RECURRENT["lfm2"]), 2, FORMATS["stored"])
+
+
+@pytest.mark.parametrize(
+    ("style", "part", "reason"),
+    [
+        ("mla_kv_a_proj", torch.nn.Linear(4, 4), "asks for 'mla_kv_a_proj'"),
+        ("colwise", torch.nn.Embedding(4, 4), "an? Embedding"),
+        ("rowwise", torch.nn.Linear(5, 4), "do not divide"),
+    ],
+)
+def test_plans_that_are_not_known_are_refused(style: str, part: torch.nn.Module, reason: str) -> None:
+    modules: Any = torch.nn.Sequential(part)
+    modules.tp_plan = {"*": style}
+    with pytest.raises(InvalidRequest, match=reason):
+        split(modules, InTurn(0, {}))
+
+
 class InTurn:
     """Two ranks that are threads of this process, one of which runs at a time: Triton's interpreter wants that."""
 
@@ -171,6 +193,8 @@ def logits_of(model: Model) -> Tensor:
 
 def test_what_cannot_be_told_to_another_process_is_refused(tmp_path: Path) -> None:
     folder = tiny_folder(tmp_path / "model")
+    with pytest.raises(InvalidRequest, match="by request are not split"):
+        LLM(folder, adapters={"a": folder}, tp=2)
     with pytest.raises(InvalidRequest, match="torchrun"):
         LLM(folder, drafter=NoDrafter(), tp=2)
     with pytest.raises(InvalidRequest, match="tp=1"):
@@ -188,9 +212,10 @@ def test_an_llm_starts_its_ranks_and_ends_with_them(tmp_path: Path) -> None:
         SamplingParams(max_tokens=20, temperature=0.8, seed=3, n=2, logit_bias={65: 2.0}, stop=("q",)),
         SamplingParams(max_tokens=12, temperature=0.8, seed=4, grammar="root ::= [a-z]+"),
     ]
-    with LLM(folder, drafter="ngram", offers=["suffix"], threads=1) as alone:
+    lora = write_adapter(tmp_path / "lora", adapter_tensors(llama_modules()))
+    with LLM(folder, drafter="ngram", offers=["suffix"], threads=1, lora=lora) as alone:
         want = [[c.token_ids for c in result.completions] for result in alone.generate(prompts, params)]
-    with LLM(folder, drafter="ngram", offers=["suffix"], threads=1, tp=2) as llm:
+    with LLM(folder, drafter="ngram", offers=["suffix"], threads=1, lora=lora, tp=2) as llm:
         got = [[c.token_ids for c in result.completions] for result in llm.generate(prompts, params)]
         assert got == want
         with pytest.raises(InvalidRequest, match="one rank"):

@@ -35,6 +35,7 @@ from draftwood.verifiers import LAWS, NodeLaw, gbv
 from enumeration import (
     Drafts,
     Enumerator,
+    FromAfar,
     Grafted,
     Rows,
     TableModel,
@@ -121,11 +122,15 @@ TREES = {
     "grafted-chain": Case(Grafted(Levels((1, 1), Independent()), Levels((2, 1), Best()), 5), 3),
     "grafted-iid": Case(Grafted(Levels((2, 1), Independent()), Levels((2, 1), Best()), 7), 3),
     "grafted-without-replacement": Case(Grafted(Levels((2, 1), WithoutReplacement()), Levels((2, 1), Best()), 6), 3),
+    "remote": Case(FromAfar(2, 2), 3),
+    "remote-tree": Case(FromAfar(2, 2, width=2), 3),
+    "remote-beyond-support": Case(FromAfar(1, 3, width=3), 4),
     "grafted-hybrid": Case(Grafted(Levels((2, 1), Hybrid()), Levels((1, 2), Best()), 6), 3),
 }
 # Few draft trees, so that all draws of a round can be followed one by one.
 SMALL = (
     "grafted-chain",
+    "remote",
     "chain",
     "sampled-chain",
     "iid",

@@ -13,14 +13,20 @@ from draftwood.engine.memory import token_bytes
 from draftwood.model.checkpoint import files_of, open_checkpoint
 from draftwood.model.config import ModelConfig
 from draftwood.model.described import Held, held_formats
+from draftwood.model.mixer_spec import GatedDeltaSpec, Mamba2Spec, MambaSpec, ShortConvSpec
 from draftwood.model.names import count_active_parameters, count_parameters
 from draftwood.model.runner import implementations
-from draftwood.model.spec import ExpertsSpec, GatedDeltaSpec, Mamba2Spec, ShortConvSpec
+from draftwood.model.spec import ExpertsSpec
 from draftwood.model.universal_folder import UniversalConfig
 from draftwood.ops.packed import Packing
 
 CACHE = 4096  # tokens, as an example
-_MIXERS = {Mamba2Spec: "a Mamba-2 mixer", GatedDeltaSpec: "a gated delta net", ShortConvSpec: "a short convolution"}
+_MIXERS = {
+    MambaSpec: "a Mamba mixer",
+    Mamba2Spec: "a Mamba-2 mixer",
+    GatedDeltaSpec: "a gated delta net",
+    ShortConvSpec: "a short convolution",
+}
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 

@@ -89,6 +89,10 @@ class EngineFlags:
         int,
         _option("Processes that compute the model together, each on a GPU or on cores of its own.", "Machine"),
     ] = 1
+    groups: Annotated[
+        int, _option("Groups that requests decode in by turns, so that a remote drafter drafts meanwhile.", "Machine")
+    ] = 1
+    page_size: Annotated[int, _option("Tokens of a page: prompts share whole pages of the cache.", "Machine")] = 64
     cache_host_tokens: Annotated[
         int, _option("Tokens of evicted prefixes that host memory keeps, beside the cache.", "Machine")
     ] = 0
@@ -112,8 +116,10 @@ class EngineFlags:
             cache_tokens=self.cache_tokens,
             cache_dtype=self.cache_dtype,
             cache_host_tokens=self.cache_host_tokens,
+            page_size=self.page_size,
             eager=self.eager,
             tp=self.tp,
+            groups=self.groups,
             offload=_amount("--offload", self.offload),
             controller=self.controller,
         )

@@ -97,10 +97,16 @@ class OfferedDrafters(Several):
 
     def prepare(self, view: HostView, size: int, nodes: int) -> None:
         """Ask those that requests of the batch name; for sequences of others they have no room."""
-        whose = [self._guard_of(name) for name in view.drafters or [None] * len(view.seq_ids)]
-        for guard in dict.fromkeys(whose):
-            own = [other is guard for other in whose]
-            guard.prepare(view if all(own) else _without_others(view, own), size, fitting(guard, nodes))
+        for guard in dict.fromkeys(self._guards_of(view)):
+            guard.prepare(self._own_part(view, guard), size, fitting(guard, nodes))
+
+    def _guards_of(self, view: HostView) -> list[GuardedDrafter]:
+        return [self._guard_of(name) for name in view.drafters or [None] * len(view.seq_ids)]
+
+    def _own_part(self, view: HostView, guard: GuardedDrafter) -> HostView:
+        own = [other is guard for other in self._guards_of(view)]
+        resting = None if view.resting is None else self._own_part(view.resting, guard)
+        return replace(view if all(own) else _without_others(view, own), resting=resting)
 
     def propose(self, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
         """Each drafter's trees for its own sequences."""

@@ -31,6 +31,7 @@ from draftwood.drafters.rates import Rates
 from draftwood.drafters.view import ViewDrafter
 from draftwood.drafting import Drafter, Front, Proposal, Silent, State
 from draftwood.entries import Entry, split_spec
+from draftwood.errors import IncompatibleParts
 from draftwood.model.runner import ModelRunner
 from draftwood.protocols import LOGITS, BatchView, Features, HostView, Randomness
 from draftwood.tree import POINT_TREE, Verdict
@@ -38,6 +39,8 @@ from draftwood.tree import POINT_TREE, Verdict
 
 class Middle(Protocol):
     """A model between: a view of the target, or a second model."""
+
+    runner: ModelRunner
 
     @property
     def reads(self) -> bool:
@@ -105,6 +108,8 @@ class CascadeDrafter(Silent):
         """Tell both."""
         self.inner.attach(target)
         self.middle.attach(target)
+        if self.middle.runner.model.config.recurrent:
+            raise IncompatibleParts("The middle of a cascade runs its own words in turn: it has no recurrent layers.")
 
     def depth(self, nodes: int) -> int:
         """A chain."""

@@ -11,6 +11,7 @@ from draftwood.errors import IncompatibleParts
 from draftwood.machine import give_back_memory
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.runner import Model, load_model
+from draftwood.model.transformer import Transformer
 from draftwood.model.weights import FORMATS
 
 SINKS = 4  # tokens at the beginning that a windowed draft reads in any case: a whole page, in fact
@@ -53,9 +54,19 @@ def _rounded(on_cpu: str, on_gpu: str) -> Callable[[int], ViewOf]:
 
     def part(window: int) -> ViewOf:
         seen = _window(window)
-        return lambda checkpoint: View(rounded=of(checkpoint), window=seen)
+        return lambda checkpoint: View(changed=of(checkpoint), window=seen)
 
     return part
+
+
+def _component() -> ViewOf:
+    return lambda checkpoint: View(changed=_without_attention)
+
+
+def _without_attention(target: Model) -> Model:
+    if not isinstance(target, Transformer):  # recurrent layers run there alone
+        raise IncompatibleParts("This drafter runs the recurrent layers of its target, and this target has none.")
+    return target.without_attention()
 
 
 def _windowed(recent: int, sinks: int) -> ViewOf:
@@ -98,6 +109,11 @@ SELF_DRAFTS: Mapping[str, Entry] = {
     ),
     "self-int4": Entry(
         _rounded("w4a8", COPIES["self-int4"]), {"window": 0}, "the target with 4-bit weights; itself it stays exact"
+    ),
+    "component": Entry(
+        _component,
+        {},
+        "the recurrent layers and MLPs of a hybrid target, without its attention; best where both stand side by side",
     ),
     "window": Entry(
         _windowed, {"recent": 1024, "sinks": SINKS}, "the target, reading only the beginning and the end of long texts"

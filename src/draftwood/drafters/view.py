@@ -52,7 +52,7 @@ class View:
     """A part of a model that drafts for it; without settings all of it."""
 
     layers: Layers | None = None
-    rounded: Callable[[Model], Model] | None = None  # the same model with other weights
+    changed: Callable[[Model], Model] | None = None  # the same model with other weights, or without some parts
     window: Window | None = None
 
     def of(self, target: Model) -> Model:
@@ -61,7 +61,7 @@ class View:
             raise IncompatibleParts(
                 "The target runs on transformers' own modules, of which no part can draft; take another drafter."
             )
-        model = target if self.rounded is None else self.rounded(target)
+        model = target if self.changed is None else self.changed(target)
         if type(model) is not type(target) or not isinstance(model, Sliceable):  # who order keys in their own way
             raise IncompatibleParts("With rounded weights the target runs on other kernels; take another drafter.")
         if self.layers is not None:
@@ -107,7 +107,7 @@ class ViewDrafter(GrownDrafter):
         """Logits at the roots, and what is read of the text. [B, 1, R]."""
         state = self.seen(view, self.staged(self.max_nodes))
         places = _last(view.size, view.roots.device)
-        return self.run(state, view.roots[:, None], places).view(view.size, 1, -1), state
+        return self.run(view, state, view.roots[:, None], places).view(view.size, 1, -1), state
 
     def begin_with(self, view: BatchView, tokens: Tensor, places: Places, room: int) -> tuple[Tensor, State]:
         """The same, and in the same forward logits at nodes `tokens` [B, k] behind them; so many places are written to
@@ -115,11 +115,15 @@ class ViewDrafter(GrownDrafter):
         """
         state = self.seen(view, room)
         every = torch.cat([view.roots[:, None], tokens], 1)
-        return self.run(state, every, behind_last(places, 1)).view(*every.shape, -1), state
+        return self.run(view, state, every, behind_last([places], 1)).view(*every.shape, -1), state
 
     def extend(self, view: BatchView, front: Front, state: State) -> tuple[Tensor, State]:
-        """The pages know their parents. [B, k, R]."""
-        return self.run(state, front.tokens, front.places).view(*front.tokens.shape, -1), state
+        """The pages know their parents; states do not, and all nodes so far are run. [B, k, R]."""
+        tokens, places = front.tokens, front.places
+        if self.runner.model.config.recurrent:
+            tokens, places = torch.cat([view.roots[:, None], front.asked], 1), front.behind_last(1)
+        made = self.run(view, state, tokens, places).view(*tokens.shape, -1)
+        return made[:, -front.tokens.shape[1] :], state
 
     def vocabulary(self, level: int | None) -> Vocabulary | None:
         """All tokens."""
@@ -129,36 +133,38 @@ class ViewDrafter(GrownDrafter):
         """The target keeps what it makes itself."""
 
     def seen(self, view: BatchView, places: int) -> State:
-        """Of each sequence, the tokens that are read [B], pages for them and `places` more [B, P'], how many tokens are
-        left out [B, 1], and, behind images, how far turns lie from positions [B]. Places for which a sequence has no
-        page are in the scratch page.
+        """Of each sequence, the tokens that are read [B], pages for them and `places` more [B, P'], and how many tokens
+        are left out [B, 1]. Places for which a sequence has no page are in the scratch page.
         """
         cache, table = self.runner.cache, view.block_table
         more = -(-places // cache.page_size) + 1
         table = torch.nn.functional.pad(table, (0, more), value=cache.scratch_page)
-        none, turned = torch.zeros_like(view.lengths)[:, None], () if view.turn_shifts is None else (view.turn_shifts,)
+        none = torch.zeros_like(view.lengths)[:, None]
         if self.view.window is None:
-            return view.lengths, table, none, *turned
+            return view.lengths, table, none
         sinks, recent = self.view.window.pages(cache.page_size)
         if table.shape[1] <= sinks + recent + more:
-            return view.lengths, table, none, *turned
+            return view.lengths, table, none
         last = (view.lengths - 1) // cache.page_size
         first = (last - recent + 1).clamp(min=sinks)
         kept = first[:, None] + _steps(recent + more, table.device)
         near = table.gather(1, kept.clamp(max=table.shape[1] - 1))
         left_out = (first - sinks) * cache.page_size
-        return view.lengths - left_out, torch.cat([table[:, :sinks], near], 1), left_out[:, None], *turned
+        return view.lengths - left_out, torch.cat([table[:, :sinks], near], 1), left_out[:, None]
 
-    def run(self, seen: State, tokens: Tensor, places: Places) -> Tensor:
+    def run(self, view: BatchView, seen: State, tokens: Tensor, places: Places) -> Tensor:
         """Logits for `tokens` [B, n] at their places behind what is `seen` of each text. [B * n, R]."""
-        lengths, table, left_out, *turned = seen
+        lengths, table, left_out = seen
         highest = self.runner.model.config.max_positions
         batch = stage_behind(lengths, table, tokens, places, self.runner.cache.page_size, highest)
         if self.view.window is not None:  # keys keep the positions they have in the whole text
             positions = (batch.positions.view_as(tokens) + left_out).clamp(max=highest - 1)
             batch = replace(batch, positions=positions.view(-1))
-        if turned:
-            batch = replace(batch, turns=(batch.positions.view_as(tokens) + turned[0][:, None]).view(-1).expand(3, -1))
+        if view.turn_shifts is not None:
+            turns = batch.positions.view_as(tokens) + view.turn_shifts[:, None]
+            batch = replace(batch, turns=turns.view(-1).expand(3, -1))
+        if view.states is not None:
+            batch = replace(batch, states=view.states, columns=places.index.reshape(-1))
         return self.runner.forward(batch).logits
 
 

@@ -114,6 +114,7 @@ class Builder:
             asynchronous=on_gpu,
             prefill_sizes=MIXED_ROWS if captures else (),
             max_pieces=SEQUENCES,
+            groups=config.groups,
         )
         scheduler = Scheduler(target.cache.tables, limits)
         controller = self.controller or default_controller(target, drafter, policy=self._policy)

@@ -27,7 +27,7 @@ from draftwood.ops.choice import likeliest
 from draftwood.ops.path import keep_chosen
 from draftwood.protocols import LOGITS, BatchView, Features, NodeMasks, Randomness, Verifier
 from draftwood.sampling import PathLogprobs, edited_logits, path_logprobs, target_distribution, usable
-from draftwood.states import StagedTrees
+from draftwood.states import KeptPath, StagedTrees
 from draftwood.telemetry import Timers
 from draftwood.tree import Verdict
 
@@ -55,6 +55,12 @@ class Scored:
     text: ForwardBatch | None  # rows of prompts that were run with them
     text_features: Features
     staged: StagedTrees | None = None  # what recurrent layers have made of the trees
+
+    def kept(self, view: BatchView, verdict: Verdict) -> KeptPath:
+        """The path of each tree, as the target has staged it."""
+        tree = self.proposal.tree
+        columns, chain = tree.local[verdict.path.clamp(min=0)], tree.tries.shape[1] == 1
+        return KeptPath(view.block_table, view.lengths, columns, verdict.length, chain, self.staged)
 
 
 @dataclass(frozen=True)
@@ -137,8 +143,7 @@ def settle(
     tree = scored.proposal.tree
     logits = edited_logits(scored.logits, tree, view, masks)
     verdict, p = verify(parts, view, scored.proposal, logits)
-    if tree.num_drafted or scored.staged is not None:
-        parts.target.cache.keep_path(view, tree, verdict, scored.staged)
+    parts.target.cache.commit(scored.kept(view, verdict))
     if tree.num_drafted and not (view.may_look or view.mode.predicted):  # where rows are shared by chances
         parts.survival.learn(scored.proposal, view, verdict, view.rows != state.padding_row)
     with parts.timers.measure("draft"):

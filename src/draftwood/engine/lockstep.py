@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from draftwood.engine.engine import Engine
 from draftwood.engine.orders import packed
 from draftwood.engine.sequence import Sequence
-from draftwood.errors import InvalidRequest, QueueFull
+from draftwood.errors import QueueFull
 from draftwood.protocols import Budget, Controller, Load, StepReport
 from draftwood.ranks import RankLost
 from draftwood.request import Event, FinishReason
@@ -97,8 +97,6 @@ class Leader:
 
     def add(self, sequences: list[Sequence]) -> None:
         """Queue the answers of a request here, and on the others before the next step."""
-        if any(seq.source is not None or seq.images is not None for seq in sequences):
-            raise InvalidRequest("Images and sources cannot be sent to several ranks yet; use an engine with tp=1.")
         self._engine.add(sequences)
         self._news.append(["add", [packed(seq) for seq in sequences]])
 

@@ -46,6 +46,7 @@ class Plan:
     """A step's work."""
 
     items: tuple[PlanItem, ...]
+    resting: tuple[PlanItem, ...] = ()  # sequences that could decode, and do so in the next step
 
     @cached_property
     def sampling(self) -> tuple[int, ...]:
@@ -110,6 +111,7 @@ class Plan:
             bad_words=_unless_empty(seq.bad_words for seq in seqs),
             predictions=_unless_empty(seq.prediction for seq in seqs),
             constraints=_unless_empty(seq.constraint for seq in seqs),
+            resting=Plan(self.resting).view() if self.resting else None,
         )
 
 

@@ -43,6 +43,7 @@ class SchedulerConfig:
     # Rows of prompts that a step of running sequences has room for, ascending, and pieces of how many prompts; (): any.
     prefill_sizes: tuple[int, ...] = ()
     max_pieces: int = 16
+    groups: int = 1  # that sequences decode in, one after the other
 
     def __post_init__(self) -> None:
         if min(self.max_rows, self.max_running, self.max_waiting) < 1:
@@ -71,6 +72,7 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self._turns = itertools.count(1)
+        self._stepped: set[int] = set()  # sequences that the last step decoded
         self._last_served: Counter[str] = Counter()  # tenant -> the turn in which it last got a place
         self.budget = Budget(0, why="no step has run yet")  # of the last step
         self.decisions: Counter[str] = Counter()  # by the kind of their reason
@@ -81,8 +83,8 @@ class Scheduler:
         """How busy it is."""
         lengths = [len(seq.tokens) for seq in self.running]
         context = sum(lengths) / max(len(lengths), 1)
-        ids = tuple(seq.id for seq in self.running)
-        return Load(len(lengths), len(self.waiting), context, self.config.asynchronous, self._paces(), ids)
+        ids, together = tuple(seq.id for seq in self.running), -(-len(lengths) // self.config.groups)
+        return Load(together, len(self.waiting), context, self.config.asynchronous, self._paces(), ids)
 
     def _paces(self) -> tuple[Pace, ...]:
         if all(seq.params.slo is None for seq in self.running):
@@ -146,10 +148,22 @@ class Scheduler:
                 need = seq.need(self.clock(), budget.seconds) if ready and budget.seconds else 0.0
                 items[seq.id] = PlanItem(seq, start, end, nodes, drafter, need)
         prompts = Plan(tuple(item for item in items.values() if not item.samples))
+        ready, resting = self._parted([item for item in items.values() if item.samples])
         # Draft nodes get their pages last: no sequence is preempted for a guess.
-        ready = Plan(tuple(self._with_pages(item, ahead) for item in items.values() if item.samples))
-        self.drafted_by.update(item.drafter for item in ready.items if item.drafter is not None and item.max_nodes)
-        return prompts, ready
+        planned = Plan(tuple(self._with_pages(item, ahead) for item in ready), resting)
+        self.drafted_by.update(item.drafter for item in planned.items if item.drafter is not None and item.max_nodes)
+        return prompts, planned
+
+    def _parted(self, ready: list[PlanItem]) -> tuple[list[PlanItem], tuple[PlanItem, ...]]:
+        """Those that decode in the next step, and those that wait for the one after it: where there are groups, the
+        ones that were not in the last step.
+        """
+        if self.config.groups == 1 or not ready:
+            return ready, ()
+        rested = [item for item in ready if item.seq.id not in self._stepped]
+        now = (rested or ready)[: -(-len(ready) // self.config.groups)]
+        self._stepped = {item.seq.id for item in now}
+        return now, tuple(item for item in ready if item.seq.id not in self._stepped)
 
     def _prefill_room(self) -> tuple[int, int]:
         """Rows and pieces of prompts that the next step takes. While sequences decode, as many rows as a step has room

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from .mixer_spec import RecurrentSpec
 from .reading import SIZES, optional_integer, token_ids
 from .rope import RopeConfig, refusing_malformed, require, shown
 from .spec import (
@@ -25,7 +26,6 @@ from .spec import (
     LayerSpec,
     MlpSpec,
     NormSpec,
-    RecurrentSpec,
     StreamSpec,
 )
 

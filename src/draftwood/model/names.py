@@ -6,19 +6,8 @@ from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
 from .config import ModelConfig
-from .spec import (
-    AttentionSpec,
-    ExpertsSpec,
-    GatedDeltaSpec,
-    Gating,
-    HeadNorms,
-    LayerSpec,
-    Mamba2Spec,
-    MlpSpec,
-    NormSpec,
-    RecurrentSpec,
-    ShortConvSpec,
-)
+from .mixer_spec import GatedDeltaSpec, Gating, Mamba2Spec, MambaSpec, RecurrentSpec, ShortConvSpec
+from .spec import AttentionSpec, ExpertsSpec, HeadNorms, LayerSpec, MlpSpec, NormSpec
 
 EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens", "lm_head", "model.norm"
 POSITIONS = "model.embed_positions"
@@ -148,9 +137,16 @@ def _recurrent(config: ModelConfig, mixer: RecurrentSpec) -> Iterator[tuple[str,
         yield "mixer.conv.bias", (mixer.channels,)
     if not isinstance(mixer, ShortConvSpec):
         heads = mixer.memory[:1]
-        yield "mixer.decay.weight", heads
+        yield "mixer.decay.weight", (mixer.width, mixer.state) if isinstance(mixer, MambaSpec) else heads
         yield "mixer.step.bias", heads
-    if isinstance(mixer, Mamba2Spec):
+    if isinstance(mixer, MambaSpec):
+        yield "mixer.skip.weight", (mixer.width,)
+        yield "mixer.x_proj.weight", (mixer.rank + 2 * mixer.state, mixer.width)
+        yield "mixer.step_proj.weight", (mixer.width, mixer.rank)
+        if mixer.normed_by_weights:
+            sizes = {"step": mixer.rank, "key": mixer.state, "query": mixer.state}
+            yield from ((f"mixer.{part}_norm.weight", (size,)) for part, size in sizes.items())
+    elif isinstance(mixer, Mamba2Spec):
         yield "mixer.skip.weight", (mixer.heads,)
         if mixer.gating is not Gating.PLAIN:
             yield "mixer.gain.weight", (mixer.width,)
