@@ -9,7 +9,8 @@ import random
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, reduce
+from operator import or_
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -57,7 +58,7 @@ from draftwood.nets.parts import DraftHead
 from draftwood.nets.shared import SharedWords
 from draftwood.nets.student import Student
 from draftwood.ops.packed import Packing
-from draftwood.protocols import Randomness, Verifier
+from draftwood.protocols import Budget, Load, Randomness, StepReport, Verifier
 from draftwood.request import Event, FinishReason, SamplingParams
 from draftwood.rng import KeyedRng
 from draftwood.tree import DraftLaw, Draw
@@ -298,6 +299,8 @@ class Harness:
         tables = target.cache.tables
         scheduler = Scheduler(tables, SchedulerConfig(regime.max_rows, regime.max_running, groups=regime.groups))
         self.engine = Engine(target, drafter, law, FixedBudget(drafter.max_nodes), scheduler, rng or KeyedRng())
+        if isinstance(drafter, OfferedDrafters) and drafter.choice:
+            self.engine.controller = Changing(drafter.max_nodes, drafter.choice)
         self.events: list[Event] = []
         self.companion: Companion | None = None
 
@@ -547,8 +550,7 @@ class Offering(OfferedDrafters):
 
     @property
     def law(self) -> DraftLaw:
-        laws = [drafter.law for drafter in self._all]
-        return DraftLaw(frozenset().union(*(law.draws for law in laws)), chain=all(law.chain for law in laws))
+        return reduce(or_, (drafter.law for drafter in self._all))
 
     def asked_for(self, i: int, ask: Ask) -> SamplingParams:
         names = [None, *self.others]
@@ -563,6 +565,30 @@ def offering(*makers: DraftMaker) -> DraftMaker:
     def make(dtype: torch.dtype) -> Drafter:
         default, *others = (maker(dtype) for maker in makers)
         return Offering(default, {"same": default} | {f"other-{i}": other for i, other in enumerate(others)})
+
+    return make
+
+
+@dataclass
+class Changing:
+    """In every step another drafter for each sequence, and now and then none."""
+
+    nodes: int
+    names: Sequence[str]
+    draw: random.Random = field(default_factory=lambda: random.Random(5))
+
+    def budget(self, load: Load) -> Budget:
+        chosen = {seq: self.draw.choice(self.names) for seq in load.sequences}
+        return Budget(self.nodes * (self.draw.random() < 0.9), drafters=chosen)
+
+    def observe(self, report: StepReport) -> None:
+        assert len(report.sequences) == len(report.drafters) == len(report.outcomes)
+
+
+def choosing(*makers: DraftMaker) -> DraftMaker:
+    def make(dtype: torch.dtype) -> Drafter:
+        drafters = {f"choice-{i}": maker(dtype) for i, maker in enumerate(makers)}
+        return OfferedDrafters(drafters["choice-0"], drafters, tuple(drafters))
 
     return make
 

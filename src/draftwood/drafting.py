@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -65,11 +65,13 @@ class Proposal:
         survival = None if self.survival is None else self.survival[nodes.whole]
         return replace(self, tree=tree, columns=columns[nodes.whole], survival=survival)
 
-    def likeliest(self, count: int, real: Tensor, corrected: Tensor | None = None) -> Proposal:
+    def likeliest(
+        self, count: int, real: Tensor, corrected: Tensor | None = None, need: Tensor | None = None
+    ) -> Proposal:
         """The same with `count` draft nodes of all trees together, those most likely to be accepted, by their
         `corrected` chances [M] if given; absent ones only where there are no others. Trees of sequences that are not
         `real` [B] give way to all others. Of nodes whose chances are not known those nearest to the roots are taken.
-        Does not look at values.
+        Does not look at values. First come those by which a sequence may expect as many tokens as it has `need` [B] of.
 
         Only for chosen nodes: whether a drawn node is scored must not depend on what was drawn.
         """
@@ -84,6 +86,8 @@ class Proposal:
         chance = chance.masked_fill(tree.local == 0, torch.inf)
         paths = tree.shape.paths  # a node is no likelier than its parent, whatever a drafter says
         chance = chance[paths.clamp(min=0)].masked_fill(paths < 0, torch.inf).amin(1)
+        if need is not None and known is not None:
+            chance = chance + 2.0 * _needed(chance.view(tree.num_trees, -1), need).view(-1)
         # Equal ones stay in order, so that no node comes before its parent.
         ranked = chance.sort(descending=True, stable=True).indices
         kept = ranked[: tree.num_trees + count].sort().values
@@ -136,6 +140,14 @@ class Proposal:
 def _digit(columns: Tensor, member: int) -> Tensor:
     """1 + the column of one drafter of a combination, 0 where it has not proposed the node."""
     return columns >> MEMBER_BITS * member & (1 << MEMBER_BITS) - 1
+
+
+def _needed(chance: Tensor, need: Tensor) -> Tensor:
+    """The likeliest nodes of each tree, until their chances add up to its need [B]; roots are certain. [B, n] bool."""
+    ranked = chance.sort(dim=1, descending=True, stable=True)
+    gained = ranked.values.masked_fill(ranked.values > 1, 0.0).clamp(min=0)
+    wanted = gained.cumsum(1) - gained < need[:, None]
+    return torch.zeros_like(wanted).scatter(1, ranked.indices, wanted)
 
 
 class Drafter(Protocol):
@@ -212,6 +224,15 @@ class Drafter(Protocol):
 
     def release(self, seq_id: int) -> None:
         """The sequence has ended; also called for sequences it never saw."""
+        ...
+
+
+@runtime_checkable
+class ReadsForSome(Protocol):
+    """Several drafters, one for each sequence."""
+
+    def reads_for(self, name: str | None) -> bool:
+        """Whether the one of that name `reads`."""
         ...
 
 

@@ -282,6 +282,7 @@ class StepTrace:
     why: str = ""  # as many nodes were drafted as were
     expected_gain: float | None = None  # times as many tokens a second as without drafts
     seconds: float = 0.0
+    drafter: str | None = None  # that was chosen for the answer, or that its request names
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import torch
 from draftwood.assembly import SUBSTITUTE, trained_folder
 from draftwood.config import EngineConfig
 from draftwood.drafters.cascade import middle_of
-from draftwood.drafters.lookups import combined_sources
+from draftwood.drafters.lookups import members_of
 from draftwood.drafters.self_drafts import copied_as
 from draftwood.drafting import Drafter
 from draftwood.engine.memory import (
@@ -53,7 +53,7 @@ def _draft_config(drafter: str | Drafter, target: ModelConfig) -> ModelConfig | 
         return None
     if drafter.partition(":")[0] == SUBSTITUTE:
         return target
-    if members := combined_sources(drafter):
+    if members := members_of(drafter):
         configs = [config for name in members if (config := _draft_config(name, target)) is not None]
         return max(configs, key=lambda config: config.num_layers * config.hidden_size**2, default=None)
     if drafter.startswith("model:"):

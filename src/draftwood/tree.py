@@ -42,6 +42,16 @@ class DraftLaw:
     grown: bool = False  # where nodes are drawn follows from what was drawn before them
     grafted: bool = False  # which chosen nodes stand beside and behind drawn ones may depend on what was drawn
 
+    def __or__(self, other: DraftLaw) -> DraftLaw:
+        """Of trees of either kind."""
+        return DraftLaw(
+            self.draws | other.draws,
+            chain=self.chain and other.chain,
+            paths=self.paths or other.paths,
+            grown=self.grown or other.grown,
+            grafted=self.grafted or other.grafted,
+        )
+
 
 POINT_CHAIN = DraftLaw(frozenset({Draw.POINT}), chain=True)
 POINT_TREE = DraftLaw(frozenset({Draw.POINT}), chain=False)

@@ -58,6 +58,7 @@ from tiny import (
     Harness,
     Regime,
     TinyCheckpoint,
+    choosing,
     combining,
     expecting,
     generated,
@@ -181,7 +182,7 @@ DRAFTERS: dict[str, DraftMaker] = {
     "offered-nets": offering(
         with_net("eagle3", Levels((3, 2, 1), Best())), with_net("medusa", chain(3)), with_model(chain(3))
     ),
-    "offered-suffix": offering(
+    "choice": choosing(
         suffix(nodes=6, shortest=1, least=0.0), with_model(chain(3)), ngram(nodes=3, longest=3, shortest=1)
     ),
     "offered-combined": offering(
@@ -505,7 +506,7 @@ def translator(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[lis
 
 BEHIND_ENCODERS = (
     *("none", "scripted-bushy", "ngram", "ngram-tree", "suffix", "recycling", "combined", "model-static", "model-iid"),
-    *("pard-tree", "predicted-model-iid", "offered-suffix"),
+    *("pard-tree", "predicted-model-iid", "choice"),
 )
 
 

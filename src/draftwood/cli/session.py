@@ -74,10 +74,11 @@ def check_parts(flags: EngineFlags) -> None:
 
 def check_adaptable(flags: EngineFlags) -> None:
     """Refuse to adapt what was not trained for its target, before any weights are read."""
-    from draftwood.assembly import combined_sources, makes_own_trees
+    from draftwood.assembly import makes_own_trees
+    from draftwood.drafters.lookups import members_of
     from draftwood.drafters.self_drafts import is_self_draft
 
-    names = combined_sources(flags.drafter) or [flags.drafter]
+    names = members_of(flags.drafter) or [flags.drafter]
     if all(makes_own_trees(name) or is_self_draft(name) or name.partition(":")[0] == "model" for name in names):
         raise InvalidRequest(
             f"The drafter '{flags.drafter}' cannot learn: --adapt goes with trained ones, such as --drafter eagle3."
@@ -180,8 +181,9 @@ def step_told(event: Event) -> None:
     guessed = 0 if step.tree is None else len(step.tree.tokens) - 1
     members = "" if step.tree is None else _by_member(step.tree)
     gain = "" if step.expected_gain is None else f", {step.expected_gain:.2f} times as fast as plain"
+    by = "" if step.drafter is None else f" of {step.drafter}"
     say(
-        f"step {event.stats.steps}: {event.text!r} · {sum(event.accepted)} of {guessed} guesses kept{members} · "
+        f"step {event.stats.steps}: {event.text!r} · {sum(event.accepted)} of {guessed} guesses{by} kept{members} · "
         f"{1000 * step.seconds:.1f} ms{gain} · {step.why}"
     )
 

@@ -13,6 +13,7 @@ from typing import Protocol
 
 from draftwood.config import EngineConfig
 from draftwood.drafters.by_request import OfferedDrafters
+from draftwood.drafters.lookups import CHOICE
 from draftwood.engine.engine import Engine
 from draftwood.engine.reasons import kind_of
 from draftwood.engine.requests import EngineRequest
@@ -67,10 +68,12 @@ class EngineCard:
         tables, drafter, model = engine.scheduler.tables, engine.drafter, engine.target.model
         own, offers = drafter, None
         if isinstance(drafter, OfferedDrafters):
-            own = drafter.default
+            # Where one is chosen for each request, the choice itself is what requests get that name none.
+            chosen = {f"{CHOICE}:{'+'.join(drafter.choice)}": drafter} if drafter.choice else {}
+            own = drafter if chosen else drafter.default
             offers = tuple(
-                DrafterCard(n, other.law, other.max_nodes, other is own, members_of(other))
-                for n, other in drafter.others.items()
+                DrafterCard(name, other.law, other.max_nodes, other is own, members_of(other))
+                for name, other in (drafter.others | chosen).items()
             )
         return cls(
             max_length=min(max_positions, tables.capacity),
@@ -154,6 +157,7 @@ class Pulse:
     controller: str = ""
     last_step: LastStep | None = None
     drafters: tuple[DrafterState, ...] = ()
+    drafted_by: tuple[tuple[str, int], ...] = ()  # steps of sequences by the drafter that was chosen for them, or named
 
     @classmethod
     def of(cls, engine: Engine, steps: int, failures: int, failure: str | None, since: float | None) -> Pulse:
@@ -174,6 +178,7 @@ class Pulse:
             why=str(budget.why),
             reason=kind_of(budget.why),
             decisions=tuple(scheduler.decisions.copy().items()),
+            drafted_by=tuple(scheduler.drafted_by.copy().items()),
             expected_gain=budget.gain.expected,
             measured_gain=budget.gain.measured,
             controller=type(engine.controller).__name__,

@@ -117,7 +117,7 @@ def propose(parts: Parts, state: BatchState, view: BatchView, shape: StepShape) 
         if shape.proposed == shape.nodes or view.mode.predicted:  # what callers predict has rows of its own
             return proposal
         chances = None if proposal.tree.q is not None else parts.survival.chances(proposal, view)
-        return proposal.likeliest(shape.batch * shape.nodes, view.rows != state.padding_row, chances)
+        return proposal.likeliest(shape.batch * shape.nodes, view.rows != state.padding_row, chances, view.need)
 
 
 def score(parts: Parts, view: BatchView, proposal: Proposal, text: ForwardBatch | None) -> Scored:

@@ -17,11 +17,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from draftwood.cache.row_settings import edits_on_device
-from draftwood.drafting import Drafter, padded_batch
+from draftwood.drafting import Drafter, ReadsForSome, padded_batch
 from draftwood.engine.decode_step import Parts
 from draftwood.engine.graph_runner import GraphRunner, batch_state_for
 from draftwood.engine.launched import Batch, Launched
-from draftwood.engine.plan import Plan
+from draftwood.engine.plan import Plan, PlanItem
 from draftwood.engine.scheduler import Scheduler
 from draftwood.engine.scoring import prompt_logprobs
 from draftwood.engine.sequence import Sequence
@@ -218,10 +218,10 @@ class Engine:
         eager, plan = not self.runner.captures, self.runner.shapes
         nodes = self._tree_size(min(budget.max_nodes, max(rooms)), whole=not eager)
         limited = eager or len(set(rooms)) > 1 or max(rooms) < plan.proposed(padded_batch(len(seqs)), nodes)
-        limited = limited or any(seq.params.max_depth is not None for seq in seqs)
+        limited = limited or any(item.need or item.seq.params.max_depth is not None for item in ready.items)
         mode = StepMode(
             laws=_names(seq.params.law for seq in seqs),
-            drafters=_names(seq.params.drafter for seq in seqs),
+            drafters=_names(item.drafter for item in ready.items),
             greedy=all(seq.params.greedy and self._lossless(seq) for seq in seqs),
             truncates=any(seq.params.truncates for seq in seqs),
             limited=limited,
@@ -268,18 +268,27 @@ class Engine:
         """A drafter that was not used falls behind, and reads what it missed before it drafts again."""
         if not self._guarded.reads:
             return
-        if nodes == 0:
-            for item in ready.items:  # what the last step gained, it would read at the beginning of the next one
+        drafted = [item for item in ready.items if nodes and self._reads_for(item)]
+        for item in ready.items:
+            if item not in drafted:  # what the last step gained, it would read at the beginning of the next one
                 read = item.end - self._gained.pop(item.seq.id, 1)
                 self._read[item.seq.id] = min(read, self._read.get(item.seq.id, read))
                 self._unread.update(self._pages_from(item.seq.id, read))
-            return
-        for item in ready.items:
+        for item in drafted:
             self._unread.difference_update(self._pages_from(item.seq.id, self._read.get(item.seq.id, item.start)))
-        # A step begins with the last two tokens, so what the step in flight adds need not be known here.
-        behind = [(item, self._read.pop(item.seq.id, item.end)) for item in ready.items]
+        # A step begins with the last two tokens, so what the step in flight adds need not be known here, unless another
+        # drafter drafts in it: that is read before the next one.
+        behind = [(item, self._read.pop(item.seq.id, item.end)) for item in drafted]
+        flight = self._in_flight
+        if flight is not None and flight.launched.nodes:
+            others = {item.seq.id for item in flight.plan.items if not self._reads_for(item)}
+            self._read |= {item.seq.id: item.end - 1 for item in drafted if item.seq.id in others}
         missed = [(i.seq, read, i.end - 1) for i, read in behind if read < i.end - 1]
         self._read_along([Span(seq.id, seq.tokens, read, end, seq.source, seq.images) for seq, read, end in missed])
+
+    def _reads_for(self, item: PlanItem) -> bool:
+        """Whether the drafter that reads texts, of several, drafts for a sequence."""
+        return not isinstance(self._guarded, ReadsForSome) or self._guarded.reads_for(item.drafter)
 
     def _pages_from(self, seq_id: int, token: int) -> list[int]:
         return self.scheduler.tables.pages(seq_id)[token // self.target.cache.page_size :]
@@ -337,7 +346,10 @@ class Engine:
         if flight.launched.nodes:
             self._gained |= {i.seq.id: len(t) for i, t in zip(plan.items, outcome.tokens, strict=True)}
         logprobs = [flight.launched.logprobs(b, tokens) for b, tokens in zip(kept, outcome.tokens, strict=True)]
-        traces = [_explained(flight.launched.trace(b), flight.budget, whole) for b in kept]
+        traces = [
+            _explained(flight.launched.trace(b), flight.budget, whole, item.drafter)
+            for b, item in zip(kept, plan.items, strict=True)
+        ]
         return self.scheduler.commit(plan, outcome, logprobs, traces)
 
     def _seconds(self, flight: _InFlight) -> tuple[float, float | None]:
@@ -361,6 +373,8 @@ class Engine:
             accepted=sum(outcome.accepted),
             emitted=sum(len(tokens) for tokens in outcome.tokens),
             outcomes=tuple(zip(outcome.drafted, outcome.accepted, strict=True)),
+            sequences=tuple(plan.seq_ids),
+            drafters=tuple(item.drafter for item in plan.items),
             draft_seconds=self.timers.seconds.get("draft", 0.0) - flight.draft_seconds if told_apart else None,
             step_seconds=seconds,
             context=sum(len(item.seq.tokens) for item in plan.items) / max(len(plan.items), 1),
@@ -370,11 +384,12 @@ class Engine:
         )
 
 
-def _explained(trace: StepTrace | None, budget: Budget, seconds: float) -> StepTrace | None:
+def _explained(trace: StepTrace | None, budget: Budget, seconds: float, drafter: str | None) -> StepTrace | None:
     """With what the controller decided for the step, and what it took."""
     if trace is None:
         return None
-    return replace(trace, why=str(budget.why), expected_gain=budget.gain.expected, seconds=seconds)
+    why, gain = str(budget.why), budget.gain.expected
+    return replace(trace, why=why, expected_gain=gain, seconds=seconds, drafter=drafter)
 
 
 def _masked(seq: Sequence) -> bool:

@@ -111,7 +111,8 @@ class Leader:
             raise RankLost(self.lost)
         try:
             budget = self._announced.announce(self._engine.scheduler.load)
-            self._say("step", budget=[budget.max_nodes, budget.min_accept_prob, budget.max_prompt_rows])
+            told = [budget.max_nodes, budget.min_accept_prob, budget.max_prompt_rows, list(budget.drafters.items())]
+            self._say("step", budget=[*told, budget.seconds])
             events = self._engine.step()
         except Exception as failure:  # the others may be anywhere in the same step
             self.give_up(str(failure) if isinstance(failure, RankLost) else f"{type(failure).__name__}: {failure}")
@@ -169,8 +170,8 @@ def follow(engine: Engine, ranks: Orders, unpack: Unpack) -> None:
             if order["do"] == "prepare":
                 engine.prepare_next()
                 continue
-            nodes, least, prompt_rows = order["budget"]
-            told.next = Budget(nodes, least, max_prompt_rows=prompt_rows)
+            nodes, least, prompt_rows, chosen, seconds = order["budget"]
+            told.next = Budget(nodes, least, max_prompt_rows=prompt_rows, drafters=dict(chosen), seconds=seconds)
             digest.add(engine.step())
     except Exception as failure:
         ranks.leave_word(f"{type(failure).__name__}: {failure}")

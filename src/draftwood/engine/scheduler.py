@@ -76,14 +76,15 @@ class Scheduler:
         self._last_served: Counter[str] = Counter()  # tenant -> the turn in which it last got a place
         self.budget = Budget(0, why="no step has run yet")  # of the last step
         self.decisions: Counter[str] = Counter()  # by the kind of their reason
+        self.drafted_by: Counter[str] = Counter()  # steps of sequences, where several drafters may draft for them
 
     @property
     def load(self) -> Load:
         """How busy it is."""
         lengths = [len(seq.tokens) for seq in self.running]
         context = sum(lengths) / max(len(lengths), 1)
-        together = -(-len(lengths) // self.config.groups)
-        return Load(together, len(self.waiting), context, self.config.asynchronous, self._paces())
+        ids, together = tuple(seq.id for seq in self.running), -(-len(lengths) // self.config.groups)
+        return Load(together, len(self.waiting), context, self.config.asynchronous, self._paces(), ids)
 
     def _paces(self) -> tuple[Pace, ...]:
         if all(seq.params.slo is None for seq in self.running):
@@ -143,11 +144,15 @@ class Scheduler:
             room = min(end + ahead.get(seq.id, 0) + (seq.id in ahead), seq.max_length)
             if end > start and self._make_room(seq, room, items):
                 nodes = min(share, rows - 1, seq.wanted_nodes(most)) if ready else 0
-                items[seq.id] = PlanItem(seq, start, end, nodes)
+                drafter = seq.params.drafter or budget.drafters.get(seq.id)
+                need = seq.need(self.clock(), budget.seconds) if ready and budget.seconds else 0.0
+                items[seq.id] = PlanItem(seq, start, end, nodes, drafter, need)
         prompts = Plan(tuple(item for item in items.values() if not item.samples))
         ready, resting = self._parted([item for item in items.values() if item.samples])
         # Draft nodes get their pages last: no sequence is preempted for a guess.
-        return prompts, Plan(tuple(self._with_pages(item, ahead) for item in ready), resting)
+        planned = Plan(tuple(self._with_pages(item, ahead) for item in ready), resting)
+        self.drafted_by.update(item.drafter for item in planned.items if item.drafter is not None and item.max_nodes)
+        return prompts, planned
 
     def _parted(self, ready: list[PlanItem]) -> tuple[list[PlanItem], tuple[PlanItem, ...]]:
         """Those that decode in the next step, and those that wait for the one after it: where there are groups, the

@@ -17,6 +17,7 @@ from draftwood.request import Event, FinishReason, SamplingParams, SpeculationSt
 DEEP = 1 << 20  # deeper than any tree
 _MARK = "\0"  # begins the salts of sequences that have more than the caller's
 HEAD_START = 10.0  # seconds: what a level of priority is worth, and a first token that is promised for no time
+CATCHING_UP = 1.1  # a sequence that is late has to be so much faster than it was promised
 RECENT = 0.2  # weight of the last step in what drafts gain a sequence
 
 
@@ -132,6 +133,16 @@ class Sequence:
         each = slo.tpot_ms / 1000
         left = self.first_token + self.num_generated * each - now
         return Pace(each, left, self.gain / average_gain if average_gain else 1.0)
+
+    def need(self, now: float, seconds: float) -> float:
+        """Accepted tokens that keep its promise, if the step takes so long; what it is late it makes good bit by bit.
+        0: there is no promise, or it has never had half as many.
+        """
+        pace = self.pace(now, 0.0)
+        if pace is None:
+            return 0.0
+        need = min((seconds - pace.left) / pace.per_token, CATCHING_UP * seconds / pace.per_token - 1)
+        return max(need, 0.0) if need <= 2 * self.gain + 1 else 0.0
 
     def row_settings(self, vocab_size: int) -> RowSettings:
         """What the batch state holds of it besides its tokens. Stop tokens are those of the vocabulary that a minimum

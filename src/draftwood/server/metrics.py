@@ -264,9 +264,15 @@ class _Load(Collector):
         why = CounterMetricFamily(
             f"{PREFIX}controller_decisions", "Steps by the reason for their size.", labels=("model_name", "reason")
         )
-        for kind, count in pulse.decisions:
-            why.add_metric((self._model, kind), count)
-        yield why
+        who = CounterMetricFamily(
+            f"{PREFIX}drafter_choices",
+            "Steps of sequences by the drafter that was chosen for them, or that their request names.",
+            labels=("model_name", "drafter"),
+        )
+        for family, counts in ((why, pulse.decisions), (who, pulse.drafted_by)):
+            for kind, count in counts:
+                family.add_metric((self._model, kind), count)
+            yield family
         told = {"expected": pulse.expected_gain, "measured": pulse.measured_gain}
         for name, gain in told.items():
             text = f"Tokens a second with drafts, of those without, as {name}; nan: not known."
