@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -23,10 +24,11 @@ from draftwood.model.names import count_parameters, expected_shape
 from draftwood.model.runner import ModelRunner
 from draftwood.model.transformer import Transformer
 from draftwood.protocols import Span
-from draftwood.tree import TokenTree, Verdict
+from draftwood.states import KeptPath
+from draftwood.tree import TokenTree
 
 PROMPT, PAGE, VOCABULARY = 512, 64, 8000
-TREES = (1, 9, 33)  # nodes, two behind each
+TREES = (1, 8, 32)  # nodes, two behind each
 _MOSTLY = ["linear_attention"] * 3 + ["full_attention"]
 SHAPES: dict[str, dict[str, object]] = {
     "lfm2-350m": {
@@ -85,6 +87,7 @@ def runs_of(name: str) -> dict[str, Callable[[], float]]:
         lengths=torch.tensor([PROMPT]),
         block_table=runner.cache.block_table(text),
         states=runner.cache.state_places(text, torch.device("cpu")),
+        adapters=None,
         source_lengths=None,
         turn_shifts=None,
     )
@@ -93,7 +96,8 @@ def runs_of(name: str) -> dict[str, Callable[[], float]]:
         tree = TokenTree.of_points([(list(range(nodes)), [-1, *(i // 2 for i in range(nodes - 1))])])
         batch = stage_trees(view, tree, PAGE, config.max_positions, chain=nodes == 1)  # type: ignore[arg-type]
         staged = model.forward(batch, runner.cache.memory).staged
-        runner.cache.keep_path(view, tree, Verdict.of_roots(tree, torch.zeros(1, dtype=torch.int64)), staged)  # type: ignore[arg-type]
+        path = KeptPath(view.block_table, view.lengths, tree.local[:1, None], torch.zeros(1, dtype=torch.int64))
+        runner.cache.commit(replace(path, staged=staged))
 
     size = f"{name}, {count_parameters(config) / 1e6:.0f}M"
     runs = {f"{size}: prompt of {PROMPT}": _timed(lambda: model.forward(prompt, runner.cache.memory))}

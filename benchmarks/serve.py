@@ -218,13 +218,19 @@ def overhead(flags: argparse.Namespace) -> tuple[float, dict[bool, tuple[float, 
         served: dict[bool, list[float]] = {False: [], True: []}
         numbers = itertools.count()
         for turn in range(flags.rounds + 1):
-            number = next(numbers)
-            alone = _offline_seconds(llm, number, flags)
-            over_http = {apart: asyncio.run(_served_seconds(port, number, flags)) for apart, port in ports.items()}
+            number, order = next(numbers), [None, *ports]
+            found: dict[bool | None, float] = {}
+            for apart in order if turn % 2 else reversed(order):
+                found[apart] = (
+                    _offline_seconds(llm, number, flags)
+                    if apart is None
+                    else asyncio.run(_served_seconds(ports[apart], number, flags))
+                )
+            alone, over_http = found.pop(None), found
             if turn:  # the first is for warming up
                 offline.append(alone)
-                for apart, seconds in over_http.items():
-                    served[apart].append(seconds)
+                for apart in ports:
+                    served[apart].append(over_http[apart])
     more = {
         apart: statistics.median(100 * (s / o - 1) for s, o in zip(all_, offline, strict=True))
         for apart, all_ in served.items()
@@ -281,6 +287,7 @@ def main() -> int:
         for apart, (seconds, more) in served.items():
             name = "server with an engine process" if apart else "server"
             rows.append((f"{name}, a token", 1000 * seconds, "ms", None, ""))
+            rows.append((f"{name}, tokens a second", 1 / seconds, "", None, ""))
             rows.append((f"{name} adds", more, "%", OVERHEAD[apart], "<="))
     if flags.requests:
         details["load"] = results = load(flags)

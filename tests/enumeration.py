@@ -16,6 +16,7 @@ round under it: trees that race with the target's noise (`Coupled`), verified by
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import random
 from collections import defaultdict
@@ -23,17 +24,23 @@ from collections.abc import Callable, Collection, Hashable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, lru_cache
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
+from draftwood.cache.kv import Places
 from draftwood.drafters.calibration import Calibration
+from draftwood.drafters.cascade import CascadeDrafter
 from draftwood.drafters.graft import Candidates, Rated
-from draftwood.drafting import Front, FrontierModel, Grower, Proposal, State
-from draftwood.growers import Levels
+from draftwood.drafters.remote_protocol import Draft, Guess
+from draftwood.drafters.remote_sampler import RowsFrame
+from draftwood.drafting import Front, FrontierModel, Grower, Proposal, Silent, State
+from draftwood.growers import Levels, StaticShape, WithoutReplacement
 from draftwood.protocols import BatchView, Randomness, Verifier
 from draftwood.tree import DraftLaw, Draw, TokenTree
 from draftwood.verifiers import NodeLaw, Odds
+from draftwood.wire import packer, unpacker
 from no_sync import looking, no_looking
 from trees import gained, pack
 
@@ -273,6 +280,114 @@ class Grafted:
             candidates = replace(candidates, source=candidates.source + 1)
         rated = Rated.of(candidates, Calibration(6), 3)
         return rated.taken(view, nodes, 0.0, made[0].tree.q)
+
+
+@dataclass(frozen=True)
+class FromAfar:
+    """What a drafter elsewhere draws from rows of `entries` tokens, over the wire, and what is drawn here beside it."""
+
+    places: int
+    entries: int
+    width: int = 1
+
+    @property
+    def shape(self) -> StaticShape:
+        nodes = tuple((0,) * place + (rank,) for place in range(self.places) for rank in range(self.width))
+        return StaticShape(nodes, WithoutReplacement())
+
+    @property
+    def law(self) -> DraftLaw:
+        return self.shape.law
+
+    @property
+    def max_nodes(self) -> int:
+        return self.shape.max_nodes
+
+    def grow(self, model: TableModel, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
+        vocabulary, paths = len(model.rows(())), [[] for _ in range(view.size)]
+        for place in range(self.places):
+            rows = [self._row(model.rows(tuple(guess.tokens[0] for guess in path))) for path in paths]
+            q = torch.zeros(view.size, vocabulary, dtype=torch.float64)
+            for own, row in zip(q, rows, strict=True):
+                own[[token for token, _ in row]] = torch.tensor(
+                    [weight for _, weight in row], dtype=torch.float64
+                ).softmax(0)
+            for path, row, token in zip(paths, rows, rng.pick(q, view.seeds * 1000 + place).tolist(), strict=True):
+                path.append(Guess((token,), row))
+        drafts = [json.dumps(packer(Draft)(Draft(0, 1, 1, tuple(path), False))) for path in paths]
+        frame = RowsFrame(view.size, self.places, self.entries, vocabulary, torch.empty(0, dtype=torch.float64))
+        frame.fill([unpacker(Draft)(json.loads(draft)).guesses for draft in drafts])
+        return replace(self.shape, picker=frame).grow(frame, view, nodes, rng)
+
+    def _row(self, q: Row) -> tuple[tuple[int, float], ...]:
+        best = sorted(range(len(q)), key=lambda token: -q[token])[: self.entries]
+        return tuple((token, math.log(q[token])) for token in best if q[token])
+
+
+@dataclass
+class TableMiddle:
+    """The same as a cascade's middle: rows are told by the columns on the way to them."""
+
+    table: FrontierModel
+    tokens: Tensor | None = None  # [B, 64] by column
+
+    reads = False
+    runner = SimpleNamespace(cache=SimpleNamespace(page_size=1000, scratch_page=-1))
+
+    def begin_with(self, view: BatchView, tokens: Tensor, places: Places, room: int) -> tuple[Tensor, State]:
+        self.tokens = torch.zeros(view.size, 64, dtype=torch.int64)
+        first, state = self.table.begin(view)
+        return torch.cat([first, self._rows(tokens, places)], 1), state
+
+    def extend(self, view: BatchView, front: Front, state: State) -> tuple[Tensor, State]:
+        return self._rows(front.tokens, front.places), state
+
+    def _rows(self, tokens: Tensor, places: Places) -> Tensor:
+        assert self.tokens is not None
+        assert places.ancestors is not None
+        self.tokens.scatter_(1, places.index, tokens)
+        words = places.ancestors.view(*tokens.shape, -1)[..., 0].tolist()
+        ways = [
+            tuple(own[column] for column in range(64) if word >> column & 1)
+            for own, row in zip(self.tokens.tolist(), words, strict=True)
+            for word in row
+        ]
+        return self.table._logits(ways).view(*tokens.shape, -1)
+
+
+class Guesses(Silent):
+    """An inner drafter: a token and its twin, each with one more behind it, by the last token alone."""
+
+    law, max_nodes, sizes = DraftLaw(frozenset({Draw.POINT}), chain=False), 3, range(4)
+
+    def __init__(self, vocabulary: int) -> None:
+        self.vocabulary = vocabulary
+
+    def propose(self, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
+        trees = [([t, (t + 1) % self.vocabulary, t, t], [-1, 0, 0, 1]) for t in view.roots.tolist()]
+        return Proposal(TokenTree.of_points([(tokens[: 1 + nodes], above[: 1 + nodes]) for tokens, above in trees]))
+
+
+@dataclass(frozen=True)
+class Cascaded:
+    """Chains that a cascade draws."""
+
+    max_nodes: int
+    rounds: int
+    ahead: int
+    leaves_out: int = -1  # as nothing may: chains that end in this token are a token shorter
+
+    law = DraftLaw(frozenset({Draw.IID}), chain=True, grown=True)
+
+    def grow(self, model: FrontierModel, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
+        inner = Guesses(len(model.rows(())))  # type: ignore[attr-defined]
+        cascade = CascadeDrafter(inner, TableMiddle(model), nodes, self.rounds, self.ahead, drawn=True)  # type: ignore[arg-type]
+        view = replace(view, may_look=False)
+        made = cascade._said(view, nodes, self.rounds, inner.propose(view, self.ahead, rng), rng)[0]
+        if self.leaves_out < 0:
+            return made
+        last = (made.tree.tries < 0).all(1) & (made.tree.tokens == self.leaves_out)
+        return replace(made, tree=made.tree.without(last))
 
 
 def prefixes_of(tree: TokenTree) -> list[Prefix]:

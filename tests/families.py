@@ -36,6 +36,18 @@ RECURRENT: dict[str, dict[str, Any]] = {
         "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 4, "conv_kernel": 4, "expand": 2,
         "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
     },
+    "mamba": {
+        "model_type": "mamba", "vocab_size": 13, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8,
+        "time_step_rank": 5, "use_bias": True, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+    },
+    "falcon_mamba": {
+        "model_type": "falcon_mamba", "vocab_size": 13, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 8,
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+    },
+    "jamba": {
+        "model_type": "jamba", **_LLAMA_LIKE, "num_hidden_layers": 3, "attn_layer_period": 2, "attn_layer_offset": 1,
+        "num_experts": 4, "expert_layer_period": 3, "expert_layer_offset": 2, "mamba_d_state": 8, "mamba_dt_rank": 4,
+    },
     "bamba": {"model_type": "bamba", **_LLAMA_LIKE, **_MAMBA, "attn_layer_indices": [1]},
     "granitemoehybrid": {
         "model_type": "granitemoehybrid", **_LLAMA_LIKE, **_MAMBA, "layer_types": _TURNS, "num_local_experts": 0,

@@ -13,8 +13,10 @@ import torch
 
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.points import PointTree
-from draftwood.drafters.remote import Link, RemoteDrafter
-from draftwood.drafters.remote_protocol import LONGEST, TO_DRAFTER, welcome_target
+from draftwood.drafters.remote import RemoteDrafter
+from draftwood.drafters.remote_link import Link
+from draftwood.drafters.remote_protocol import LONGEST, TO_DRAFTER, DraftSync, Guess, welcome_target
+from draftwood.drafters.remote_sampler import RemoteSampler
 from draftwood.engine.drafter_host import Cancel, DrafterHost, Hear, Speaker
 from draftwood.wire import Line
 from tiny import DraftMaker
@@ -25,15 +27,18 @@ KEY = b"shared"
 
 @dataclass(eq=False)
 class PeriodicSpeaker:
-    """Says again what followed the last tokens earlier in the text."""
+    """Says again what followed the last tokens earlier in the text, with rows where draws are wished for."""
 
     spoken: list[tuple[int, ...]] = field(default_factory=list)
 
-    def speak(self, tokens: Sequence[int], salt: str, count: int, hear: Hear) -> Cancel:
+    def speak(self, tokens: Sequence[int], wish: DraftSync, count: int, hear: Hear) -> Cancel:
         self.spoken.append(tuple(tokens))
         tree = PointTree(tokens[-1], count, count)
         NgramDrafter(nodes=count, shortest=1).fill(tree, 0, tokens)
-        hear([(token, ((token + 1) % VOCAB_SIZE,)) for token in tree.tokens[1:]], True)
+        entries = wish.entries if wish.temperature > 0 else 0
+        rows = [tuple(((token + i) % VOCAB_SIZE, -float(i)) for i in range(entries)) for token in tree.tokens[1:]]
+        said = zip(tree.tokens[1:], rows, strict=True)
+        hear([Guess((token, (token + 1) % VOCAB_SIZE), row) for token, row in said], True)
         return lambda: None
 
 
@@ -52,6 +57,13 @@ def link_to(address: str) -> Link:
 def remote(speaker: Speaker, nodes: int = 5, wait: float = 2000.0) -> DraftMaker:
     def make(dtype: torch.dtype) -> RemoteDrafter:
         return RemoteDrafter(link_to(hosted(speaker)), nodes, wait)
+
+    return make
+
+
+def sampling(speaker: Speaker, nodes: int = 6, draws: int = 3, width: int = 2) -> DraftMaker:
+    def make(dtype: torch.dtype) -> RemoteSampler:
+        return RemoteSampler(link_to(hosted(speaker)), nodes, 2000.0, draws, width)
 
     return make
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from draftwood.batch import Images
 from draftwood.drafters.substitute import SubstituteDrafter
 from draftwood.engine.controller import FixedBudget
 from draftwood.engine.lockstep import Leader, follow
@@ -26,8 +28,9 @@ from draftwood.engine.text import TextStream
 from draftwood.growers import Beam, Independent, Levels, WithoutReplacement
 from draftwood.model.config import ModelConfig
 from draftwood.model.runner import ModelRunner
-from draftwood.model.sharding import ShardedCheckpoint
+from draftwood.model.sharding import share_of
 from draftwood.model.stages import StageCheckpoint
+from draftwood.model.universal_folder import UniversalCheckpoint
 from draftwood.model.weights import FORMATS
 from draftwood.ranks import ProcessRanks, RankLost, meet
 from draftwood.request import FinishReason, SamplingParams, Slo
@@ -77,6 +80,7 @@ class Case:
     offload: float = 0.0
     nodes: int | None = None  # in a tree; None: as many as the drafter likes
     stages: bool = False  # one after the other, not side by side
+    universal: str = ""  # the family of a model that transformers' modules run
 
 
 def every_pair(tokens: Sequence[int]) -> list[list[int]]:
@@ -112,6 +116,31 @@ def with_wishes(asks: Sequence[Ask]) -> list[Ask]:
     return [replace(ask, params=replace(ask.params, **wishes[i % 5])) for i, ask in enumerate(asks)]
 
 
+def with_images(asks: Sequence[Ask]) -> list[Ask]:
+    """Each prompt's first token is one."""
+    embeds = torch.randn(len(asks), 1, LLAMA.hidden_size, generator=torch.Generator().manual_seed(1)).double()
+    zero = torch.zeros(1, dtype=torch.int64)
+    return [replace(ask, images=Images(zero, embeds[i], None, 0, str(i))) for i, ask in enumerate(asks)]
+
+
+@cache
+def universal_folder(family: str) -> UniversalCheckpoint:
+    """A tiny model with weights of its own, as transformers writes it."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "vocab_size": V, "max_position_embeddings": 512, "num_local_experts": 4,
+             "pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}  # fmt: skip
+    folder = Path(tempfile.mkdtemp()) / family
+    torch.manual_seed(0)
+    modules = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**sizes)).double()
+    with torch.no_grad():
+        for part in modules.parameters():
+            part.normal_(0, 0.3)
+    modules.save_pretrained(folder)
+    return UniversalCheckpoint(folder, json.loads((folder / "config.json").read_text()))
+
+
 def of_family(name: str) -> ModelConfig:
     return ModelConfig.from_hf(FAMILIES[name])
 
@@ -132,6 +161,8 @@ CASES: dict[str, Case] = {
         cancelled(with_arrivals(requests(0.8), 2)), ngram(nodes=4, shortest=1), regime=Regime(max_rows=9, num_pages=24)
     ),
     "wishes": Case(with_wishes(requests(0.8)), ngram(nodes=8, shortest=1, branches=3)),
+    "images": Case(with_images(requests(0.8)), BUSHY),
+    **{f"universal-{name}": Case(requests(0.8)[:4], BUSHY, universal=name) for name in ("olmo", "mixtral")},
     **{
         name: Case(requests(0.8)[:4], BUSHY, config=of_family(name))
         for name in ("gemma2", "gpt_oss", "qwen2_moe", "starcoder2", "gpt_neox", "phi4-mini")
@@ -148,7 +179,7 @@ def in_stages(case: Case) -> Case:
     return replace(case, stages=True)
 
 
-SAME = ("greedy", "sampled-tree", "drawn-tree", "staggered-and-cancelled", "wishes", "gemma2")
+SAME = ("greedy", "sampled-tree", "drawn-tree", "staggered-and-cancelled", "wishes", "images", "gemma2")
 MIXED = requests(0.0)[:4] + requests(0.8)[4:]
 ASKS, BEGIN = requests(0.8), (3, 1, 4, 1, 5, 9, 2, 6, 5)  # pages that all have
 OFFERED = offering(BUSHY, suffix(), with_model(Beam(9, 3, 3)))
@@ -173,11 +204,11 @@ CASES |= {
 
 
 def harness(case: Case, ranks: ProcessRanks | None, rng: KeyedRng | None = None) -> Harness:
-    whole, regime = TinyCheckpoint(case.config), case.regime
+    whole, regime = universal_folder(case.universal) if case.universal else TinyCheckpoint(case.config), case.regime
     checkpoint = whole
     if ranks is not None:
-        parts = StageCheckpoint(whole, ranks) if case.stages else ShardedCheckpoint(whole, ranks, FORMATS[case.weights])
-        checkpoint = parts
+        share = StageCheckpoint(whole, ranks) if case.stages else share_of(whole, ranks, FORMATS[case.weights])
+        checkpoint = share
     pages = regime.num_pages, regime.page_size
     away = case.offload if ranks is not None else 0.0
     target = ModelRunner.load(checkpoint, case.dtype, CPU, *pages, FORMATS[case.weights], offload=away)

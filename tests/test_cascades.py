@@ -133,7 +133,7 @@ def _plain() -> list[Any]:
 
 @pytest.mark.parametrize("middle", ["view", "model"])
 def test_preemption_and_shared_prefixes(middle: str) -> None:
-    """Where pages are scarce, forwards of the middle find none for some places and are wrong now and then."""
+    """Where pages are scarce, forwards of the middle find none for some places: nothing of them is proposed or kept."""
     between = ViewDrafter(View(), chain(1)) if middle == "view" else ModelDrafter(tiny_runner(), chain(1))
     drafter = CascadeDrafter(LookupDrafter(3, 2), between, nodes=4, rounds=2, ahead=3)
     drafter.rates.choose = lambda nodes: min(2, nodes)  # type: ignore[method-assign]
@@ -144,7 +144,7 @@ def test_preemption_and_shared_prefixes(middle: str) -> None:
     assert harness.engine.scheduler.num_preemptions > 0
     assert harness.engine.scheduler.tables.pool.num_available == 24, "pages leaked"
     accepted, drafted = (sum(getattr(answer, name) for answer in answers) for name in ("accepted", "drafted"))
-    assert accepted > 0.8 * drafted > 20
+    assert accepted == drafted > 20, "all of the target is always right"
 
 
 class Watched(CascadeDrafter):

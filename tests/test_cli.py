@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 import draftwood
 from draftwood.assembly import SHIPPED
 from draftwood.cli import app
+from draftwood.cli.flags import EngineFlags
 from draftwood.cli.screen import coloured, figures
 from draftwood.engine.building import Builder
 from draftwood.engine.llm import LLM
@@ -89,11 +90,14 @@ def test_version() -> None:
     assert (result.exit_code, result.stdout) == (0, f"draftwood {draftwood.__version__}\n")
 
 
-@pytest.mark.parametrize("command", [(), ("generate",), ("chat",), ("demo",), ("calibrate",), ("models",), ("parts",)])
+@pytest.mark.parametrize(
+    "command", [(), ("generate",), ("chat",), ("demo",), ("calibrate",), ("models",), ("parts",), ("export",)]
+)
 def test_help_is_there_for_every_command(command: tuple[str, ...]) -> None:
     result = run(*command, "--help")
     assert result.exit_code == 0
     assert "Usage" in result.stdout
+    assert "MISSING" not in result.stdout  # of what has no default
 
 
 def test_help_lists_the_commands() -> None:
@@ -166,9 +170,11 @@ def test_json_is_one_line_with_every_key(folder: str) -> None:
     assert (record["seed"], record["model"], record["drafter"], record["law"]) == (
         5,
         folder,
-        "ngram",
+        EngineFlags().drafter,
         "match",
     )
+    assert EngineFlags(device="cpu").drafter == "suffix"
+    assert EngineFlags(device="cuda").drafter == "ngram"
     assert record["finish_reason"] == "length"
     assert (record["lossless"], record["drift"]) == (True, 0.0)
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from draftwood.assembly import build_lookup, is_lookup
 from draftwood.drafters.calibration import MEMORY
 from draftwood.drafters.combined import CombinedDrafter
-from draftwood.drafters.graft import PLACES, column_of
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.suffix import SuffixDrafter
 from draftwood.drafting import Drafter, Proposal, Silent
+from draftwood.engine.trace import members_told
 from draftwood.errors import InvalidRequest
 from draftwood.faults import GuardedDrafter
 from draftwood.growers import Best, Independent, Levels, Paths, WithoutReplacement
@@ -99,6 +99,10 @@ def combined(*sources: Drafter, nodes: int = 9, least: float = 0.0) -> CombinedD
 
 
 def said(drafter: CombinedDrafter, view: BatchView, proposal: Proposal, texts: Sequence[Sequence[int]]) -> None:
+    drafter.commit(view, proposal, follow(proposal, texts), {})
+
+
+def follow(proposal: Proposal, texts: Sequence[Sequence[int]]) -> Verdict:
     """The target went on with these tokens, as far as they are in the trees."""
     tree, paths, lengths = proposal.tree, [], []
     for b, text in enumerate(texts):
@@ -110,7 +114,7 @@ def said(drafter: CombinedDrafter, view: BatchView, proposal: Proposal, texts: S
     deepest = max(tree.max_depth, *lengths)
     path = torch.tensor([[*own, *[-1] * (1 + deepest - len(own))] for own in paths])
     bonus = torch.tensor([text[n] for text, n in zip(texts, lengths, strict=True)])
-    drafter.commit(view, proposal, Verdict(path, torch.tensor(lengths), bonus), {})
+    return Verdict(path, torch.tensor(lengths), bonus)
 
 
 def tree_of(proposal: Proposal, b: int = 0) -> dict[tuple[int, ...], float]:
@@ -163,11 +167,19 @@ def test_each_source_hears_where_it_keeps_the_nodes_of_the_path(blind: bool) -> 
     drafter = combined(first, second)
     view = replace(one(), may_look=not blind)
     made = propose(drafter, view, 9, blind)
-    assert bool((made.columns[(made.tree.tokens >= 0) & (made.tree.depth > 0)] % 2 == 1).all()), "known to one of them"
+    assert bool(made.members[(made.tree.tokens >= 0) & (made.tree.depth > 0)].any(1).all()), "known to one of them"
     said(drafter, view, made, [[3, 5, 9]])
     assert first.committed[0][0, :3].tolist() == [0, 2, 0]
     assert second.committed[0][0, :3].tolist() == [0, 1, 3]
-    assert column_of(torch.tensor([2 * (7 + 9 * PLACES) + 1]), 1).tolist() == [9]
+
+
+@BLIND
+def test_nodes_count_for_all_that_propose_them(blind: bool) -> None:
+    first, second = Told([{(1,): 0.5, (3,): 0.4, (3, 4): 0.3}, {}]), Told([{(3,): 0.5, (3, 5): 0.3}, {(6,): 0.4}])
+    made = propose(combined(first, second), one(2), 9, blind)
+    verdict = follow(made, [[3, 5, 9], [7]])
+    assert members_told(made, verdict).tolist() == [[3, 2, 0, 0, 1, 2, 0, 0], [0, 1, 0, 0, 0, 0, 0, 0]]
+    assert members_told(Proposal(made.tree), verdict).sum() == 0, "a drafter of its own"
 
 
 @BLIND

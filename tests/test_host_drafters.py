@@ -536,11 +536,10 @@ def offered(**others) -> OfferedDrafters:
 
 
 def asked_view(texts, names, mode_names, **others) -> tuple[HostView, BatchView]:
-    params = tuple(SamplingParams(drafter=name) for name in names)
     numbers = torch.tensor([mode_names.index(name) for name in names])
     mode = StepMode(drafters=tuple(mode_names), limited=True, predicted=others.pop("predicted", False))
     view = replace(batch_view(texts), mode=mode, drafter=numbers if len(mode_names) > 1 else None)
-    return host_view(texts, params=params, **others), view
+    return host_view(texts, drafters=tuple(names), **others), view
 
 
 TEXTS = [[0, 1], [0, 2], [0, 5], [0, 6, 6]]

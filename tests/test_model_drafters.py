@@ -174,7 +174,7 @@ class Decoding:
             assert tables.reserve(i, len(text) + 40)
         self.state.update_block_tables({i: tables.pages(i) for i in range(count)})
         rows = self.state.rows(range(count))
-        sequences = [(row, 99 if rooms is None else rooms[i], 0, 0) for i, row in enumerate(rows)]
+        sequences = [(row, 99 if rooms is None else rooms[i], 0, 0, 0) for i, row in enumerate(rows)]
         inputs = StepInputs.over(torch.tensor(input_numbers(sequences, [], [], (count, 0, 0), count)), count, 0)
         view = self.state.view(inputs, StepMode(limited=rooms is not None), self.state.num_pages)
         return replace(view, gained=gained, may_look=self.look)

@@ -19,8 +19,9 @@ import pytest
 import torch
 
 from draftwood import LLM, EngineConfig, SamplingParams
-from draftwood.drafters import remote as remote_module
-from draftwood.drafters.remote import LIES, MISSES, RemoteDrafter
+from draftwood.drafters import remote_link
+from draftwood.drafters.remote import RemoteDrafter
+from draftwood.drafters.remote_link import LIES, MISSES, Followed
 from draftwood.drafters.remote_protocol import (
     KEY_VARIABLE,
     LONGEST,
@@ -29,12 +30,13 @@ from draftwood.drafters.remote_protocol import (
     Draft,
     DraftCommit,
     DraftSync,
+    Guess,
     welcome_drafter,
 )
 from draftwood.engine.controller import FixedBudget
 from draftwood.engine.drafter_host import Cancel, DraftSession, EngineSpeaker, Hear
 from draftwood.engine.sequence import Sequence
-from draftwood.errors import InvalidRequest
+from draftwood.errors import InvalidRequest, WireError
 from draftwood.verifiers import Match
 from draftwood.wire import HEADER, Line
 from remote_drafters import KEY, VOCAB_SIZE, Behaviour, PeriodicSpeaker, hosted, link_to, messages, peer
@@ -66,18 +68,19 @@ class OneSided:
 def lies(end: socket.socket) -> None:
     """Drafts at once, for every length, what never comes."""
     length: dict[int, int] = {}
-    for line, message in messages(end):
+    for branch, (line, message) in enumerate(messages(end), 1):
         if isinstance(message, DraftSync):
             length[message.sequence] = len(message.tokens)
         elif isinstance(message, DraftCommit):
             length[message.sequence] += len(message.tokens)
         else:
             continue
-        tokens = tuple((length[message.sequence] + i) % VOCAB_SIZE for i in range(40))
-        line.send("draft", Draft(message.sequence, 1, tokens, (-1,) * 40, True))
-        line.send("draft", Draft(message.sequence, 999, tokens, (-1,) * 40, True))
-        line.send("draft", Draft(999, 1, tokens, (-1,) * 40, True))
-        line.send("draft", Draft(message.sequence, length[message.sequence], tokens, (-1,) * 20 + (3,) * 20, False))
+        own, now = message.sequence, length[message.sequence]
+        guesses = tuple(Guess(((now + i) % VOCAB_SIZE, i % VOCAB_SIZE)) for i in range(40))
+        line.send("draft", Draft(own, branch, now, guesses, True))
+        line.send("draft", Draft(own, branch - 1, 3, guesses, True))
+        line.send("draft", Draft(own, branch + 1, 999, guesses, True))
+        line.send("draft", Draft(999, branch, 1, guesses, True))
 
 
 def stalls(end: socket.socket) -> None:
@@ -118,13 +121,16 @@ BAD: dict[str, Behaviour] = {
     "no JSON": _sends(framed(b"\xff\xfe")),
     "no list": _sends(framed(b"7")),
     "no verb": _sends(framed(b'[["explode",1]]')),
-    "no draft": _sends(framed(b'[["draft",[0,5,[1],[-1]]]]')),
-    "tokens outside": _sends(framed(b'[["draft",[0,5,[13],[-1],true]]]')),
-    "negative tokens": _sends(framed(b'[["draft",[0,5,[-2],[-1],true]]]')),
-    "no tree": _sends(framed(b'[["draft",[0,5,[1,2],[1,0],true]]]')),
-    "behind nothing": _sends(framed(b'[["draft",[0,-4,[1],[-1],true]]]')),
+    "no draft": _sends(framed(b'[["draft",[0,1,5,[[[1],[]]]]]]')),
+    "tokens outside": _sends(framed(b'[["draft",[0,1,5,[[[13],[]]],true]]]')),
+    "negative tokens": _sends(framed(b'[["draft",[0,1,5,[[[-2],[]]],true]]]')),
+    "rows outside": _sends(framed(b'[["draft",[0,1,5,[[[1],[[1,0.5],[13,0.5]]]],true]]]')),
+    "not of its row": _sends(framed(b'[["draft",[0,1,5,[[[1],[[2,0.5],[3,0.5]]]],true]]]')),
+    "no chances": _sends(framed(b'[["draft",[0,1,5,[[[1],[[1,NaN]]]],true]]]')),
+    "no guess": _sends(framed(b'[["draft",[0,1,5,[[[],[]]],true]]]')),
+    "behind nothing": _sends(framed(b'[["draft",[0,1,-4,[[[1],[]]],true]]]')),
     "too deep": _sends(framed(b"[" * 10_000)),
-    "too many": _sends(framed(json.dumps([["draft", [0, 5, [1] * 5000, [-1] * 5000, True]]]).encode())),
+    "too many": _sends(framed(json.dumps([["draft", [0, 1, 5, [[[1], []]] * 5000, True]]]).encode())),
 }  # fmt: skip
 
 
@@ -165,7 +171,7 @@ def test_a_text_that_is_not_drafted_for_holds_up_no_others() -> None:
 
 
 def test_one_that_comes_back_drafts_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_module, "RETRY", (0.02, 0.05))
+    monkeypatch.setattr(remote_link, "RETRY", (0.02, 0.05))
     visits: list[int] = []
 
     def behave(end: socket.socket) -> None:
@@ -176,7 +182,7 @@ def test_one_that_comes_back_drafts_again(monkeypatch: pytest.MonkeyPatch) -> No
     with peer(behave) as address:
         drafter = RemoteDrafter(link_to(address), 5, 2000)
         assert soon(lambda: len(visits) >= 2)
-        assert soon(lambda: drafter._link._line is not None)
+        assert soon(lambda: drafter._arrivals.link._line is not None)
         harness = Harness(tiny_runner(), drafter, Match())
         answers = harness.run(ASKS)
         assert generated(answers) == PLAIN
@@ -184,17 +190,46 @@ def test_one_that_comes_back_drafts_again(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_one_that_lies_about_the_protocol_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_module, "RETRY", (0.01, 0.01))
+    monkeypatch.setattr(remote_link, "RETRY", (0.01, 0.01))
     with peer(_sends(framed(b"7"))) as address:
         link = link_to(address)
         for number in range(400):
-            link.follow(number, (1, 2), 3, "")
+            link.follow(DraftSync(number, (1, 2), 3, ""))
             if not link._reader.is_alive():
                 break
             time.sleep(0.01)
         assert not link._reader.is_alive()
         link.close()
     assert LIES > 1
+
+
+@pytest.mark.parametrize("wait", [2.0, 2000.0])
+def test_acceptance_survives_that_both_sides_work_at_once(wait: float) -> None:
+    """A drafter that is always right and never quick: the first tokens of a path are verified before the others are
+    there, and it goes on meanwhile. No guess is lost or looked at twice."""
+    asks = [Ask((i, 2, 3), SamplingParams(max_tokens=24)) for i in range(3)]
+    said = generated(Harness(tiny_runner(), no_drafter(torch.float64), Match()).run(asks))
+    texts = [(*ask.prompt, *tokens) for ask, tokens in zip(asks, said, strict=True)]
+
+    class Slow:
+        def speak(self, tokens: Tokens[int], wish: DraftSync, count: int, hear: Hear) -> Cancel:
+            whole = next(text for text in texts if text[: len(tokens)] == tuple(tokens))
+
+            def say() -> None:
+                for token in whole[len(tokens) : len(tokens) + count]:
+                    time.sleep(0.002)
+                    hear([Guess((token,))], False)
+                hear([], True)
+
+            threading.Thread(target=say).start()
+            return lambda: None
+
+    harness = Harness(tiny_runner(), RemoteDrafter(link_to(hosted(Slow())), 5, wait), Match())
+    answers = harness.run(asks)
+    assert generated(answers) == said
+    assert [answer.accepted for answer in answers] == [answer.drafted for answer in answers]
+    if wait == 2000.0:
+        assert all(answer.steps == 4 for answer in answers), "every step but the last has six tokens"
 
 
 def test_drafts_are_used() -> None:
@@ -217,7 +252,7 @@ def test_strangers_are_refused(key: bytes, vocabulary: str, reason: str) -> None
 def test_prompts_are_not_sent_to_one_that_does_not_know_the_key() -> None:
     def claims(end: socket.socket) -> None:
         with end:
-            end.sendall(framed(b'[1,"00"]'))
+            end.sendall(framed(b'[2,"00"]'))
             end.recv(1 << 12)
             end.sendall(framed(b'["00",null]'))
 
@@ -235,7 +270,7 @@ def test_what_cannot_be_reached_is_said_at_once(tmp_path: Path) -> None:
     for drafter, words in (
         ("remote:127.0.0.1:1", "cannot be reached"),
         ("remote:nowhere", "HOST:PORT"),
-        ("remote:127.0.0.1:1,width=3", "no setting 'width'"),
+        ("remote:127.0.0.1:1,breadth=3", "no setting 'breadth'"),
     ):
         with pytest.raises(InvalidRequest, match=words):
             LLM(folder, drafter=drafter)
@@ -249,8 +284,8 @@ class CountingSpeaker:
         self.hear: list[Hear] = []
         self.cancelled = 0
 
-    def speak(self, tokens: Tokens[int], salt: str, count: int, hear: Hear) -> Cancel:
-        self.asked.append((tuple(tokens), salt, count))
+    def speak(self, tokens: Tokens[int], wish: DraftSync, count: int, hear: Hear) -> Cancel:
+        self.asked.append((tuple(tokens), wish.salt, count))
         self.hear.append(hear)
 
         def cancel() -> None:
@@ -259,7 +294,7 @@ class CountingSpeaker:
         return cancel
 
     def say(self, *tokens: int, last: bool = False) -> None:
-        self.hear[-1]([(token, (token + 5,)) for token in tokens], last)
+        self.hear[-1]([Guess((token, token + 5)) for token in tokens], last)
 
 
 @pytest.fixture
@@ -291,13 +326,14 @@ def test_drafting_goes_on_while_the_target_verifies(session) -> None:  # type: i
     speaker.say(3)
     speaker.say(4, 5)
     assert soon(lambda: len(drafts) == 2)
-    assert drafts[0] == Draft(4, 2, (3, 8), (-1, -1), False), "what is there can be verified before the rest has come"
-    assert drafts[1] == Draft(4, 2, (3, 4, 5, 8, 9, 10), (-1, 0, 1, -1, 0, 1), False)
+    assert drafts[0] == Draft(4, 1, 2, (Guess((3, 8)),), False), (
+        "what is there can be verified before the rest has come"
+    )
+    assert drafts[1] == Draft(4, 1, 3, (Guess((4, 9)), Guess((5, 10))), False)
     line.send("commit", DraftCommit(4, 2, (3, 4)))  # as it was guessed: nothing is thrown away
-    assert soon(lambda: len(drafts) == 3)
-    assert drafts[2] == Draft(4, 4, (5, 10), (-1, -1), False)
     speaker.say(6, 7, 8, 9, 10, 11, last=True)
-    assert soon(lambda: len(drafts) == 4)
+    assert soon(lambda: len(drafts) == 3)
+    assert (drafts[2].branch, drafts[2].base, len(drafts[2].guesses)) == (1, 5, 6)
     assert (len(speaker.asked), speaker.cancelled) == (1, 0)
     line.send("commit", DraftCommit(4, 4, (5, 6, 7, 8)))
     assert soon(lambda: len(speaker.asked) == 2), "there are too few guesses left for the steps to come"
@@ -305,10 +341,43 @@ def test_drafting_goes_on_while_the_target_verifies(session) -> None:  # type: i
     line.send("commit", DraftCommit(4, 8, (0,)))  # otherwise: it begins anew
     assert soon(lambda: len(speaker.asked) == 3)
     assert (speaker.asked[2], speaker.cancelled) == (((1, 2, 3, 4, 5, 6, 7, 8, 0), "salt", 9), 1)
-    speaker.hear[1]([(77, ())], False)  # too late
+    speaker.hear[1]([Guess((77,))], False)  # too late
+    speaker.say(1)
+    assert soon(lambda: drafts[-1] == Draft(4, 2, 9, (Guess((1, 6)),), False))
     line.send("close", 4)
     assert soon(lambda: speaker.cancelled == 2)
-    assert all(77 not in draft.tokens for draft in drafts)
+    assert all(guess.tokens[0] != 77 for draft in drafts for guess in draft.guesses)
+
+
+def test_guesses_are_used_as_far_as_the_text_went_on_as_they_say() -> None:
+    known, guesses = Followed(3), tuple(Guess((token,)) for token in (4, 5, 6))
+    assert not known.reached([1, 2, 3])
+    assert known.take(Draft(0, 1, 3, guesses, False))
+    assert known.reached([1, 2, 3, 4])
+    assert known.guesses == list(guesses[1:])
+    assert not known.reached([1, 2, 3, 4, 5, 6, 7]), "the text has overtaken them"
+    assert known.take(Draft(0, 1, 6, (Guess((7,)), Guess((8,))), False))
+    assert known.reached([1, 2, 3, 4, 5, 6, 7])
+    assert not known.reached([1, 2, 3, 4, 5, 6, 7, 9])
+    assert not known.take(Draft(0, 1, 8, guesses, False)), "of a branch that the text has left"
+    known.length = 8
+    assert known.take(Draft(0, 2, 8, guesses, True))
+    with pytest.raises(WireError, match="where the last ones ended"):
+        known.take(Draft(0, 2, 9, guesses, True))
+
+
+def test_what_was_looked_at_is_drawn_no_more() -> None:
+    """A law has seen two of three draws and kept none, yet its own next token is the first: the second is chosen now,
+    and the third, which no law has seen, is still a fair draw."""
+    row = ((4, 0.0), (5, 0.0), (6, 0.0))
+    with peer(stalls) as address:
+        link = link_to(address)
+        link.follow(DraftSync(0, (1, 2, 3), 3, "", 1.0, 3))
+        link._take(Draft(0, 1, 3, tuple(Guess((token,), row) for token in (4, 5, 6)), False))
+        for final in (False, True):
+            assert link.guesses(0, (1, 2, 3), 2, final=final)[0] == [Guess((4,), row), Guess((5,), row)]
+        assert link.guesses(0, (1, 2, 3, 4), 2, final=True)[0] == [Guess((5,)), Guess((6,), row)]
+        link.close()
 
 
 def test_an_engine_drafts_what_its_model_says(tmp_path: Path) -> None:
@@ -316,7 +385,7 @@ def test_an_engine_drafts_what_its_model_says(tmp_path: Path) -> None:
     with LLM(folder, config=EngineConfig(threads=1, page_size=16, cache_tokens=2048)) as llm:
         prompt = [5, 6, 7, 8]
         wanted = llm.generate([prompt], SamplingParams(max_tokens=6, ignore_eos=True))[0].token_ids
-        heard: list[tuple[int, tuple[int, ...]]] = []
+        heard: list[Guess] = []
         ended = threading.Event()
 
         def hear(guesses, last: bool) -> None:  # type: ignore[no-untyped-def]
@@ -324,12 +393,24 @@ def test_an_engine_drafts_what_its_model_says(tmp_path: Path) -> None:
             if last:
                 ended.set()
 
-        EngineSpeaker(llm, width=3).speak(prompt, "salt", 6, hear)
-        assert ended.wait(10)
-        assert tuple(token for token, _ in heard) == wanted
-        assert all(len({token, *others}) == 3 for token, others in heard)
+        def said(wish: DraftSync, width: int) -> list[Guess]:
+            heard.clear()
+            ended.clear()
+            EngineSpeaker(llm, width).speak(prompt, wish, 6, hear)
+            assert ended.wait(10)
+            return list(heard)
+
+        chosen = said(DraftSync(0, (), 6, "salt"), 3)
+        assert tuple(guess.tokens[0] for guess in chosen) == wanted
+        assert all(len(set(guess.tokens)) == 3 and not guess.row for guess in chosen)
+        drawn = said(DraftSync(0, (), 6, "salt", 0.7, 4), 3)
+        for place, guess in enumerate(drawn):
+            before, params = [guess.tokens[0] for guess in drawn[:place]], SamplingParams(max_tokens=1, logprobs=4)
+            (entry,) = llm.generate([prompt + before], params)[0].completions[0].logprobs
+            assert dict(guess.row) == pytest.approx(dict(entry.top))
+            assert guess.tokens[0] in dict(guess.row)
         ended.clear()
-        EngineSpeaker(llm).speak([1] * 5000, "", 6, hear)
+        EngineSpeaker(llm).speak([1] * 5000, DraftSync(0, (), 6, ""), 6, hear)
         assert ended.is_set(), "too long a text is nobody's failure"
 
 

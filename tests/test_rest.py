@@ -68,6 +68,16 @@ def test_ranges_hold_all_places_that_begin_alike_and_what_follows(letters: int) 
             after = Counter(tokens[i + length] for i in places if i + length < 300)
             first = dict(sorted((token, count) for token, count in after.items() if token >= 0)[:WIDEST])
             assert array.successors(low, high, length) == (first if length < array.depth else {})
+            text = [rng.randrange(letters) for _ in range(rng.randrange(4))] + piece
+            here = [
+                n for n in range(1, min(8, len(text)) + 1) if any(tokens[i : i + n] == text[-n:] for i in range(300))
+            ]
+            found, low, high = array.longest_end(text, 1)
+            assert found == max(here)
+            assert sorted(array.order[low:high].tolist()) == [
+                i for i in range(300) if tokens[i : i + found] == text[-found:]
+            ]
+            assert array.longest_end(text, found + 1) == (0, 0, 0)
         assert array.narrow(0, 300, array.depth, 0) == (0, 0)
         absent = array.narrow(0, 300, 0, 1000)
         assert absent[0] == absent[1]
@@ -82,6 +92,7 @@ def test_a_file_that_lies_about_places_reads_nothing_outside() -> None:
                 array._kernels = None
             for offset in (0, 1, 7):
                 array.narrow(0, 4, offset, 1)
+                array.longest_end([1, 2, 3], 1)
                 assert set(array.successors(0, 4, offset)) <= {1, 2, 3}
     with pytest.raises(ValueError, match="one place for each token"):
         SuffixArray(text, np.array([0], dtype=np.int32), 8)

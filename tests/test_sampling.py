@@ -39,7 +39,7 @@ def view_of(
     for b, (own, text) in enumerate(zip(params, texts, strict=True)):
         state.add(b, text, RowSettings(own, 0, prompt, 40, 10, frozenset(stops)))
     edited = [b for b, own in enumerate(params) if edits_on_device(own)]
-    rows = [(row, 0, 0, 0) for row in state.rows(range(count))]
+    rows = [(row, 0, 0, 0, 0) for row in state.rows(range(count))]
     numbers = input_numbers(rows, edited, [], (count, len(edited), 0), state.padding_row)
     mode = StepMode(greedy=all(p.greedy for p in params), truncates=any(p.truncates for p in params))
     return state.view(StepInputs.over(torch.tensor(numbers), count, len(edited)), mode, 1)

@@ -500,6 +500,22 @@ def test_absent_nodes_are_kept_only_where_there_are_no_others() -> None:
     assert some.tree.num_drafted == 5
 
 
+def test_what_is_promised_comes_before_what_is_likeliest() -> None:
+    """Two trees of four nodes: the second one's are unlikely, and it needs half a token of them."""
+    tree = TokenTree.of_points([([9, 1, 2, 3, 4], [-1, 0, 0, 1, 3])] * 2)
+    proposal = Proposal(tree, survival=torch.tensor([1, 0.9, 0.8, 0.7, 0.6, 1, 0.3, 0.1, 0.25, 0.2]))
+    every = torch.ones(2, dtype=torch.bool)
+    for need, wanted in ((0.0, [4, 0]), (0.29, [3, 1]), (0.5, [2, 2]), (0.6, [1, 3]), (9.0, [0, 4])):
+        needs = torch.tensor([0.0, need])
+        with no_looking():
+            some = proposal.likeliest(4, every, need=needs)
+        some.tree.validate()
+        assert (some.tree.sizes - 1).tolist() == wanted, need
+    none = torch.full((10,), 0.01)
+    some = proposal.likeliest(2, every, none, torch.tensor([0.0, 0.01]))
+    assert (some.tree.sizes - 1).tolist() == [1, 1], "by corrected chances"
+
+
 def test_links_of_kept_nodes_are_those_of_a_tree_made_of_them() -> None:
     some = offered([1, 0.6, 0.3, 0.1, 0.5, 1, 1, 0.9, 0.8, 0.05]).likeliest(4, torch.ones(3, dtype=torch.bool)).tree
     own = TokenTree.of_points([([9, 1, 4], [-1, 0, 1]), ([8], [-1]), ([7, 5, 6], [-1, 0, 1])])

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from draftwood.assembly import build_drafter
 from draftwood.config import EngineConfig
+from draftwood.drafters import swift
 from draftwood.drafters.self_drafts import copied_as
 from draftwood.drafters.view import View, ViewDrafter, Window, first_layers, without_layers
 from draftwood.engine.memory import plan_memory, weight_bytes
@@ -24,6 +25,7 @@ from draftwood.errors import IncompatibleParts, InvalidRequest
 from draftwood.growers import Beam, Independent, Levels, chain
 from draftwood.model.native import NativeTransformer
 from draftwood.model.runner import Model, ModelRunner, load_model
+from draftwood.model.spec import Sublayers
 from draftwood.model.transformer import Transformer
 from draftwood.model.weights import FORMATS
 from draftwood.ops import cpu
@@ -31,7 +33,7 @@ from draftwood.protocols import Span
 from draftwood.request import SamplingParams
 from draftwood.verifiers import Match
 from test_model_drafters import GROWERS, TEXTS, Decoding, decode
-from tiny import CPU, Ask, Harness, Regime, TinyCheckpoint, tiny_config, tiny_runner
+from tiny import CPU, Ask, Harness, Idle, Regime, TinyCheckpoint, generated, tiny_config, tiny_runner
 
 CONFIG = tiny_config(layers=4)
 LONG = ([5, 1, 7, 7, 2, 0, 9, 4, 3, 3, 8, 12, 6, 10, 11, 1, 0, 2, 5, 5, 4, 9, 8], [1, 2, 3, 9, 9, 4], [7])
@@ -51,8 +53,9 @@ def rounded(weights: str) -> Callable[[Model], Model]:
 VIEWS = {
     "exit": View(first_layers(2)),
     "skip": View(without_layers((1, 2))),
-    "int8": View(rounded=rounded("w8a8")),
+    "int8": View(changed=rounded("w8a8")),
     "int4 skip": View(without_layers((2,)), rounded("int4")),
+    "halves": View(without_layers((0,)), without=Sublayers(frozenset({1}), frozenset({2}))),
     "window": View(window=Window(3, 6)),
     "window skip": View(without_layers((0,)), window=Window(0, 4)),
 }
@@ -159,7 +162,14 @@ def test_so_it_does_on_our_own_kernels(name: str) -> None:
     decode(decoding, 1, True, False, seed=1, atol=2e-2 if name == "int8" else 1e-4)
 
 
-@pytest.mark.parametrize("view", [View(without_layers((1,))), View(window=Window(0, 8))])
+@pytest.mark.parametrize(
+    "view",
+    [
+        View(without_layers((1,))),
+        View(window=Window(0, 8)),
+        *(View(without=Sublayers(frozenset({i}), frozenset({1 - i}))) for i in range(2)),
+    ],
+)
 def test_so_it_does_on_kernels_for_a_gpu(view: View) -> None:
     pytest.importorskip("triton")
     from draftwood.model.cuda import CudaTransformer
@@ -176,7 +186,9 @@ def test_so_it_does_on_kernels_for_a_gpu(view: View) -> None:
         runner.forward(runner.cache.stage_text([Span(0, text, 0, len(text) - 1)]))
         table = torch.tensor([runner.cache.tables.pages(0)], device=device)
         lengths, roots = (torch.tensor([number], device=device) for number in (len(text), text[-1]))
-        seen = SimpleNamespace(size=1, lengths=lengths, roots=roots, block_table=table, turn_shifts=None)
+        seen = SimpleNamespace(
+            size=1, lengths=lengths, roots=roots, block_table=table, turn_shifts=None, states=None, source_lengths=None
+        )
         heard.append(drafter.begin(seen)[0])  # type: ignore[arg-type]
     assert (heard[0].float() - heard[1].float()).abs().max() <= 1e-4
 
@@ -192,11 +204,20 @@ def test_behind_images_rows_turn_by_their_own_numbers(window: Window | None, mon
     )
     lengths, shifts = torch.tensor([21, 7]), torch.tensor([-3, 2])
     table = torch.arange(16).view(2, 8)
-    view = SimpleNamespace(size=2, lengths=lengths, roots=lengths % 13, block_table=table, turn_shifts=shifts)
+    view = SimpleNamespace(
+        size=2,
+        lengths=lengths,
+        roots=lengths % 13,
+        block_table=table,
+        turn_shifts=shifts,
+        states=None,
+        source_lengths=shifts,
+    )
     drafter.begin(view)  # type: ignore[arg-type]
     (batch,) = heard
     assert batch.positions.tolist() == [20, 6]
     assert batch.turns.tolist() == [[17, 8]] * 3
+    assert batch.source_lengths is shifts
 
 
 def test_a_view_takes_no_memory_but_for_rounded_weights() -> None:
@@ -234,12 +255,28 @@ def test_drawn_guesses_of_a_view_are_kept_by_every_law_for_them() -> None:
     assert answer.accepted == answer.num_generated - answer.steps
 
 
+def test_sets_are_tried_while_answers_are_generated() -> None:
+    """Of a model two of whose layers do nothing, that is found out; drafts with it are right."""
+    target = ModelRunner.load(Idle(CONFIG), torch.float64, CPU, 80, 4, FORMATS["stored"])  # type: ignore[arg-type]
+    drafter = ViewDrafter(View(trials=40), chain(3))
+    asks = [Ask((i, 2, 3), SamplingParams(max_tokens=40), arrives=12 * i) for i in range(6)]
+    with patch.object(swift, "EVERY", 1):
+        answers = Harness(target, drafter, Match(), Regime(num_pages=80)).run(asks)
+    plain = Harness(target, ViewDrafter(View(), chain(3)), Match(), Regime(num_pages=80)).run(asks)
+    assert generated(answers) == generated(plain)
+    search = drafter._search
+    assert search is not None
+    assert search._left == 0, "the search ends"
+    assert search.skipped >= {2, 3, 6, 7}, "layers 1 and 3 do nothing"
+    assert drafter.staged(3) == swift.WINDOW
+
+
 def test_less_of_the_text_and_fewer_layers_are_right_less_often() -> None:
     asks = [
         Ask(tuple(random.Random(i).randrange(13) for _ in range(40)), SamplingParams(max_tokens=30)) for i in range(6)
     ]
     rates = []
-    for view in (View(), View(rounded=rounded("int8")), View(window=Window(4, 8)), View(first_layers(1))):
+    for view in (View(), View(changed=rounded("int8")), View(window=Window(4, 8)), View(first_layers(1))):
         answers = Harness(tiny_runner(), ViewDrafter(view, chain(3)), Match()).run(asks)
         rates.append(sum(a.accepted for a in answers) / sum(a.drafted for a in answers))
     assert rates[0] == 1.0
@@ -256,7 +293,8 @@ def test_less_of_the_text_and_fewer_layers_are_right_less_often() -> None:
         (View(without_layers((4,))), "no layer 4 to be skipped: the target's are 0 to 3"),
         (View(without_layers(range(4))), "some of the layers 0 to 3, rising, not"),
         (View(lambda config: (2, 1)), r"rising, not \[2, 1\]"),
-        (View(rounded=lambda target: Transformer(TinyCheckpoint(CONFIG), torch.float32, CPU)), "other kernels"),
+        (View(without=Sublayers(mlp=frozenset({4}))), "no layer 4 to be skipped"),
+        (View(changed=lambda target: Transformer(TinyCheckpoint(CONFIG), torch.float32, CPU)), "other kernels"),
     ],
 )
 def test_parts_that_there_are_none_of_are_refused(view: View, words: str) -> None:
@@ -279,6 +317,7 @@ def test_targets_that_have_no_parts_are_refused() -> None:
         ("window:recent=0", "at least one recent token"),
         ("early-exit:window=-1", "window counts tokens"),
         ("layer-skip:skip=ax2", "another kind of value"),
+        ("layer-skip:skip=1,trials=2", "give no skip"),
         ("self-int8:bits=4", "no setting 'bits' .it has: window"),
     ],
 )
@@ -300,6 +339,8 @@ def test_names_make_drafters_with_any_tree() -> None:
     for spec in (
         "early-exit:layers=2",
         "layer-skip:skip=1x2,window=8",
+        "layer-skip:attention=1,mlp=0x2",
+        "layer-skip:trials=4,window=8",
         "self-int4:window=8",
         "window:recent=8,sinks=4",
     ):

@@ -36,9 +36,10 @@ PARAMS = SamplingParams(
 LOGPROB = TokenLogprob(3, -math.inf, ((3, -0.1), (4, -1.5e-300)))
 TREE = GuessedTree((1, 2), (-1, 0), (None, 0.25), (None, None), (True, False))
 STEP = StepTrace(TREE, (TracedToken(2, TokenKind.BONUS, 1, None, 0.5, None),), 3, 9)
+STATS = SpeculationStats(drift=None, seed=1 << 62, members={"a": (2, 1)})
 EVENT = Event(
-    1, 0, (2, 3), (True, False), "é", FinishReason.STOP, SpeculationStats(drift=None, seed=1 << 62), (("é", True),),
-    (LOGPROB,), "sorry", "code", STEP, (None, LOGPROB),
+    1, 0, (2, 3), (True, False), "é", FinishReason.STOP, STATS, (("é", True),), (LOGPROB,),
+    "sorry", "code", STEP, (None, LOGPROB),
 )  # fmt: skip
 CARD = EngineCard(9, 8, 7, 6, "cpu", "auto", True, "float32", DrafterCard(None, POINT_TREE, 5, True), None, 4)
 VALUES = [

@@ -9,7 +9,8 @@ import random
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, reduce
+from operator import or_
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -57,10 +58,11 @@ from draftwood.nets.parts import DraftHead
 from draftwood.nets.shared import SharedWords
 from draftwood.nets.student import Student
 from draftwood.ops.packed import Packing
-from draftwood.protocols import Randomness, Verifier
+from draftwood.protocols import Budget, Load, Randomness, StepReport, Verifier
 from draftwood.request import Event, FinishReason, SamplingParams
 from draftwood.rng import KeyedRng
 from draftwood.tree import DraftLaw, Draw
+from families import RECURRENT
 
 CPU = torch.device("cpu")
 
@@ -151,6 +153,17 @@ class TinyCheckpoint:
 
     def tokenizer(self):
         raise NotImplementedError("tiny checkpoints have no texts")
+
+
+class Idle(TinyCheckpoint):
+    """A model two of whose layers do nothing."""
+
+    def tensor(self, name: str) -> Tensor:
+        weight = super().tensor(name)
+        does_nothing = name.startswith(("model.layers.1.", "model.layers.3.")) and name.endswith(
+            ("o_proj.weight", "down_proj.weight")
+        )
+        return torch.zeros_like(weight) if does_nothing else weight
 
 
 def tiny_config(family: str = "llama", vocab_size: int = 13, layers: int = 2, **changes: object) -> ModelConfig:
@@ -266,6 +279,7 @@ class Regime:
     max_running: int = 64
     num_pages: int = 200
     page_size: int = 4
+    groups: int = 1
 
 
 EASY = Regime()
@@ -283,8 +297,10 @@ class Harness:
         rng: Randomness | None = None,
     ) -> None:
         tables = target.cache.tables
-        scheduler = Scheduler(tables, SchedulerConfig(regime.max_rows, regime.max_running))
+        scheduler = Scheduler(tables, SchedulerConfig(regime.max_rows, regime.max_running, groups=regime.groups))
         self.engine = Engine(target, drafter, law, FixedBudget(drafter.max_nodes), scheduler, rng or KeyedRng())
+        if isinstance(drafter, OfferedDrafters) and drafter.choice:
+            self.engine.controller = Changing(drafter.max_nodes, drafter.choice)
         self.events: list[Event] = []
         self.companion: Companion | None = None
 
@@ -363,6 +379,16 @@ def with_model(grower: Grower, noise: float = 0.2, num_pages: int = 200, **model
     def make(dtype: torch.dtype) -> Drafter:
         config = tiny_config(**model) if model else None  # type: ignore[arg-type]
         return ModelDrafter(tiny_runner(config, noise=noise, dtype=dtype, num_pages=num_pages), grower)
+
+    return make
+
+
+def with_recurrent(family: str, grower: Grower) -> DraftMaker:
+    """A model with recurrent layers, and a grower."""
+
+    def make(dtype: torch.dtype) -> Drafter:
+        config = ModelConfig.from_hf({**RECURRENT[family], "max_position_embeddings": 512})
+        return ModelDrafter(tiny_runner(config, dtype=dtype), grower)
 
     return make
 
@@ -524,8 +550,7 @@ class Offering(OfferedDrafters):
 
     @property
     def law(self) -> DraftLaw:
-        laws = [drafter.law for drafter in self._all]
-        return DraftLaw(frozenset().union(*(law.draws for law in laws)), chain=all(law.chain for law in laws))
+        return reduce(or_, (drafter.law for drafter in self._all))
 
     def asked_for(self, i: int, ask: Ask) -> SamplingParams:
         names = [None, *self.others]
@@ -540,6 +565,30 @@ def offering(*makers: DraftMaker) -> DraftMaker:
     def make(dtype: torch.dtype) -> Drafter:
         default, *others = (maker(dtype) for maker in makers)
         return Offering(default, {"same": default} | {f"other-{i}": other for i, other in enumerate(others)})
+
+    return make
+
+
+@dataclass
+class Changing:
+    """In every step another drafter for each sequence, and now and then none."""
+
+    nodes: int
+    names: Sequence[str]
+    draw: random.Random = field(default_factory=lambda: random.Random(5))
+
+    def budget(self, load: Load) -> Budget:
+        chosen = {seq: self.draw.choice(self.names) for seq in load.sequences}
+        return Budget(self.nodes * (self.draw.random() < 0.9), drafters=chosen)
+
+    def observe(self, report: StepReport) -> None:
+        assert len(report.sequences) == len(report.drafters) == len(report.outcomes)
+
+
+def choosing(*makers: DraftMaker) -> DraftMaker:
+    def make(dtype: torch.dtype) -> Drafter:
+        drafters = {f"choice-{i}": maker(dtype) for i, maker in enumerate(makers)}
+        return OfferedDrafters(drafters["choice-0"], drafters, tuple(drafters))
 
     return make
 

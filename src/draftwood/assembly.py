@@ -6,7 +6,7 @@ A name may carry settings behind a colon, separated by commas; `draftwood parts`
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -246,10 +246,16 @@ def load_combined(
     return made
 
 
-def offer(default: Drafter, by_name: Mapping[str, Drafter]) -> OfferedDrafters:
-    """A drafter, those that a request may name instead, and predictions with each of them."""
+def offer(default: Drafter, by_name: Mapping[str, Drafter], choice: Sequence[str] = ()) -> OfferedDrafters:
+    """A drafter, those that a request may name instead, and predictions with each of them; with a `choice`, which
+    drafts is decided for each request.
+    """
+    if sum(by_name[name].reads for name in choice) > 1:
+        raise InvalidRequest(
+            f"Of {', '.join(choice)} more than one reads texts by itself; choose from one such drafter."
+        )
     predicted = {id(drafter): PredictedDrafter(drafter) for drafter in (default, *by_name.values())}
-    return OfferedDrafters(predicted[id(default)], {name: predicted[id(d)] for name, d in by_name.items()})
+    return OfferedDrafters(predicted[id(default)], {name: predicted[id(d)] for name, d in by_name.items()}, choice)
 
 
 def trained_folder(spec: str) -> Path:
@@ -324,6 +330,7 @@ def load_runner(
     checkpoint: Checkpoint, config: EngineConfig, progress: Progress = lambda *_: None, offload: float = 0.0
 ) -> ModelRunner:
     """A model with a cache, as the configuration wants both; of a target, layers may be away."""
+    give_back_memory()  # of reading the vocabulary
     runner = ModelRunner.load(
         checkpoint,
         config.torch_dtype(),

@@ -76,6 +76,8 @@ class ForwardBatch:
     pieces: tuple[tuple[int, int], ...] = ()  # [start, end) of each sequence's rows in its text, where the host knows
     states: Tensor | None = None  # [S] int64 where recurrent layers keep their state of each sequence; None: unknown
     is_text: bool = False  # all rows are committed: states move on over them. Else they move when a path is kept
+    columns: Tensor | None = None  # [N] int64 places behind the text, -1: the last token; None: each follows the last
+    taken_in: Tensor | None = None  # [N] bool rows of text that states hold already, or never will; None: none
     adapters: Tensor | None = None  # [N] int64 which of the model's adapters each row has, -1: none; None: none has
     source_lengths: Tensor | None = None  # [S] first keys of each sequence that are of its source; None: no encoder
     unread: tuple[tuple[int, Source], ...] = ()  # sequences that have rows of their source here

@@ -16,6 +16,7 @@ import torch
 
 from draftwood import __version__
 from draftwood.costs import LIKE_OTHER_CPUS, LIKE_OTHER_GPUS, StepCosts
+from draftwood.drafters.by_request import OfferedDrafters
 from draftwood.drafters.scripted import ScriptedDrafter
 from draftwood.drafting import Drafter
 from draftwood.engine.controller import FixedBudget
@@ -91,6 +92,8 @@ def default_controller(
     target: ModelRunner, drafter: Drafter, costs: StepCosts | None = None, policy: str = AUTO
 ) -> Controller:
     """By costs that are given or known, else by those of another machine of the kind, until steps have run here."""
+    offered = drafter if isinstance(drafter, OfferedDrafters) else None
+    choice = () if offered is None else offered.choice
     return make_controller(
         policy,
         Guessing(
@@ -99,6 +102,8 @@ def default_controller(
             drafter.depth,
             chain=drafter.law.chain,
             reads=drafter.reads,
+            choice=choice,
+            readers=frozenset() if offered is None else frozenset(filter(offered.reads_for, choice)),
         ),
     )
 

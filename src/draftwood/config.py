@@ -49,6 +49,7 @@ class EngineConfig:
     offload: float = 0.0
     tp: int = 1  # ranks that compute the model together, each with a part of every layer
     pp: int = 1  # ranks that compute it one after the other, each with some of the layers
+    groups: int = 1  # of sequences that decode in turns, so that a remote drafter drafts for one while another decodes
 
     def __post_init__(self) -> None:
         known = {
@@ -66,7 +67,7 @@ class EngineConfig:
                 f"Weights stored as {self.weights} are computed with in float32, or in bfloat16 on a GPU, not "
                 f"{self.dtype}; leave dtype alone."
             )
-        for name in ("page_size", "max_waiting", "tp", "pp"):
+        for name in ("page_size", "max_waiting", "tp", "pp", "groups"):
             if getattr(self, name) < 1:
                 raise InvalidRequest(f"{name} must be at least 1.")
         for name in ("cache_tokens", "max_rows", "max_running"):
@@ -87,6 +88,8 @@ class EngineConfig:
             raise InvalidRequest("strict=True goes with tp=1: sums over ranks do not keep the order of one process.")
         if self.pp > 1 and self.tp > 1:
             raise InvalidRequest("Stages cannot be split over ranks yet: give tp or pp, not both.")
+        if self.pp > 1 and self.groups > 1:
+            raise InvalidRequest("Stages have groups of their own, one each: give pp or groups, not both.")
         if self.pp > 1 and self.offload:
             raise InvalidRequest("The layers of stages stay on their devices: give pp or offload, not both.")
 

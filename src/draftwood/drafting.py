@@ -12,18 +12,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from draftwood.batch import ForwardBatch
-from draftwood.cache.kv import Places
+from draftwood.cache.kv import KVCache, Places, behind_last
 from draftwood.model.runner import ModelRunner
 from draftwood.protocols import BatchView, Features, HostView, Randomness
 from draftwood.tree import DraftLaw, TokenTree, Verdict
 
 BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
+MOST_MEMBERS = 4  # drafters in one tree
+MEMBER_BITS = 15  # of a column, for each of them: 1 + where it keeps a node that it has proposed
+GRAFTED = 1 << MOST_MEMBERS * MEMBER_BITS  # is added to such columns
 State = tuple[Tensor, ...]  # what a draft network needs of earlier forwards of the same round
 
 
@@ -62,11 +65,13 @@ class Proposal:
         survival = None if self.survival is None else self.survival[nodes.whole]
         return replace(self, tree=tree, columns=columns[nodes.whole], survival=survival)
 
-    def likeliest(self, count: int, real: Tensor, corrected: Tensor | None = None) -> Proposal:
+    def likeliest(
+        self, count: int, real: Tensor, corrected: Tensor | None = None, need: Tensor | None = None
+    ) -> Proposal:
         """The same with `count` draft nodes of all trees together, those most likely to be accepted, by their
         `corrected` chances [M] if given; absent ones only where there are no others. Trees of sequences that are not
         `real` [B] give way to all others. Of nodes whose chances are not known those nearest to the roots are taken.
-        Does not look at values.
+        Does not look at values. First come those by which a sequence may expect as many tokens as it has `need` [B] of.
 
         Only for chosen nodes: whether a drawn node is scored must not depend on what was drawn.
         """
@@ -81,6 +86,8 @@ class Proposal:
         chance = chance.masked_fill(tree.local == 0, torch.inf)
         paths = tree.shape.paths  # a node is no likelier than its parent, whatever a drafter says
         chance = chance[paths.clamp(min=0)].masked_fill(paths < 0, torch.inf).amin(1)
+        if need is not None and known is not None:
+            chance = chance + 2.0 * _needed(chance.view(tree.num_trees, -1), need).view(-1)
         # Equal ones stay in order, so that no node comes before its parent.
         ranked = chance.sort(descending=True, stable=True).indices
         kept = ranked[: tree.num_trees + count].sort().values
@@ -97,10 +104,50 @@ class Proposal:
         columns = self.tree.local if self.columns is None else self.columns
         return replace(self, tree=self.tree.without(beyond), columns=columns)
 
+    def within_pages(self, view: BatchView, cache: KVCache, staged: int) -> Proposal:
+        """The same without nodes that a drafter has run where their sequence has no page: what it would keep of them
+        may be another node's. Of drawn trees all or none: `staged` places are written to.
+        """
+        if self.columns is None:
+            return self
+        pages = ((view.block_table >= 0) & (view.block_table != cache.scratch_page)).sum(1)
+        places = self.columns if self.tree.q is None else torch.full_like(self.columns, staged)
+        beyond = places > (pages * cache.page_size - view.lengths)[self.tree.owner]
+        if view.may_look and not bool(beyond.any()):
+            return self
+        return replace(self, tree=self.tree.without(beyond))
+
+    @property
+    def members(self) -> Tensor:
+        """Which drafters of a combination have proposed each node. [M, MOST_MEMBERS] bool."""
+        if self.columns is None:
+            return torch.zeros(self.tree.num_nodes, MOST_MEMBERS, dtype=torch.bool, device=self.tree.tokens.device)
+        digits = torch.stack([_digit(self.columns, member) for member in range(MOST_MEMBERS)], 1)
+        return (digits > 0) & (self.columns >= GRAFTED)[:, None]
+
+    def of_member(self, member: int) -> Proposal:
+        """The same, with the columns of one drafter of a combination."""
+        if self.columns is None:
+            return self
+        return replace(self, columns=(_digit(self.columns, member) - 1).clamp(min=0))
+
     def columns_of(self, path: Tensor) -> Tensor:
         """Where the drafter keeps the nodes on `path` [B, D + 1]; 0 where it ends."""
         columns = self.tree.local if self.columns is None else self.columns
         return columns[path.clamp(min=0)].masked_fill(path < 0, 0)
+
+
+def _digit(columns: Tensor, member: int) -> Tensor:
+    """1 + the column of one drafter of a combination, 0 where it has not proposed the node."""
+    return columns >> MEMBER_BITS * member & (1 << MEMBER_BITS) - 1
+
+
+def _needed(chance: Tensor, need: Tensor) -> Tensor:
+    """The likeliest nodes of each tree, until their chances add up to its need [B]; roots are certain. [B, n] bool."""
+    ranked = chance.sort(dim=1, descending=True, stable=True)
+    gained = ranked.values.masked_fill(ranked.values > 1, 0.0).clamp(min=0)
+    wanted = gained.cumsum(1) - gained < need[:, None]
+    return torch.zeros_like(wanted).scatter(1, ranked.indices, wanted)
 
 
 class Drafter(Protocol):
@@ -185,6 +232,15 @@ class Drafter(Protocol):
         ...
 
 
+@runtime_checkable
+class ReadsForSome(Protocol):
+    """Several drafters, one for each sequence."""
+
+    def reads_for(self, name: str | None) -> bool:
+        """Whether the one of that name `reads`."""
+        ...
+
+
 class Silent:
     """The parts of a drafter that most need nothing of."""
 
@@ -238,6 +294,15 @@ class Front:
     forwards: Tensor | None  # [B, k] which forward that was, 0: the roots'; None: the last before this one
     earlier: tuple[Front, ...]  # the fronts before this one, the first behind the roots first
     places: Places  # where a network with a cache of its own keeps them, and what they see of each other
+
+    @cached_property
+    def asked(self) -> Tensor:
+        """The nodes of all forwards up to this one. [B, n]."""
+        return torch.cat([front.tokens for front in (*self.earlier, self)], 1)
+
+    def behind_last(self, count: int) -> Places:
+        """Places of the last `count` tokens of the text, and of the nodes of all forwards up to this one."""
+        return behind_last([front.places for front in (*self.earlier, self)], count)
 
     def of_parents(self, outputs: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """What a network gave for the parents: rows of its outputs of one or all earlier forwards, each

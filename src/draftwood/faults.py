@@ -87,6 +87,11 @@ class Compound(Protocol):
         ...
 
 
+def members_of(drafter: Drafter) -> tuple[str, ...]:
+    """The names of the drafters that a drafter is made of; none for most."""
+    return tuple(health.name for health in drafter.health_of_members) if isinstance(drafter, Compound) else ()
+
+
 class GuardedDrafter:
     """Another drafter, whose exceptions end here."""
 

@@ -8,6 +8,7 @@ import gc
 import mmap
 import os
 import platform
+import re
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from pathlib import Path
 
 READERS, BLOCK = 8, 8 << 20  # of files that will be needed soon
 _being_read: set[Path] = set()
+_MAPPED = re.compile(r"([0-9a-f]+)-([0-9a-f]+) (\S+) \S+ \S+ (\d+)")  # a mapping in Linux's list of them
 SET_HOME = "set DRAFTWOOD_HOME to a folder with room that you can write to, as in `export DRAFTWOOD_HOME=~/draftwood`"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FORBIDDEN = (errno.EROFS, errno.EACCES, errno.EPERM)
@@ -135,9 +137,32 @@ def free_memory() -> int:
 def give_back_memory() -> None:
     """Return what loading has freed to the system; allocators like to keep it."""
     gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if os.name == "posix" else None
-    if trim is not None:
-        trim(0)
+    library = ctypes.CDLL(None) if os.name == "posix" else None
+    if hasattr(library, "malloc_trim"):
+        library.malloc_trim(0)
+    if hasattr(mmap, "MADV_DONTNEED"):
+        for begin, end in _unwritten_files():
+            library.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), mmap.MADV_DONTNEED)
+
+
+def _unwritten_files() -> Iterator[tuple[int, int]]:
+    """Where pages of files are mapped that cannot be written to and never were: begin and end.
+
+    They count as our memory, and starting touches far more of torch's libraries than running does. What is needed again
+    the system has at hand.
+    """
+    try:
+        lines = Path("/proc/self/smaps").read_text().splitlines()
+    except OSError:  # not on Linux
+        return
+    begin = end = 0
+    for line in lines:
+        if mapped := _MAPPED.match(line):
+            begin, end = int(mapped[1], 16), int(mapped[2], 16)
+            if "w" in mapped[3] or mapped[4] == "0":  # no file
+                begin = end
+        elif end > begin and line.split() == ["Anonymous:", "0", "kB"]:
+            yield begin, end
 
 
 def launched_size() -> int:

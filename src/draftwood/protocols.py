@@ -37,6 +37,8 @@ class Budget:
     why: object = field(default="", compare=False)  # the controller's reason; its `str` is for people, if any ask
     gain: Gain = field(default=Gain(), compare=False)
     max_prompt_rows: int | None = None  # beside sequences that decode, so that these wait no longer than promised
+    drafters: Mapping[int, str] = field(default_factory=dict)  # sequence -> which drafts, unless its request names one
+    seconds: float | None = None  # that the step is expected to take; None: not known
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Load:
     context: float = 0.0  # mean length of those that run
     padded: bool = False  # every sequence runs as many nodes, whether they were guessed or not
     paces: tuple[Pace, ...] = ()  # of those that decode and were promised one
+    sequences: tuple[int, ...] = ()  # that run
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,8 @@ class StepReport:
     room: int = 0  # draft nodes that each of them could have had
     prompt_rows: int = 0  # that were prefilled in the same time
     whole_seconds: float | None = None  # of all of it, those rows included; None: something else took time as well
+    sequences: tuple[int, ...] = ()  # that `outcomes` are of
+    drafters: tuple[str | None, ...] = ()  # of each, by the name that requests give
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,7 @@ class StepMode:
     drafters: tuple[str | None, ...] = (None,)  # likewise
     greedy: bool = False  # every sequence takes the likeliest token, and every law is lossless
     truncates: bool = False  # some have top-k, top-p or min-p
-    limited: bool = False  # some may have fewer or less deep draft nodes than others
+    limited: bool = False  # some may have fewer or less deep draft nodes than others, or need more
     predicted: bool = False  # some come with the text their caller expects
     masked: bool = False  # the host gives masks of what may follow the nodes of some
     traced: bool = False  # some ask for traces
@@ -171,14 +176,17 @@ class HostView:
     params: tuple[SamplingParams, ...]
     max_nodes: tuple[int, ...]  # draft nodes that have room
     max_depth: tuple[int, ...]  # draft tokens that could still be emitted
+    drafters: tuple[str | None, ...] = ()  # which drafts for each, by name; () where there is one
     bad_words: tuple[tuple[tuple[int, ...], ...], ...] = ()  # tokenised; () where no request has any
     predictions: tuple[tuple[int, ...], ...] = ()  # tokens that the caller expects of each answer; likewise
     constraints: tuple[Constraint | None, ...] = ()  # likewise
+    resting: HostView | None = None  # sequences that decode, but not in this step
 
     def take(self, rows: Sequence[int]) -> HostView:
         """The same of some of the sequences."""
-        columns = {f.name: getattr(self, f.name) for f in fields(self)}
-        return HostView(**{name: tuple(column[b] for b in rows) if column else () for name, column in columns.items()})
+        columns = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "resting"}
+        taken = {name: tuple(column[b] for b in rows) if column else () for name, column in columns.items()}
+        return HostView(**taken, resting=self.resting)
 
 
 @dataclass(frozen=True)
@@ -204,6 +212,9 @@ class BatchView:
     edits: LogitEdits | None = None
     source_lengths: Tensor | None = None  # [B] int64 first tokens that an encoder reads; None: there is no encoder
     turn_shifts: Tensor | None = None  # [B] int64 added to positions for rotation; None: no images have such rows
+    need: Tensor | None = (
+        None  # [B] float32 accepted tokens that keep each sequence's promise; None: nothing is promised
+    )
     gained: int | None = None  # no sequence has gained more tokens in the last step; None: as many as a tree is deep
     min_accept_prob: float = 0.0  # chosen nodes that are less likely to be accepted should be absent
     may_look: bool = False  # values may be looked at on the host: nothing is captured, and looking is cheap
@@ -221,7 +232,17 @@ class BatchView:
     def take(self, rows: Tensor) -> BatchView:
         """The view of some of its sequences [b]; without logit edits, which only the whole step needs."""
         per_sequence = ("lengths", "seeds", "roots", "temperature", "rows", "block_table")
-        optional = ("states", "max_nodes", "max_depth", "law", "drafter", "adapters", "source_lengths", "turn_shifts")
+        optional = (
+            "states",
+            "max_nodes",
+            "max_depth",
+            "law",
+            "drafter",
+            "adapters",
+            "source_lengths",
+            "turn_shifts",
+            "need",
+        )
         taken = {name: getattr(self, name)[rows] for name in per_sequence}
         taken |= {name: part[rows] for name in optional if (part := getattr(self, name)) is not None}
         limits = self.truncation

@@ -23,8 +23,7 @@ MOST_PRIORITY = 100  # either way
 class Slo:
     """What a request is promised, as service-level objectives; None: nothing.
 
-    Steps are sized to keep promises first. One that the machine cannot keep is broken, and counted; no request is
-    refused or ended for it.
+    Steps are sized to keep promises first. One that cannot be kept is counted; no request is refused or ended for it.
     """
 
     ttft_ms: float | None = None  # from submission to the first token
@@ -269,6 +268,7 @@ class GuessedTree:
     p: tuple[float | None, ...]  # None at the root
     q: tuple[float | None, ...]
     accepted: tuple[bool, ...]  # the root included
+    members: tuple[tuple[str, ...], ...] = ()  # of each node, the drafters of a combination that proposed it
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +282,7 @@ class StepTrace:
     why: str = ""  # as many nodes were drafted as were
     expected_gain: float | None = None  # times as many tokens a second as without drafts
     seconds: float = 0.0
+    drafter: str | None = None  # that was chosen for the answer, or that its request names
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +307,7 @@ class SpeculationStats:
     adapter: str | None = None  # of the request; None: the model itself
     cache_dtype: str = "auto"  # of keys and values; int8 and fp8 make another model, which speculation is exact for
     slo: Slo | None = None  # what was promised
+    members: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # of a combination: (drafted, accepted)
 
     @property
     def seconds_per_token(self) -> float | None:

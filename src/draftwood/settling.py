@@ -11,7 +11,7 @@ import torch
 from draftwood.assembly import SUBSTITUTE, trained_folder
 from draftwood.config import EngineConfig
 from draftwood.drafters.cascade import middle_of
-from draftwood.drafters.lookups import combined_sources
+from draftwood.drafters.lookups import members_of
 from draftwood.drafters.self_drafts import copied_as
 from draftwood.drafting import Drafter
 from draftwood.engine.memory import (
@@ -34,10 +34,11 @@ def settle(config: EngineConfig, target: Checkpoint, drafter: str | Drafter) -> 
     asked, config = config.max_running, config.settled()
     if isinstance(target, UniversalCheckpoint):  # before memory is planned
         require_supported(target.name, config.torch_dtype(), config.torch_device(), config.weight_format())
+    draft = _draft_config(drafter, target.config)
     if config.torch_device().type != "cuda":
-        return config if asked else with_states_for(target.config, config, None)
-    draft, (free, total) = _draft_config(drafter, target.config), device_memory(config.torch_device())
-    config = config if asked else with_states_for(target.config, config, free)
+        return config if asked else with_states_for(target.config, draft, config, None)
+    free, total = device_memory(config.torch_device())
+    config = config if asked else with_states_for(target.config, draft, config, free)
     if not config.cache_tokens:
         tokens = automatic_cache_tokens(target.config, draft, config, free, total, copied_as(middle_of(drafter)))
         config = replace(config, cache_tokens=tokens)
@@ -52,7 +53,7 @@ def _draft_config(drafter: str | Drafter, target: ModelConfig) -> ModelConfig | 
         return None
     if drafter.partition(":")[0] == SUBSTITUTE:
         return target
-    if members := combined_sources(drafter):
+    if members := members_of(drafter):
         configs = [config for name in members if (config := _draft_config(name, target)) is not None]
         return max(configs, key=lambda config: config.num_layers * config.hidden_size**2, default=None)
     if drafter.startswith("model:"):

@@ -7,7 +7,9 @@ would add is staged, and the rows of the accepted path are folded in when it is 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -34,12 +36,14 @@ class StateStore:
         parts = [self.tail] if self.memory is None else [self.tail, self.memory]
         return sum(part.numel() * part.element_size() for part in parts)
 
-    def at(self, places: Tensor, fresh: Tensor) -> Carried:
-        """The states at `places` [S]; empty where a text is about to begin, `fresh` [S]."""
-        tail = self.tail.index_select(0, places).masked_fill(fresh[:, None, None], 0)
-        if self.memory is None:
-            return Carried(tail, None)
-        return Carried(tail, self.memory.index_select(0, places).masked_fill(fresh[:, None, None, None], 0))
+    def at(self, places: Tensor, fresh: Tensor | None) -> Carried:
+        """The states at `places` [S]; empty where a text is about to begin, `fresh` [S]; None: nowhere."""
+        tail = self.tail.index_select(0, places)
+        memory = None if self.memory is None else self.memory.index_select(0, places)
+        if fresh is not None:
+            tail.masked_fill_(fresh[:, None, None], 0)
+            memory = memory if memory is None else memory.masked_fill_(fresh[:, None, None, None], 0)
+        return Carried(tail, memory)
 
     def write(self, places: Tensor, states: Carried) -> None:
         """Replace the states at `places` [S]."""
@@ -60,9 +64,15 @@ class Block:
 
     index: Tensor  # [S, R] int64 row of the forward, any where there is none
     there: Tensor  # [S, R] bool
+    columns: Tensor  # [S, R] int64 places behind the text, -1: its last token
     sees: Tensor  # [S, R, R] bool the rows on the path to each, itself included; empty where there is no row
     depth: Tensor  # [S, R] int64 rows before it on its path
     _windows: dict[int, Tensor] = field(default_factory=dict)
+
+    @property
+    def last(self) -> Tensor:
+        """The last row of each sequence; any where it has none. [S]."""
+        return (self.there * torch.arange(self.there.shape[1], device=self.there.device)).amax(1)
 
     def windows(self, kernel: int) -> Tensor:
         """For each row the last `kernel` inputs along its path, itself last: numbers in a tail of `kernel` - 1 inputs
@@ -89,6 +99,7 @@ class Deposit:
     total: Tensor  # [S, H, R] float64 logarithm of the decay along the path to each row
     keys: Tensor  # [S, G, R, N] of groups of heads
     values: Tensor  # [S, H, R, P]
+    rates: Tensor | None = None  # [H, N] what `total` is multiplied by for each number of a key; None: nothing
 
 
 @dataclass(frozen=True)
@@ -104,6 +115,54 @@ class StagedTrees:
     """The same of all recurrent layers."""
 
     places: Tensor  # [S] of the sequences' states
-    fresh: Tensor  # [S] bool
+    fresh: Tensor | None  # [S] bool; None: none is
     block: Block
     layers: tuple[StagedRows, ...]
+
+    def reached(self, path: KeptPath) -> tuple[Tensor, Tensor]:
+        """The last row of each path that is here, and how many nodes of the path are up to it. Twice [S]."""
+        columns = path.columns - 1
+        here = (self.block.columns[:, None] == columns[:, :, None]) & self.block.there[:, None]  # [S, D + 1, R]
+        steps = torch.arange(columns.shape[1], device=columns.device)
+        wanted = (steps <= path.length[:, None]) & ((columns >= 0) | (steps == 0))
+        count = (here.any(2) & wanted).long().cumprod(1).sum(1) - 1
+        row = here.to(torch.int8).argmax(2).gather(1, count.clamp(min=0)[:, None])[:, 0]
+        return row, count
+
+
+@dataclass(frozen=True)
+class KeptPath:
+    """The path of each tree that is kept."""
+
+    block_table: Tensor  # [B, P]
+    base: Tensor  # [B] committed tokens, the root included
+    columns: Tensor  # [B, D + 1] where its nodes were staged behind them, from 1; 0: the root, and nowhere
+    length: Tensor  # [B] nodes of it, the root not counted
+    chain: bool = False  # all of them lie there already
+    staged: StagedTrees | None = None
+
+    def of(self, trees: Tensor) -> KeptPath:
+        """Those of some trees [b], which are the ones that were staged."""
+        table, base = self.block_table[trees], self.base[trees]
+        return KeptPath(table, base, self.columns[trees], self.length[trees], self.chain, self.staged)
+
+
+class LayerState(Protocol):
+    """What layers keep of sequences: pages of keys and values, states of recurrent layers."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all of it."""
+        ...
+
+    def commit(self, path: KeptPath) -> None:
+        """Keep the path of every tree, and nothing else of it."""
+        ...
+
+
+class PlacedState(LayerState, Protocol):
+    """One with a place for each sequence."""
+
+    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
+        """From place to place, one after the other."""
+        ...

@@ -13,7 +13,7 @@ no node's child: no draw behind any node names it. `packed` drops absent nodes w
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 import torch
@@ -41,6 +41,16 @@ class DraftLaw:
     paths: bool = False  # whole independent paths, merged where they agree; perhaps behind a trunk they share
     grown: bool = False  # where nodes are drawn follows from what was drawn before them
     grafted: bool = False  # which chosen nodes stand beside and behind drawn ones may depend on what was drawn
+
+    def __or__(self, other: DraftLaw) -> DraftLaw:
+        """Of trees of either kind."""
+        return DraftLaw(
+            self.draws | other.draws,
+            chain=self.chain and other.chain,
+            paths=self.paths or other.paths,
+            grown=self.grown or other.grown,
+            grafted=self.grafted or other.grafted,
+        )
 
 
 POINT_CHAIN = DraftLaw(frozenset({Draw.POINT}), chain=True)
@@ -262,6 +272,7 @@ class HostVerdict:
     drafted: list[int]
     drift: list[float]
     usable: list[bool]  # whether the bonus token had a distribution
+    members: list[list[int]] = field(default_factory=list)  # see `StepOutput`; none without a combination
 
     def take(self, rows: list[int]) -> HostVerdict:
         """The same of some of the sequences."""
@@ -271,4 +282,5 @@ class HostVerdict:
             [self.drafted[b] for b in rows],
             [self.drift[b] for b in rows],
             [self.usable[b] for b in rows],
+            [self.members[b] for b in rows if self.members],
         )

@@ -10,6 +10,7 @@ from draftwood.cache.kv import KVCache, stage_trees
 from draftwood.cache.row_settings import BIASES, STOPS, RowSettings, edits_on_device
 from draftwood.protocols import BatchView, StepMode
 from draftwood.request import SamplingParams
+from draftwood.states import KeptPath
 from draftwood.tree import TokenTree, Verdict
 from no_sync import no_looking
 from tiny import CPU, tiny_config
@@ -125,9 +126,10 @@ def test_accepted_paths_are_kept_without_a_look_at_values() -> None:
             to, at = (table[b, (first + i - 1) // 4] * 4 + (first + i - 1) % 4 for i in (step, path[step]))
             if path[step]:
                 want[:, :, :, to] = caches[1].memory.store[:, :, :, at]
-    caches[1].keep(table, base, index, length)
+    path = KeptPath(table, base, index, length)
+    caches[1].commit(path)
     with no_looking():
-        caches[2].keep(table, base, index, length)
+        caches[2].commit(path)
     owned = slice(0, 12 * 4)  # the scratch page may hold anything
     for cache in caches[1:]:
         assert torch.equal(cache.memory.store[:, :, :, owned], want[:, :, :, owned])

@@ -19,6 +19,7 @@ import torch
 from adapters import ALL, adapter_tensors, llama_modules, write_adapter
 from draftwood.drafters.cascade import CascadeDrafter
 from draftwood.drafters.lookahead import LookaheadDrafter
+from draftwood.drafters.self_drafts import SELF_DRAFTS
 from draftwood.drafters.view import View, ViewDrafter, Window, first_layers, without_layers
 from draftwood.growers import (
     Beam,
@@ -39,6 +40,7 @@ from draftwood.model.config import ModelConfig
 from draftwood.model.lora import Adapter as LoraAdapter
 from draftwood.model.lora import read_adapter
 from draftwood.model.runner import ModelRunner
+from draftwood.model.spec import Sublayers
 from draftwood.model.weights import FORMATS
 from draftwood.ops.packed import Packing
 from draftwood.request import FinishReason, SamplingParams
@@ -47,7 +49,7 @@ from draftwood.train.optim import OptimConfig
 from draftwood.tree import DraftLaw, Draw
 from draftwood.verifiers import LAWS
 from families import RECURRENT
-from remote_drafters import PeriodicSpeaker, remote
+from remote_drafters import PeriodicSpeaker, remote, sampling
 from seq2seq import seq2seq_folder, seq2seq_runner, source_of
 from tiny import (
     NETS,
@@ -56,6 +58,7 @@ from tiny import (
     Harness,
     Regime,
     TinyCheckpoint,
+    choosing,
     combining,
     expecting,
     generated,
@@ -74,6 +77,7 @@ from tiny import (
     with_masks,
     with_model,
     with_net,
+    with_recurrent,
     with_student,
     with_view,
 )
@@ -108,6 +112,7 @@ DRAFTERS: dict[str, DraftMaker] = {
         recycling, with_model(Levels((2, 1), Independent())), with_model(Levels((1, 1), Independent()), noise=0.4)
     ),
     "remote": remote(PeriodicSpeaker()),
+    "remote-drawn": sampling(PeriodicSpeaker()),
     "model-chain": with_model(chain(4)),
     "model-static": with_model(Levels((3, 2, 1), Best())),
     "model-shape": with_model(StaticShape(((0,), (1,), (3,), (0, 0), (0, 2), (1, 0), (0, 0, 0)))),
@@ -145,7 +150,10 @@ DRAFTERS: dict[str, DraftMaker] = {
     "kangaroo-sampled": with_net("kangaroo", Levels((1, 1, 1), Independent())),
     "model-other-family": with_model(Levels((2, 2), Best()), family="qwen3", layers=1),
     "model-other-vocabulary": with_bridge(Levels((2, 1), WithoutReplacement())),
-    "view-int4-beam": with_view(View(without_layers((0,)), rounded("w4a8")), Beam(nodes=9, width=3, depth=3)),
+    "view-int4-beam": with_view(
+        View(rounded=rounded("w4a8"), without=Sublayers(frozenset({0}), frozenset({1}))),
+        Beam(nodes=9, width=3, depth=3),
+    ),
     "view-window": with_view(View(window=Window(4, 4)), BestFirst(nodes=9, width=3, forwards=3)),
     "offered-views": offering(
         with_view(View(first_layers(1)), Levels((1, 1, 1), Independent())),
@@ -155,6 +163,14 @@ DRAFTERS: dict[str, DraftMaker] = {
     ),
     "cascade-view": lambda dtype: CascadeDrafter(
         suffix(nodes=5, shortest=1, least=0.0)(dtype), ViewDrafter(View(without_layers((0,))), chain(1)), 5, 2, 3
+    ),
+    "cascade-drawn": lambda dtype: CascadeDrafter(
+        recycling(dtype),
+        with_model(chain(1))(dtype),  # type: ignore[arg-type]
+        nodes=5,
+        rounds=2,
+        ahead=3,
+        drawn=1,
     ),
     "predicted": expecting(no_drafter, lambda prompt: nearly_right(tuple(prompt))),
     "predicted-model-iid": expecting(
@@ -166,7 +182,7 @@ DRAFTERS: dict[str, DraftMaker] = {
     "offered-nets": offering(
         with_net("eagle3", Levels((3, 2, 1), Best())), with_net("medusa", chain(3)), with_model(chain(3))
     ),
-    "offered-suffix": offering(
+    "choice": choosing(
         suffix(nodes=6, shortest=1, least=0.0), with_model(chain(3)), ngram(nodes=3, longest=3, shortest=1)
     ),
     "offered-combined": offering(
@@ -195,7 +211,7 @@ REGIMES: dict[str, Regime] = {
     "one-by-one": Regime(max_running=1),
     "chunks-of-five": Regime(max_rows=5),
     "starved": Regime(max_rows=24, num_pages=16),
-    "big-pages": Regime(page_size=32, num_pages=20),
+    "big-pages-by-turns": Regime(page_size=32, num_pages=20, groups=2),
 }
 
 
@@ -323,10 +339,11 @@ def test_every_family_under_a_tree(family: str, name: str) -> None:
 
 
 @cache
-def recurrent(family: str) -> tuple[ModelConfig, list[list[int]]]:
+def recurrent(family: str, temperature: float = 0.8) -> tuple[ModelConfig, list[list[int]]]:
     """A family with recurrent layers, and what plain decoding says: one request at a time, nothing shared."""
     config = ModelConfig.from_hf({**RECURRENT[family], "max_position_embeddings": 512})
-    runs = [Harness(tiny_runner(config), no_drafter(torch.float64), LAWS["match"]()).run([a]) for a in requests(0.8)]
+    asks = requests(temperature)
+    runs = [Harness(tiny_runner(config), no_drafter(torch.float64), LAWS["match"]()).run([ask]) for ask in asks]
     return config, [generated(answers)[0] for answers in runs]
 
 
@@ -340,7 +357,7 @@ RECURRENT_ROWS = [
 
 
 @pytest.mark.parametrize(("name", "regime"), RECURRENT_ROWS)
-@pytest.mark.parametrize("family", ["mamba2", "bamba", "falcon_h1", "lfm2", "nemotron_h", "qwen3_next"])
+@pytest.mark.parametrize("family", ["mamba2", "bamba", "falcon_h1", "lfm2", "nemotron_h", "qwen3_next", "jamba"])
 def test_recurrent_layers_give_rejected_drafts_back(family: str, name: str, regime: str) -> None:
     """States behind trees, chains, chunks, preemption and shared prefixes are those of plain decoding."""
     config, wanted = recurrent(family)
@@ -350,6 +367,38 @@ def test_recurrent_layers_give_rejected_drafts_back(family: str, name: str, regi
     answers = harness.run(requests(0.8))
     assert generated(answers) == wanted
     assert name == "none" or sum(answer.accepted for answer in answers) > 0
+    assert regime != "starved" or harness.engine.scheduler.num_preemptions > 0
+
+
+def without_attention() -> View:
+    entry = SELF_DRAFTS["component"]
+    return entry.make()(TinyCheckpoint(tiny_config()))
+
+
+RECURRENT_DRAFTS: dict[str, DraftMaker] = {
+    "model-tree": with_recurrent("mamba2", Levels((3, 2, 1), Best())),
+    "model-drawn": with_recurrent("qwen3_next", Levels((2, 2), WithoutReplacement())),
+    "model-paths": with_recurrent("lfm2", Paths(2, 2, trunk=2)),
+    "combined": combining(with_recurrent("falcon_h1", Levels((1, 1, 1), Independent())), recycling, nodes=9),
+    "offered": offering(with_recurrent("bamba", Greedy(9, 3)), with_recurrent("lfm2", chain(3)), recycling),
+    "component": with_view(without_attention(), Levels((2, 2), WithoutReplacement())),
+    "component-beam": with_view(without_attention(), Beam(nodes=9, width=3, depth=3)),
+    "early-exit": with_view(View(first_layers(1)), chain(4)),
+}
+
+
+@pytest.mark.parametrize("regime", ["chunks-of-five", "starved"])
+@pytest.mark.parametrize("name", RECURRENT_DRAFTS)
+def test_drafts_of_recurrent_layers(name: str, regime: str) -> None:
+    """As second models, for a target without states, and as parts of a target with them."""
+    own, config, wanted = REGIMES[regime], None, plain(1.0, torch.float64)
+    if name.startswith(("component", "early")):
+        config, wanted = recurrent("falcon_h1", 1.0)
+    target = tiny_runner(config, num_pages=own.num_pages, page_size=own.page_size)
+    harness = Harness(target, RECURRENT_DRAFTS[name](torch.float64), LAWS["match"](), own)
+    answers = harness.run(requests(1.0))
+    assert generated(answers) == wanted
+    assert sum(answer.accepted for answer in answers) > 0
     assert regime != "starved" or harness.engine.scheduler.num_preemptions > 0
 
 
@@ -457,7 +506,7 @@ def translator(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[lis
 
 BEHIND_ENCODERS = (
     *("none", "scripted-bushy", "ngram", "ngram-tree", "suffix", "recycling", "combined", "model-static", "model-iid"),
-    *("pard-tree", "predicted-model-iid", "offered-suffix"),
+    *("pard-tree", "predicted-model-iid", "choice"),
 )
 
 

@@ -48,6 +48,7 @@ from draftwood.request import FinishReason, SamplingParams
 from draftwood.train.online import AdaptConfig, Adapter
 from draftwood.train.optim import OptimConfig
 from draftwood.verifiers import LAWS
+from remote_drafters import PeriodicSpeaker, sampling
 from tiny import Ask, Harness, Regime, TinyCheckpoint, generated, rest, with_arrivals, with_net
 
 GREEDY = StepMode(greedy=True)
@@ -74,6 +75,7 @@ def feature_drafter(kind: str, grower):  # type: ignore[no-untyped-def]
     return with_net(kind, grower, TinyCheckpoint(target.model.config), DEVICE)(target.model.dtype)
 
 
+SPEAKER = PeriodicSpeaker()
 DRAFTERS = {
     "none": lambda **_: NoDrafter(),
     "lookup": lambda **_: LookupDrafter(nodes=6, longest=3, shortest=1),
@@ -139,6 +141,7 @@ DRAFTERS = {
     "block beam": lambda **_: feature_drafter("dspark", Beam(7, 3, 3)),
     "hydra beam": lambda **_: feature_drafter("hydra", Beam(6, 2, 3)),
     "kangaroo": lambda **_: feature_drafter("kangaroo", Levels((2, 2, 1), Best())),
+    "remote drawn": lambda **_: sampling(SPEAKER)(torch.float64),
     "eagle1 sampled": lambda **_: feature_drafter("eagle1", Levels((1, 1, 1), Independent())),
 }
 

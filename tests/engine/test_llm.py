@@ -344,6 +344,10 @@ def test_combinations_of_all_kinds_by_name(folder: Path, llm: LLM) -> None:
             got = combined.generate(PROMPTS, replace(params, drafter=name))
             assert [r.token_ids for r in got] == wanted
             assert sum(r.stats.accepted for r in got) > 0
+            for stats in (r.stats for r in got):
+                assert [*stats.members] == [*([] if name else [f"model:{folder}"]), "suffix", "recycling"]
+                assert sum(drafted for drafted, _ in stats.members.values()) >= stats.drafted > 0
+                assert sum(accepted for _, accepted in stats.members.values()) >= stats.accepted
     for wrong, words in (("suffix+suffix", "different drafters"), ("suffix+psychic", "Unknown drafter 'psychic'")):
         with pytest.raises(InvalidRequest, match=words):
             LLM(folder, drafter=f"combined:{wrong}", config=SMALL)

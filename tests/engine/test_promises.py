@@ -166,6 +166,25 @@ def test_a_pace_is_what_is_left_until_the_next_token() -> None:
     assert run.scheduler.load.paces == (Pace(1.5, 2.0),)
 
 
+@pytest.mark.parametrize(
+    ("took", "seconds", "gain", "need"),
+    [
+        (0.0, 1.2, 1.0, 0.0),  # in time with the target's own token
+        (0.0, 1.5, 1.0, 0.0),
+        (0.0, 3.0, 1.0, 1.0),
+        (1.0, 3.0, 1.0, 1.1 * 2 - 1),  # late: bit by bit
+        (0.0, 9.0, 1.0, 0.0),  # six tokens a step are more than it will ever have
+        (0.0, 9.0, 4.0, 5.0),
+    ],
+)
+def test_what_a_promise_needs_of_a_step(took: float, seconds: float, gain: float, need: float) -> None:
+    seq = answer(0, tokens=9, slo=Slo(tpot_ms=1500))
+    assert seq.need(1.0, 3.0) == 0, "the first token is another promise"
+    seq.first_token, seq.gain = 0.0, gain
+    seq.tokens.append(1)
+    assert seq.need(took, seconds) == pytest.approx(need)
+
+
 def told(controller: MeasuredBudget, nodes: int, batch: int, accepted: int, seconds: float) -> None:
     outcomes = ((nodes, accepted),) * batch
     rows = batch * (1 + nodes)

@@ -19,6 +19,7 @@ import torch
 from coverage import Coverage
 from torch import Tensor
 
+from adapters import adapter_tensors, llama_modules, write_adapter
 from draftwood import LLM, EngineConfig, SamplingParams
 from draftwood.batch import ForwardBatch
 from draftwood.drafters.none import NoDrafter
@@ -28,10 +29,11 @@ from draftwood.model.runner import Model, ModelRunner
 from draftwood.model.sharding import ShardedCheckpoint, sharded
 from draftwood.model.stages import StageCheckpoint, StageModel, stages_of
 from draftwood.model.transformer import Transformer
+from draftwood.model.universal_ranks import split
 from draftwood.model.weights import FORMATS
 from draftwood.protocols import Span
 from draftwood.request import FinishReason
-from families import FAMILIES
+from families import FAMILIES, RECURRENT
 from spmd import CASES, STARVED
 from staging import text_batch
 from tiny import TinyCheckpoint, hf_config, tiny_config, tiny_folder
@@ -164,6 +166,26 @@ def test_three_stages_give_the_logits_of_one(dtype: torch.dtype, tied: bool) -> 
     assert (made.own.logits - want).abs().max() <= (1e-12 if dtype == torch.float64 else 0)
 
 
+def test_models_that_have_a_state_or_read_a_source_are_refused() -> None:
+    with pytest.raises(InvalidRequest, match="encoder or recurrent layers"):
+        sharded(ModelConfig.from_hf(RECURRENT["lfm2"]), 2, FORMATS["stored"])
+
+
+@pytest.mark.parametrize(
+    ("style", "part", "reason"),
+    [
+        ("mla_kv_a_proj", torch.nn.Linear(4, 4), "asks for 'mla_kv_a_proj'"),
+        ("colwise", torch.nn.Embedding(4, 4), "an? Embedding"),
+        ("rowwise", torch.nn.Linear(5, 4), "do not divide"),
+    ],
+)
+def test_plans_that_are_not_known_are_refused(style: str, part: torch.nn.Module, reason: str) -> None:
+    modules: Any = torch.nn.Sequential(part)
+    modules.tp_plan = {"*": style}
+    with pytest.raises(InvalidRequest, match=reason):
+        split(modules, InTurn(0, {}))
+
+
 class InTurn:
     """Two ranks that are threads of this process, one of which runs at a time: Triton's interpreter wants that."""
 
@@ -236,6 +258,9 @@ def staged_text(runner: ModelRunner) -> ForwardBatch:
 
 def test_what_cannot_be_told_to_another_process_is_refused(tmp_path: Path) -> None:
     folder = tiny_folder(tmp_path / "model")
+    for kind in ("tp", "pp"):
+        with pytest.raises(InvalidRequest, match="by request are not split"):
+            LLM(folder, adapters={"a": folder}, **{kind: 2})
     with pytest.raises(InvalidRequest, match="torchrun"):
         LLM(folder, drafter=NoDrafter(), tp=2)
     with pytest.raises(InvalidRequest, match="tp=1"):
@@ -244,6 +269,8 @@ def test_what_cannot_be_told_to_another_process_is_refused(tmp_path: Path) -> No
         EngineConfig(tp=2, pp=2)
     with pytest.raises(InvalidRequest, match="not both"):
         EngineConfig(offload=0.5, pp=2)
+    with pytest.raises(InvalidRequest, match="not both"):
+        EngineConfig(groups=2, pp=2)
     with pytest.raises(InvalidRequest, match="contradicts"):
         LLM(folder, config=EngineConfig(tp=3), tp=2)
 
@@ -258,9 +285,10 @@ def test_an_llm_starts_its_ranks_and_ends_with_them(tmp_path: Path, kind: str) -
         SamplingParams(max_tokens=20, temperature=0.8, seed=3, n=2, logit_bias={65: 2.0}, stop=("q",)),
         SamplingParams(max_tokens=12, temperature=0.8, seed=4, grammar="root ::= [a-z]+"),
     ]
-    with LLM(folder, drafter="ngram", offers=["suffix"], threads=1) as alone:
+    lora = write_adapter(tmp_path / "lora", adapter_tensors(llama_modules()))
+    with LLM(folder, drafter="ngram", offers=["suffix"], threads=1, lora=lora) as alone:
         want = [[c.token_ids for c in result.completions] for result in alone.generate(prompts, params)]
-    with LLM(folder, drafter="ngram", offers=["suffix"], threads=1, **{kind: 2}) as llm:
+    with LLM(folder, drafter="ngram", offers=["suffix"], threads=1, lora=lora, **{kind: 2}) as llm:
         got = [[c.token_ids for c in result.completions] for result in llm.generate(prompts, params)]
         assert got == want
         with pytest.raises(InvalidRequest, match="one rank"):

@@ -17,25 +17,29 @@ from safetensors.torch import save_file
 import captured
 from draftwood.batch import with_text
 from draftwood.cache.blocks import PageTables
-from draftwood.cache.recurrent import state_bytes
+from draftwood.cache.recurrent import FollowingStates, state_bytes
 from draftwood.cli.about import about_table
 from draftwood.config import EngineConfig
+from draftwood.drafters.combined import CombinedDrafter
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
 from draftwood.drafters.scripted import ScriptedDrafter
+from draftwood.drafters.suffix import SuffixDrafter
+from draftwood.drafters.view import View, ViewDrafter
 from draftwood.drafting import Drafter
 from draftwood.engine.llm import LLM
 from draftwood.engine.memory import WITHOUT_KEYS, automatic_cache_tokens, plan_memory, with_states_for
 from draftwood.engine.scheduler import Scheduler, SchedulerConfig
-from draftwood.errors import IncompatibleParts
-from draftwood.growers import chain
+from draftwood.growers import Best, BestFirst, Levels, chain
 from draftwood.model.config import ModelConfig
 from draftwood.model.families import FAMILIES as KNOWN
 from draftwood.model.mixers import Recurrences
 from draftwood.model.runner import ModelRunner
+from draftwood.model.transformer import Transformer
 from draftwood.protocols import Span
 from draftwood.request import SamplingParams
+from draftwood.states import KeptPath
 from draftwood.tree import TokenTree, Verdict
 from draftwood.verifiers import LAWS
 from families import RECURRENT
@@ -70,7 +74,7 @@ def alone(config: ModelConfig, asks: list[Ask]) -> list[list[int]]:
     return [generated(Harness(tiny_runner(config), NoDrafter(), LAWS["match"]()).run([ask]))[0] for ask in asks]
 
 
-@pytest.mark.parametrize("family", ["bamba", "lfm2", "qwen3_next"])
+@pytest.mark.parametrize("family", ["bamba", "lfm2", "qwen3_next", "falcon_mamba"])
 def test_a_prefix_is_read_once(family: str) -> None:
     """The second text finds where it parts from the first, and leaves its states there for the third."""
     config, asks = config_of(family), asking([*prompts(22, 9, 4), prompts(22, 9, 1)[0]])
@@ -136,11 +140,19 @@ def test_places_of_states_are_counted() -> None:
 CAPTURED: dict[str, Callable[[], Drafter]] = {
     "branches": lambda: NgramDrafter(6, 3, 1, 3),
     "chain": lambda: ScriptedDrafter(lambda tokens: [[t % 13 for t in tokens[-3:]]], 4, chain=True),
+    "model": lambda: ModelDrafter(tiny_runner(config_of("lfm2")), Levels((2, 1), Best())),
+    "component": lambda: ViewDrafter(View(changed=Transformer.without_attention), chain(3)),  # type: ignore[arg-type]
 }
 
 
-@pytest.mark.parametrize("family", ["bamba", "lfm2", "qwen3_5"])
-@pytest.mark.parametrize("name", CAPTURED)
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        *((f, n) for f in ("bamba", "lfm2", "qwen3_5") for n in ("branches", "chain")),
+        ("qwen3_5", "model"),
+        ("bamba", "component"),
+    ],
+)
 def test_captured_steps_give_the_tokens_of_plain_decoding(
     family: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -175,21 +187,61 @@ def test_nothing_looks_at_values(family: str) -> None:
         for i, mixer in enumerate(mixers):
             recurrences.run(i, mixer, rows)
         assert recurrences.staged is not None
-        runner.cache.states.keep(recurrences.staged, index.gather(1, verdict.length[:, None])[:, 0])
+        path = KeptPath(whole.parts[0].block_table, whole.parts[0].tree_base, index, verdict.length)
+        runner.cache.states.commit(replace(path, staged=recurrences.staged))
 
 
-def test_a_recurrent_model_cannot_be_a_draft_model() -> None:
-    drafter = ModelDrafter(tiny_runner(config_of("bamba")), chain(3))
-    with pytest.raises(IncompatibleParts, match="cannot be the draft model"):
-        drafter.attach(tiny_runner())
-    runner = drafter.runner
-    runner.cache.tables.open(0, ())
-    runner.cache.tables.reserve(0, 4)
-    batch = replace(runner.cache.stage_text([Span(0, [1, 2, 3], 0, 3)]), states=None)
-    with pytest.raises(IncompatibleParts, match="no place for states"):
-        runner.forward(batch)
-    with pytest.raises(IncompatibleParts, match="some of its layers"):
-        tiny_runner(config_of("bamba")).model.part([0])  # type: ignore[attr-defined]
+class StateHarness(Harness):
+    """Holds every state of a draft model against that of a model that reads the same text anew."""
+
+    checked = 0
+
+    def check(self) -> None:
+        super().check()
+        drafter, tables = self.engine.drafter, self.engine.target.cache.tables
+        if isinstance(drafter, CombinedDrafter):
+            drafter = drafter.sources[0]
+        assert isinstance(drafter, ModelDrafter)
+        following = drafter.runner.cache.layer_states[1]
+        assert isinstance(following, FollowingStates)
+        for seq in self.engine.scheduler.running[:2]:
+            place = tables.state(seq.id)
+            assert place is not None
+            if held := int(following.held[place]):
+                fresh = ModelRunner(drafter.runner.model, 20, PAGE)
+                fresh.cache.tables.open(0, ())
+                fresh.cache.tables.reserve(0, held)
+                fresh.forward(fresh.cache.stage_text([Span(0, seq.tokens, 0, held)]))
+                for own, wanted in zip(following.states.stores, fresh.cache.memory.states, strict=True):
+                    assert (own.tail[place] - wanted.tail[0]).abs().max() < 1e-9
+                    assert own.memory is None or (own.memory[place] - wanted.memory[0]).abs().max() < 1e-9
+                self.checked += 1
+
+
+@pytest.mark.parametrize("way", ["chain", "tree", "combined"])
+@pytest.mark.parametrize("family", ["mamba", "bamba", "lfm2", "qwen3_next"])
+def test_states_of_a_draft_model_are_never_stale(family: str, way: str) -> None:
+    """Behind accepted and rejected nodes, chunks of prompts, preemption, shared prefixes and cancellation."""
+    asks = asking(prompts(13, 6, 6), max_tokens=16)
+    asks = [replace(ask, arrives=2 * i, cancelled=12 if i == 1 else None) for i, ask in enumerate(asks)]
+    grower, target = BestFirst(nodes=9, width=3, forwards=3) if way == "tree" else chain(4), tiny_runner(num_pages=16)
+    drafter, regime = ModelDrafter(tiny_runner(config_of(family)), grower), Regime(max_rows=24, num_pages=16)
+    if way == "combined":
+        drafter = CombinedDrafter([drafter, SuffixDrafter(nodes=6, shortest=1, least=0.0)], least=0.0)
+    harness = StateHarness(target, drafter, LAWS["match"](), regime)
+    answers = harness.run(asks)
+    assert harness.checked > 40
+    assert harness.engine.scheduler.num_preemptions > 0
+    assert any(answer.cached_prompt_tokens for answer in answers)
+    assert sum(answer.accepted for answer in answers) > 0
+
+
+def test_a_draft_model_that_is_its_target_is_always_right() -> None:
+    """Both have recurrent layers, in the same places."""
+    config = config_of("bamba")
+    asks = [replace(ask, params=replace(ask.params, temperature=0.0)) for ask in asking(prompts(13, 6, 4))]
+    answers = Harness(tiny_runner(config), ModelDrafter(tiny_runner(config), chain(4)), LAWS["match"]()).run(asks)
+    assert sum(answer.drafted for answer in answers) == sum(answer.accepted for answer in answers) > 20
 
 
 def test_states_are_planned_and_told(tmp_path: Path) -> None:
@@ -200,8 +252,12 @@ def test_states_are_planned_and_told(tmp_path: Path) -> None:
     settings = EngineConfig(dtype="bfloat16", device="cpu", cache_tokens=4096, max_running=6, max_rows=64)
     plan = plan_memory(config, None, settings, 1 << 40, 1 << 40)
     assert plan.states == (6 + 4 + 1) * size
-    assert [with_states_for(config, settings, 4 * size * count).max_running for count in (100, 9, 1)] == [6, 4, 1]
-    assert with_states_for(config, settings, None) == with_states_for(tiny_config(), settings, 0) == settings
+    assert [with_states_for(config, None, settings, 4 * size * count).max_running for count in (100, 9, 1)] == [6, 4, 1]
+    assert (
+        with_states_for(config, None, settings, None) == with_states_for(tiny_config(), None, settings, 0) == settings
+    )
+    assert plan_memory(config, config, settings, 1 << 40, 1 << 40).states == 2 * plan.states
+    assert with_states_for(tiny_config(), config, settings, 36 * size).max_running == 4
     assert automatic_cache_tokens(config_of("mamba2"), None, settings, 1 << 40, 1 << 40) == WITHOUT_KEYS
     runner = ModelRunner(tiny_runner(config, dtype=torch.bfloat16).model, 8, PAGE, 10)
     assert runner.cache.states.num_bytes == 11 * size
@@ -233,8 +289,8 @@ def test_an_llm_serves_one(tmp_path: Path) -> None:
     folder, said = str(bamba_folder(tmp_path / "model")), []
     params = SamplingParams(max_tokens=12, temperature=0.8, seed=5, n=3)
     config = EngineConfig(device="cpu", max_running=2, cache_tokens=2048)
-    for drafter in ("none", "ngram"):
+    for drafter in ("none", "ngram", f"model:{folder}", "component"):
         with LLM(folder, drafter=drafter, config=config) as llm:
             said.append([answer.text for answer in llm.generate("ab ab ab ab", params).completions])
-    assert said[0] == said[1]
+    assert said[0] == said[1] == said[2] == said[3]
     assert len(set(said[0])) > 1

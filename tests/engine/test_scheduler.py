@@ -196,6 +196,30 @@ def test_prompts_alone_are_read_in_whole_steps() -> None:
     assert plan.num_rows == 49
 
 
+def test_groups_decode_by_turns() -> None:
+    """None twice in a row while others wait; one that comes or ends moves nobody to the end."""
+    scheduler = Scheduler(PageTables(64, 4), SchedulerConfig(64, 8, 64, groups=2))
+    answers = _answers("aaaaa")
+    for seq in answers:
+        seq.max_length = 100
+    scheduler.add(answers[:4])
+    steps = []
+    for step in range(8):
+        if step == 3:
+            scheduler.add(answers[4:])
+        if step == 5:
+            scheduler.abort(answers[0].request_id, FinishReason.CANCELLED)
+        prompts, plan = scheduler.schedule(Budget(0))
+        scheduler.commit(prompts, HostVerdict([], [], [], [], []))
+        assert {item.seq.id for item in (*plan.items, *plan.resting)} == {
+            seq.id for seq in scheduler.running if scheduler.tables.num_cached(seq.id) == len(seq.tokens) - 1
+        }
+        steps.append([answers.index(item.seq) for item in plan.items])
+        count = len(plan.items)
+        scheduler.commit(plan, HostVerdict([[1]] * count, [0] * count, [0] * count, [0.0] * count, [True] * count))
+    assert steps == [[0, 1], [2, 3], [0, 1], [2, 3, 4], [0, 1], [2, 3], [1, 4], [2, 3]]
+
+
 @pytest.mark.parametrize(
     ("places", "arrivals", "served"),
     [

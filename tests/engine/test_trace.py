@@ -216,19 +216,20 @@ def test_a_tree_a_person_can_check() -> None:
     """root t ─ a ─ b, and c beside a; a was kept, then x instead of b. The last row fills a round up."""
     nan = math.nan
     rows = [
-        (9, -1, 1, nan, nan, 0.1),
-        (1, 0, 1, 0.7, 0.5, 0.25),
-        (3, 0, 0, 0.2, nan, 0.1),
-        (2, 1, 0, 0.6, 0.4, 0.1),
-        (-1, 0, 0, 0.3, nan, 0.1),
+        (9, -1, 1, nan, nan, 0.1, 0),
+        (1, 0, 1, 0.7, 0.5, 0.25, 1),
+        (3, 0, 0, 0.2, nan, 0.1, 3),
+        (2, 1, 0, 0.6, 0.4, 0.1, 2),
+        (-1, 0, 0, 0.3, nan, 0.1, 1),
     ]
-    step = step_trace(rows, 5, 2, 10)
+    step = step_trace(rows, 5, 2, 10, ("suffix", "recycling"))
     assert step.tree == GuessedTree(
         tokens=(9, 1, 3, 2),
         parents=(-1, 0, 0, 1),
         p=(None, 0.7, 0.2, 0.6),
         q=(None, 0.5, None, 0.4),
         accepted=(True, True, False, False),
+        members=((), ("suffix",), ("suffix", "recycling"), ("recycling",)),
     )
     assert step.emitted == (
         TracedToken(1, TokenKind.ACCEPTED, 1, 1, 0.7, 0.5),

@@ -33,8 +33,10 @@ from draftwood.growers import (
 from draftwood.tree import Draw, TokenTree
 from draftwood.verifiers import LAWS, NodeLaw, gbv
 from enumeration import (
+    Cascaded,
     Drafts,
     Enumerator,
+    FromAfar,
     Grafted,
     Rows,
     TableModel,
@@ -118,14 +120,21 @@ TREES = {
     "three-paths-cut": Case(Paths(3, 2), 2, nodes=4),
     "delayed": Case(Paths(2, 1, trunk=1), 2),
     "delayed-paths": Case(Paths(2, 2, trunk=1), 2),
+    "cascade": Case(Cascaded(3, 2, 2), 2),
+    "cascade-of-three-tokens": Case(Cascaded(2, 2, 1), 3),
     "grafted-chain": Case(Grafted(Levels((1, 1), Independent()), Levels((2, 1), Best()), 5), 3),
     "grafted-iid": Case(Grafted(Levels((2, 1), Independent()), Levels((2, 1), Best()), 7), 3),
     "grafted-without-replacement": Case(Grafted(Levels((2, 1), WithoutReplacement()), Levels((2, 1), Best()), 6), 3),
+    "remote": Case(FromAfar(2, 2), 3),
+    "remote-tree": Case(FromAfar(2, 2, width=2), 3),
+    "remote-beyond-support": Case(FromAfar(1, 3, width=3), 4),
     "grafted-hybrid": Case(Grafted(Levels((2, 1), Hybrid()), Levels((1, 2), Best()), 6), 3),
 }
 # Few draft trees, so that all draws of a round can be followed one by one.
 SMALL = (
+    "cascade-of-three-tokens",
     "grafted-chain",
+    "remote",
     "chain",
     "sampled-chain",
     "iid",

@@ -34,6 +34,7 @@ from draftwood.tree import Draw, TokenTree
 from draftwood.verifiers import LAWS, Block, GreedyPaths, NodeLaw, Odds, block, gbv, layer, rules
 from draftwood.verifiers import law as verifiers_law
 from enumeration import (
+    Cascaded,
     Drafts,
     Enumerator,
     Grafted,
@@ -256,6 +257,10 @@ def test_dropping_a_drawn_token_of_low_confidence(law: str) -> None:
         return edited(drafts, pruned(tree, keep))
 
     assert worst_error(LAWS[law](), CHAIN, drop) > 1e-2
+
+
+def test_a_cascade_that_drops_its_last_draw_for_its_value() -> None:
+    assert worst_error(LAWS["walk"](), Cascaded(2, 2, 1, leaves_out=0)) > 1e-2
 
 
 @pytest.mark.parametrize("law", ["rrsw", "traversal", "layer-proportional"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,12 +18,13 @@ from gguf.quants import dequantize
 
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
+from draftwood.errors import CheckpointError
 from draftwood.model.blocks import NUMBERS, Blocks
 from draftwood.model.checkpoint import open_checkpoint
 from draftwood.model.native import NativeTransformer
 from draftwood.model.runner import ModelRunner
 from draftwood.model.transformer import Transformer
-from draftwood.model.weights import FORMATS, Storage
+from draftwood.model.weights import FORMATS, Storage, as_numbers, store_as
 from draftwood.ops.native import kernels, library, structs
 from draftwood.protocols import Span
 from draftwood.request import SamplingParams
@@ -248,6 +250,28 @@ def test_other_formats_are_rounded_from_the_same_numbers(
     torchs = runner_of(Transformer(open_checkpoint(path), torch.float64, CPU, FORMATS[weights]))
     got, want = logits(native, text(), always(64)), logits(torchs, text(), always(64))
     assert float((got - want).abs().max() / want.abs().max()) < (0.05 if weights == "w4a8" else 1e-5)
+
+
+@pytest.mark.parametrize("weights", ["stored", "int8"])
+def test_an_embedding_that_is_no_head_stays_in_the_file(
+    compiled: library.Kernels, tmp_path: Path, weights: str
+) -> None:
+    """Bit for bit; a file that is cut meanwhile is an error and not the end of the process."""
+    form, tokens = FORMATS[weights], torch.tensor(text())
+    path = write_model(tmp_path / "m.gguf", MIXTURES["Q4_K_M"])
+    checkpoint = open_checkpoint(path)
+    model = NativeTransformer(compiled, checkpoint, form)
+    own = model._embedding
+    assert own is not None
+    assert model._model.embedding.words is None
+    assert model._model.embedding.rows is None
+    blocks = checkpoint.blocks("model.embed_tokens.weight")
+    assert blocks is not None
+    whole = as_numbers(store_as(Storage.INT8, blocks.matrix(compiled))) if form.head else blocks.numbers(compiled)
+    assert torch.equal(own.numbers(compiled, tokens, form.head), whole[tokens])
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(CheckpointError, match="has been changed while the model ran"):
+        logits(runner_of(model), text(), always(64))
 
 
 class HalfCheckpoint(TinyCheckpoint):

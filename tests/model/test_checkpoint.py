@@ -16,6 +16,8 @@ from draftwood.errors import CheckpointError
 from draftwood.model import store
 from draftwood.model.checkpoint import expected_shape, files_of, open_checkpoint
 from draftwood.model.families import FAMILIES
+from draftwood.model.row_file import RowFileSource
+from draftwood.ops.native import kernels
 
 from .conftest import hf_tensors
 
@@ -76,6 +78,21 @@ def test_quantised_gguf_stays_near_the_original(write_gguf: Write, kind: str, to
     value = checkpoint.tensor(name)
     assert value.dtype == (torch.float16 if kind == "F16" else torch.float32)
     assert (value.float() - tensors[name]).abs().max() < tolerance
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rows_are_read_where_they_lie(write_folder: Write, dtype: torch.dtype) -> None:
+    library = kernels()
+    if library is None:
+        pytest.skip("no kernels here")
+    folder, tensors = write_folder()
+    save_file({name: tensor.to(dtype) for name, tensor in tensors.items()}, folder / "model.safetensors")
+    checkpoint, rows = open_checkpoint(folder), torch.tensor([39, 0, 7, 7])
+    assert isinstance(checkpoint, RowFileSource)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        found = checkpoint.row_file(name)
+        assert found is not None
+        assert torch.equal(found.numbers(library, rows, None), tensors[name].to(dtype).float()[rows])
 
 
 def test_gguf_without_output_is_tied(write_gguf: Write) -> None:

@@ -133,7 +133,7 @@ def test_mistral_without_window_attends_to_everything() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"model_type": "mamba"}, "supported are llama, mistral, qwen2, qwen3"),
+        ({"model_type": "rwkv"}, "supported are llama, mistral, qwen2, qwen3"),
         ({"model_type": None}, "architecture is None"),
         ({"hidden_act": "mish"}, "activation 'mish'"),
         ({"rope_scaling": {"type": "mrope"}}, "'mrope' is not supported"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import stat
@@ -11,8 +12,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from draftwood.errors import InvalidRequest
+from draftwood.machine import give_back_memory
+from draftwood.model.checkpoint import open_checkpoint
+from draftwood.model.config import ModelConfig
+from draftwood.model.names import tensor_shapes
 from draftwood.model.native import NativeTransformer
 from draftwood.model.runner import ModelRunner, load_model, require_strict
 from draftwood.model.transformer import Transformer
@@ -21,7 +27,7 @@ from draftwood.ops.native import kernels, library
 from draftwood.protocols import Span
 from draftwood.tree import TokenTree
 from staging import text_batch, tree_logits
-from tiny import CPU, TinyCheckpoint, tiny_config
+from tiny import CPU, TinyCheckpoint, hf_config, tiny_config
 
 FAMILIES = {
     "llama": tiny_config("llama"),
@@ -34,6 +40,7 @@ FAMILIES = {
     "odd-sizes": tiny_config("llama", hidden_size=40, intermediate_size=50, head_dim=20),
     "big-heads": tiny_config("llama", head_dim=80, num_attention_heads=6, num_key_value_heads=2),
 }
+CLEAR, STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 PORTABLE = (*library.FLAGS, "-mno-avx512f", "-mno-avxvnni")  # what other processors compile
 
 
@@ -180,6 +187,29 @@ def test_progress_is_told_matrix_by_matrix(compiled: library.Kernels) -> None:
     )
     assert [done for done, _ in heard] == list(range(1, len(heard) + 1))
     assert heard[-1][0] == heard[-1][1]
+
+
+def peak() -> int:
+    return next(int(line.split()[1]) for line in STATUS.read_text().splitlines() if line.startswith("VmHWM"))
+
+
+@pytest.mark.skipif(not CLEAR.exists(), reason="the system does not say how much memory there was at most")
+def test_loading_takes_little_more_than_the_model(compiled: library.Kernels, tmp_path: Path) -> None:
+    """Rounding needs memory for some rows alone, also where matrices are joined or wide."""
+    config = hf_config("llama", 64, 1, hidden_size=256, intermediate_size=24576)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    shapes = tensor_shapes(ModelConfig.from_hf(config))
+    save_file(
+        {n: torch.full(shape, 0.25, dtype=torch.bfloat16) for n, shape in shapes.items()},
+        tmp_path / "model.safetensors",
+    )
+    give_back_memory()
+    NativeTransformer(compiled, TinyCheckpoint(tiny_config()), FORMATS["int8"])  # libraries are in memory now
+    CLEAR.write_text("5")  # the most so far is what there is now
+    before = peak()
+    model = NativeTransformer(compiled, open_checkpoint(tmp_path), FORMATS["int8"])
+    assert model.num_bytes > 20e6
+    assert (peak() - before) * 1024 < model.num_bytes + 40e6  # joined at once, 100 MB more
 
 
 def test_without_a_compiler_torch_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

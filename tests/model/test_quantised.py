@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from draftwood.drafters.none import NoDrafter
 from draftwood.errors import CheckpointError
 from draftwood.model.checkpoint import open_checkpoint
 from draftwood.model.native import NativeTransformer
-from draftwood.model.quantised import Scheme, read_scaled
+from draftwood.model.quantised import TABLES, Scheme, read_scaled
 from draftwood.model.runner import ModelRunner
 from draftwood.model.transformer import Transformer
 from draftwood.model.weights import FORMATS, Storage
@@ -116,6 +117,33 @@ def nvfp4(outputs: int, inputs: int, compressed: bool = False) -> Made:
     return {**parts, "input_scale": torch.ones(1)}, values * wide.repeat_interleave(16, 1)
 
 
+def bitsandbytes4(outputs: int, inputs: int, kind: str = "nf4", nested: bool = True) -> Made:
+    """Weights in a row in blocks of 64, whatever the rows; scales in blocks of 4."""
+    count, each, more = outputs * inputs, 64, 4
+    codes, table = draw(0, 16, count), TABLES[kind.upper()].clone()
+    blocks = -(-count // each)
+    state: dict[str, object] = {"quant_type": kind, "blocksize": each, "shape": [outputs, inputs], "dtype": "bfloat16"}
+    parts = {"weight": (codes[::2] << 4 | codes[1::2]).to(torch.uint8)[:, None], "weight.quant_map": table}
+    scale = scales_for((blocks,), torch.float32, 0.05)
+    if nested:
+        steps, own = torch.linspace(-1, 1, 256), scales_for((-(-blocks // more),), torch.float32, 0.02)
+        absmax = draw(0, 256, blocks, seed=2)
+        scale = steps[absmax] * own.repeat_interleave(more)[:blocks] + 0.05
+        parts |= {"weight.nested_quant_map": steps, "weight.nested_absmax": own}
+        state |= {"nested_blocksize": more, "nested_dtype": "float32", "nested_offset": 0.05}
+    parts["weight.absmax"] = absmax.to(torch.uint8) if nested else scale
+    parts[f"weight.quant_state.bitsandbytes__{kind}"] = torch.tensor(
+        list(json.dumps(state).encode()), dtype=torch.uint8
+    )
+    return parts, (table[codes] * scale.repeat_interleave(each)[:count]).view(outputs, inputs)
+
+
+def bitsandbytes8(outputs: int, inputs: int) -> Made:
+    codes, scales = draw(-127, 128, outputs, inputs).to(torch.int8), scales_for((outputs,), torch.float32, 0.05)
+    parts = {"weight": codes, "SCB": scales, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return parts, codes.float() * (scales / 127)[:, None]
+
+
 def ct(form: str) -> dict[str, Any]:
     weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
     groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
@@ -146,6 +174,14 @@ FORMS: dict[str, tuple[dict[str, Any], Callable[[int, int], Made]]] = {
 FORMS |= {
     "nvfp4": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, nvfp4),
     "ct-nvfp4": (ct("nvfp4-pack-quantized"), lambda o, i: nvfp4(o, i, compressed=True)),
+}
+FORMS |= {
+    "bnb-nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True}, bitsandbytes4),
+    "bnb-fp4": (
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        lambda o, i: bitsandbytes4(o, i, "fp4", nested=False),
+    ),
+    "bnb-int8": ({"quant_method": "bitsandbytes", "load_in_8bit": True}, bitsandbytes8),
 }
 EXPANDED = ("gptq-act-order", "nvfp4", "ct-nvfp4")  # no blocks of ours hold it
 
@@ -196,7 +232,7 @@ def test_our_kernels_compute_with_the_same_weights(tmp_path: Path, form: str) ->
     assert torch.equal(logits(native, text, always(5)), alone)
 
 
-@pytest.mark.parametrize("form", ["awq", "gptq-act-order", "w8a8-int8", "fp8-blocks", "nvfp4"])
+@pytest.mark.parametrize("form", ["awq", "gptq-act-order", "bnb-nf4", "w8a8-int8", "fp8-blocks", "nvfp4"])
 def test_drafts_do_not_change_what_is_said(tmp_path: Path, form: str) -> None:
     folder, _ = write(tmp_path / "m", form)
     asks = [Ask(tuple(range(i, i + 5)), SamplingParams(max_tokens=16, temperature=0.0)) for i in range(3)]
@@ -218,6 +254,18 @@ def test_blocks_of_128_may_end_within_the_matrix() -> None:
     assert scaled.numbers()[127, 128] == codes[127, 128].float() * scale[0, 1]
 
 
+def test_tables_are_those_of_the_formats() -> None:
+    """NF4: quantiles of a normal distribution, one more above zero than below."""
+    ends = (
+        [1 - (1 / 32 + 1 / 30) / 2 - i * 0.4677083 / 8 for i in range(8)],
+        [0.9677083 - i * 0.4677083 / 7 for i in range(7)],
+    )
+    above, below = ([NormalDist().inv_cdf(p) for p in side] for side in ends)
+    wanted = torch.tensor(sorted([*(-q for q in below), 0.0, *above])) / above[0]
+    torch.testing.assert_close(TABLES["NF4"], wanted, rtol=0, atol=1e-5)
+    assert TABLES["FP4"][:8].tolist() == pytest.approx([0, 1 / 192, 2 / 3, 1, 1 / 3, 1 / 2, 1 / 6, 1 / 4])
+
+
 def test_every_8_bit_float_is_decoded(tmp_path: Path) -> None:
     library = kernels()
     if library is None:
@@ -234,8 +282,7 @@ def test_every_8_bit_float_is_decoded(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stated", "reason"),
     [
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, r"bitsandbytes only says how.*--weights int8 or int4"),
-        ({"quant_method": "hqq"}, "quantised with 'hqq'"),
+        ({"quant_method": "hqq"}, r"HQQ.*not read yet.*--weights int8 or int4"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "gemv"),
         ({"quant_method": "gptq", "bits": 3}, "3 bits"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "marlin"),
@@ -282,6 +329,15 @@ STEM = "model.layers.1.mlp.down_proj"
         ("w4a16", "weight_scale", lambda t: t[:1].contiguous()),
         ("w4a16", "weight_packed", lambda t: t[:, :3].contiguous()),
         ("w4a16-asym", "weight_zero_point", lambda t: t[:1].contiguous()),
+        ("bnb-nf4", "weight", lambda t: t[:-1].contiguous()),
+        ("bnb-nf4", "weight.absmax", lambda t: t[:-1].contiguous()),
+        ("bnb-nf4", "weight.nested_quant_map", None),
+        ("bnb-nf4", "weight.nested_absmax", lambda t: t[:-1].contiguous()),
+        ("bnb-nf4", "weight.quant_map", lambda t: t.half()),
+        ("bnb-nf4", "weight.quant_state.bitsandbytes__nf4", lambda t: t[:-1].contiguous()),
+        ("bnb-nf4", "weight.quant_state.bitsandbytes__nf4", lambda t: torch.tensor(list(b"{}"), dtype=torch.uint8)),
+        ("bnb-int8", "SCB", None),
+        ("bnb-int8", "SCB", lambda t: t[:-1].contiguous()),
         ("w8a8-int8", "weight_scale", lambda t: t[:3].contiguous()),
         ("w8a8-int8", "weight", lambda t: t[:, :-1].contiguous()),
         ("fp8-blocks", "weight_scale_inv", lambda t: t[:1].contiguous()),

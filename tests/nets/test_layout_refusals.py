@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from draftwood.errors import CheckpointError, DraftwoodError, IncompatibleParts
-from draftwood.model import checkpoint
-from draftwood.nets.layouts import Layout, build_net, open_drafter, recognise, self_test
+from draftwood.nets.layouts import Layout, build_net, files, open_drafter, recognise, self_test
 from nets.published import (
     EMBEDDING,
     HIDDEN,
@@ -238,7 +237,7 @@ def test_folders_that_cannot_be_opened(tmp_path: Path, monkeypatch: pytest.Monke
         open_drafter(tmp_path)
     with pytest.raises(CheckpointError, match="damaged"):
         open_drafter(tmp_path, allow_pickle=True)
-    monkeypatch.setattr(checkpoint, "_from_hub", lambda name: write(tmp_path / "hub", *eagle3()))
+    monkeypatch.setattr(files, "from_hub", lambda name: write(tmp_path / "hub", *eagle3()))
     assert load_name("org/name") is Layout.SPECULATORS_EAGLE3
 
 

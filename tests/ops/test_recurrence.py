@@ -14,6 +14,7 @@ from draftwood.ops.recurrence import (
     delta_values,
     path_totals,
     read,
+    scanned,
     text_blocks,
     tree_block,
 )
@@ -115,6 +116,37 @@ def test_a_tree_at_once_is_node_by_node(kind: str, delta: bool) -> None:
             assert states.memory is not None
             assert (states.memory[s] - memories[node]).abs().max() < 1e-12
             assert (states.tail[s] - tails[node]).abs().max() == 0
+
+
+@pytest.mark.parametrize("kind", ["tree", "chain"])
+def test_a_scan_of_a_tree_is_node_by_node(kind: str) -> None:
+    """Where each number has a decay of its own: outputs at every node, and memories behind the path to any of them."""
+    parents, draw = parents_of(kind), torch.Generator().manual_seed(5)
+    block = tree_block(batch_of(parents, kind == "chain"))
+    sequences, count = block.there.shape
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw, dtype=torch.float64)
+
+    steps = random(sequences, count, HEADS).exp() * block.there[..., None]
+    keys, queries = random(sequences, 1, count, KEY), random(sequences, 1, count, KEY)
+    memory, rates = random(sequences, HEADS, 1, KEY), -random(HEADS, KEY).exp()
+    values = (random(sequences, count, HEADS) * block.there[..., None]).transpose(1, 2)[..., None]
+    with no_looking():
+        deposit = Deposit(path_totals(steps, block), keys, values, rates)
+        found = scanned(memory, deposit, steps, block, queries)
+    for s, own in enumerate(parents):
+        memories: list[Tensor] = []
+        for i, parent in enumerate(own):
+            before = memory[s, :, 0] if parent < 0 else memories[parent]
+            memories.append(before * (steps[s, i, :, None] * rates).exp() + values[s, :, i] * keys[s, :, i])
+            assert (found[s, i] - memories[i] @ queries[s, 0, i]).abs().max() < 1e-12
+            last = torch.tensor([min(i, len(other) - 1) for other in parents])
+            states = Carried(random(sequences, KERNEL - 1, CHANNELS), memory)
+            with no_looking():
+                states = advanced(states, StagedRows(random(sequences, count, CHANNELS), deposit), block, last)
+            assert states.memory is not None
+            assert (states.memory[s, :, 0] - memories[i]).abs().max() < 1e-12
 
 
 def test_decay_that_is_long_past_costs_no_digits() -> None:

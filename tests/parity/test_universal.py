@@ -287,7 +287,7 @@ def test_a_window_that_the_mask_does_not_have_is_refused() -> None:
 
 
 def test_a_model_with_recurrent_layers_is_refused_before_it_is_read(tmp_path: Path) -> None:
-    config = AutoConfig.for_model("jamba", **BASE)
+    config = AutoConfig.for_model("recurrent_gemma", **BASE)
     config.save_pretrained(tmp_path)
     save_file({"model.norm.weight": torch.zeros(32)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"recurrent.*cannot give it back.*whose layers all attend"):

@@ -18,13 +18,13 @@ def guarded(llm: LLM):
         yield running
 
 
-def test_a_key_opens_every_route_and_health_needs_none(guarded: Serving) -> None:
+def test_a_key_opens_every_route_and_probes_need_none(guarded: Serving) -> None:
     with guarded.http() as http:
         document = http.get("/openapi.json", headers={"Authorization": "Bearer second"}).json()
         assert http.get("/health").json() == {"status": "ok", "reason": None}
         for path, operations in [*document["paths"].items(), ("/openapi.json", {"get": {}}), ("/nothing", {"get": {}})]:
             for method in operations:
-                if path != "/health":
+                if path not in ("/health", "/ready"):
                     response = http.request(method, path, json={})
                     assert response.status_code == 401, (method, path)
                     assert response.json()["error"]["code"] == "invalid_api_key"

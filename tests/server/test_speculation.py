@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from draftwood import LLM, SamplingParams
 from draftwood.drafters.predicted import Alignment
 from draftwood.errors import IncompatibleParts, InvalidRequest
+from draftwood.request import Event, FinishReason, SpeculationStats
+from draftwood.server.metrics import Metrics
 from serving import NAME, SMALL, Serving
 
 MESSAGES = [{"role": "user", "content": "the cat sat on the mat, the cat sat on"}]
@@ -193,6 +195,16 @@ def test_metrics_count_what_happened(served: Serving, client: openai.OpenAI) -> 
     assert figure("spec_decode_num_accepted_tokens_per_pos_total") - positions == block["num_accepted_draft_tokens"]
     assert served.idle()
     assert figure("num_requests_running") == figure("kv_cache_usage_perc") == 0
+
+
+def test_drafters_of_a_combination_are_counted_apart(llm: LLM) -> None:
+    metrics = Metrics(llm, NAME, vllm_names=False)
+    for drafted, accepted, end in ((4, 1, None), (9, 3, FinishReason.STOP)):
+        stats = SpeculationStats(drafted=drafted, members={"suffix": (drafted, accepted), "recycling": (1, 0)})
+        metrics.heard(None, (0, Event(7, 0, (1,), (False,), "", end, stats)))  # type: ignore[arg-type]
+        for name, figure in (("draft", drafted), ("accepted", accepted)):
+            line = f'spec_decode_num_{name}_tokens_per_member_total{{drafter="suffix",model_name="{NAME}"}} {figure}.0'
+            assert line in metrics.page().decode()
 
 
 def test_decisions_are_counted_by_their_reasons(served: Serving, client: openai.OpenAI) -> None:

@@ -25,20 +25,21 @@ NUM_FACTS = 4  # numbers of an outcome before its tokens
 class StepInputs:
     """What the host tells a step, in one piece: a captured step reads it where it was written before the launch."""
 
-    flat: Tensor  # [4 B + E + Q] int64, of which the others are parts
-    sequences: Tensor  # [4, B] row, draft nodes that have room, index of the law, index of the drafter
+    flat: Tensor  # [5 B + E + Q] int64, of which the others are parts
+    # [5, B] row, draft nodes that have room, index of the law, of the drafter, thousandths of tokens that are needed
+    sequences: Tensor
     edited: Tensor  # [E] sequences of the batch whose logits are edited, padded with any
     scored: Tensor  # [Q] sequences that ask for log-probabilities, padded with any
 
     @classmethod
     def over(cls, flat: Tensor, batch: int, edited: int) -> StepInputs:
         """The parts of `flat`."""
-        sequences, lists = flat[: 4 * batch].view(4, batch), flat[4 * batch :]
+        sequences, lists = flat[: 5 * batch].view(5, batch), flat[5 * batch :]
         return cls(flat, sequences, lists[:edited], lists[edited:])
 
 
 def input_numbers(
-    sequences: Sequence[tuple[int, int, int, int]],
+    sequences: Sequence[tuple[int, int, int, int, int]],
     edited: Sequence[int],
     scored: Sequence[int],
     room: tuple[int, int, int],
@@ -46,7 +47,7 @@ def input_numbers(
 ) -> list[int]:
     """The numbers of `StepInputs` for a step with `room` for so many sequences, edited and scored ones."""
     batch, most_edited, most_scored = room
-    padded = [*sequences, *[(padding_row, 0, 0, 0)] * (batch - len(sequences))]
+    padded = [*sequences, *[(padding_row, 0, 0, 0, 0)] * (batch - len(sequences))]
     columns = [number for column in zip(*padded, strict=True) for number in column]
     return [*columns, *_filled(edited, most_edited), *_filled(scored, most_scored)]
 
@@ -162,7 +163,7 @@ class BatchState:
 
     def view(self, inputs: StepInputs, mode: StepMode, pages: int) -> BatchView:
         """The view of a step, with at most `pages` pages for each sequence."""
-        rows, max_nodes, law, drafter = inputs.sequences.unbind(0)
+        rows, max_nodes, law, drafter, need = inputs.sequences.unbind(0)
         integers, numbers, temperature, table = self._gathered(rows, pages)
         lengths, seeds, roots, top_k = integers.unbind(0)
         limited = mode.limited
@@ -183,6 +184,7 @@ class BatchState:
             law=law if len(mode.laws) > 1 else None,
             drafter=drafter if len(mode.drafters) > 1 else None,
             adapters=self.adapter[rows] if mode.adapted else None,
+            need=need / 1000 if limited else None,
             edits=self.edits.view(inputs.edited, rows, lengths, self.history) if len(inputs.edited) else None,
             source_lengths=None if self.source_length is None else self.source_length[rows],
             turn_shifts=None if self.turn_shift is None else self.turn_shift[rows],

@@ -247,10 +247,20 @@ class PageTables:
     def __init__(self, num_pages: int, page_size: int, num_states: int = 0) -> None:
         if page_size < 1:
             raise ValueError("a page must hold at least one token")
-        self.states = StatePlaces(num_states) if num_states else None  # where the model has recurrent layers
-        self.pool = PagePool(num_pages, self.states.forget if self.states else lambda key: None)
+        self.states = StatePlaces(num_states) if num_states else None  # where a model has recurrent layers
+        self.pool = PagePool(num_pages, self._forget_state)
         self.page_size = page_size
         self._tables: dict[int, Table] = {}
+
+    def keep_states(self, count: int) -> None:
+        """Sequences have places for states from now on."""
+        if self._tables:
+            raise ValueError("sequences are open that have no place for states")
+        self.states = StatePlaces(count)
+
+    def _forget_state(self, key: int) -> None:
+        if self.states is not None:
+            self.states.forget(key)
 
     @property
     def capacity(self) -> int:
@@ -370,11 +380,6 @@ class PageTables:
             assert isinstance(table.key, int)
             self.states.save(table.key, table.state)
         table.stops = [stop for stop in table.stops if stop > table.num_cached]
-
-    def rewind(self, seq_id: int, num_cached: int) -> None:
-        """Run the tokens from `num_cached` on once more: their logits are wanted again."""
-        table = self._tables[seq_id]
-        table.num_cached = min(table.num_cached, num_cached)
 
     def trim(self, seq_id: int) -> None:
         """Give back the pages that hold nothing committed: room a draft tree had asked for."""

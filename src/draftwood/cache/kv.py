@@ -1,12 +1,4 @@
-"""Keys and values in pages: stage a forward's rows to slots, and keep the accepted path.
-
-A sequence of length n (root included) with a tree of three draft nodes, before and after the path root, a, c:
-
-    index    0 … n-1        n    n+1   n+2            0 … n-1     n    n+1
-    holds    committed      a     b     c      ->     committed   a     c        (b is overwritten)
-
-A chain is already in place, so nothing moves.
-"""
+"""A model's cache: pages of keys and values, states of recurrent layers; forwards' rows are staged to its slots."""
 
 from __future__ import annotations
 
@@ -21,19 +13,20 @@ from torch import Tensor
 
 from draftwood.batch import ForwardBatch, Pages
 from draftwood.cache.blocks import PageTables
-from draftwood.cache.recurrent import RecurrentStates, new_stores
+from draftwood.cache.key_pages import KeyPages
+from draftwood.cache.recurrent import FollowingStates, RecurrentStates, new_stores
 from draftwood.cache.tier import HostTier, Slotted
 from draftwood.errors import InvalidRequest
-from draftwood.links import may_look
 from draftwood.machine import zeroed_memory
 from draftwood.model.config import ModelConfig
 from draftwood.ops.packed import SCALE_BYTES, PackedPages, Packing
 from draftwood.ops.staging import staged
 from draftwood.protocols import BatchView, Span
-from draftwood.states import StagedTrees
-from draftwood.tree import TokenTree, Verdict
+from draftwood.states import KeptPath, LayerState, PlacedState
+from draftwood.tree import TokenTree
 
-STATES = 64  # sequences that may be open at a time, where the model has recurrent layers
+STATES = 64  # sequences that may be open at a time, where a model has recurrent layers
+_NO_TIER = "Models with recurrent layers, drafters too, keep no evicted pages: leave cache_host_tokens at 0."
 
 
 class KVCache:
@@ -61,7 +54,10 @@ class KVCache:
             self.memory = PackedPages(store, page_size, self.states.stores, packing, dtype)
         self.packing = packing
         self.tables = PageTables(num_pages, page_size, places)
+        self.num_states = num_states
         self.device = device
+        self.layer_states: list[LayerState] = [KeyPages(self.memory, num_pages), self.states]
+        self._placed: list[PlacedState] = [self.states]  # under the places of this cache's sequences
         self._parts = [Slotted(self.memory.store, 3)]
         self._before_moves: list[Callable[[], None]] = []
 
@@ -73,12 +69,32 @@ class KVCache:
     @property
     def num_bytes(self) -> int:
         """Memory of all pages and states."""
-        return self.memory.store.numel() * self.memory.store.element_size() + self.states.num_bytes
+        return sum(state.num_bytes for state in self.layer_states)
+
+    def commit(self, path: KeptPath) -> None:
+        """Every layer state keeps its path."""
+        for state in self.layer_states:
+            state.commit(path)
+
+    def follow(self, target: KVCache) -> FollowingStates | None:
+        """Lay the states of recurrent layers, if there are any, in the places of the target's sequences: they are saved
+        and restored with the target's.
+        """
+        if not self.states.stores:
+            return None
+        if target.tables.states is None:
+            if target.tables.pool.tier is not None:
+                raise InvalidRequest(_NO_TIER)
+            target.tables.keep_states(target.num_states)
+        following = FollowingStates.of(self.states)
+        self.layer_states[1:] = [following]
+        target._placed.append(following)
+        return following
 
     def keep_evicted(self, num_pages: int) -> None:
         """Keep so many pages that had to make room in host memory."""
         if self.tables.states is not None:
-            raise InvalidRequest("Models with recurrent layers keep no evicted pages: leave cache_host_tokens at 0.")
+            raise InvalidRequest(_NO_TIER)
         self.tables.pool.tier = HostTier(self._parts, self._before_moves, self.page_size, num_pages)
 
     def lay_beside(self, memory: Tensor, dim: int) -> None:
@@ -107,7 +123,9 @@ class KVCache:
     def copy_states(self) -> None:
         """Save and restore what prefix sharing has asked for, before anything runs."""
         if self.tables.states is not None:
-            self.states.copy(self.tables.states.copies())
+            copies = self.tables.states.copies()
+            for state in self._placed:
+                state.copy(copies)
 
     def block_table(self, spans: Sequence[Span], device: torch.device | None = None) -> Tensor:
         """The pages of each span's sequence, there or on another device. [S, P], -1 padded."""
@@ -156,41 +174,6 @@ class KVCache:
             embeds=embeds,
         )
 
-    def keep_path(self, view: BatchView, tree: TokenTree, verdict: Verdict, staged: StagedTrees | None) -> None:
-        """Keep each tree's accepted path, in the pages and in the states."""
-        index = tree.local[verdict.path.clamp(min=0)]
-        if tree.num_drafted:
-            self.keep(view.block_table, view.lengths, index, verdict.length, chain=tree.tries.shape[1] == 1)
-        if staged is not None:
-            self.states.keep(staged, index.gather(1, verdict.length[:, None])[:, 0])
-
-    def keep(self, block_table: Tensor, base: Tensor, index: Tensor, length: Tensor, *, chain: bool = False) -> None:
-        """Move staged nodes `index` [B, D + 1] (root first, `length` of the others count) right behind `base` [B].
-
-        In a `chain` they are there already.
-        """
-        if chain or not self.memory.store.numel():  # no layer has attention
-            return
-        if self.device.type == "cuda":
-            from draftwood.ops.cuda.commit import keep_path
-
-            return keep_path(self.memory.store, block_table, base, index, length, self.page_size)
-        steps = torch.arange(index.shape[1], device=self.device).expand_as(index)
-        moves = (steps <= length[:, None]) & (index > steps)  # a node that lies nowhere has the number 0
-        look = may_look(moves)
-        if look and not bool(moves.any()):
-            return
-        source, target = (self._behind(block_table, base, number, moves) for number in (index, steps))
-        if look:
-            source, target = source[moves], target[moves]
-        self.memory.store[:, :, :, target.view(-1)] = self.memory.store[:, :, :, source.view(-1)]
-
-    def _behind(self, block_table: Tensor, base: Tensor, number: Tensor, wanted: Tensor) -> Tensor:
-        """Slots of the keys `number` [B, n], counted from 1 at `base` [B]; of the scratch page where not wanted."""
-        at = base[:, None] + number - 1
-        page = block_table.gather(1, (at // self.page_size).clamp(max=block_table.shape[1] - 1))
-        return torch.where(wanted, page * self.page_size + at % self.page_size, self.scratch_page * self.page_size)
-
 
 @dataclass(frozen=True)
 class Places:
@@ -202,17 +185,18 @@ class Places:
     max_depth: int | None = None
     max_nodes: int | None = None
     shift: int = 0  # to be added to index and position
+    text: int = 0  # first rows that are the text's last tokens, not nodes, although others have ancestors
 
 
-def behind_last(places: Places, count: int) -> Places:
-    """Places of the text's last `count` tokens, and of nodes behind it."""
-    size, rows = places.index.shape
-    assert places.ancestors is not None
-    steps = torch.arange(-count, 0, device=places.index.device).expand(size, -1)
-    words = places.ancestors.shape[1]
-    bits = torch.nn.functional.pad(places.ancestors.view(size, rows, words), (0, 0, count, 0))
-    index, position = (torch.cat([steps, own], 1) for own in (places.index, places.position))
-    return replace(places, index=index, position=position, ancestors=bits.flatten(0, 1))
+def behind_last(places: Sequence[Places], count: int) -> Places:
+    """Places of the text's last `count` tokens, and of nodes behind it: those of some forwards, the last one's last."""
+    size, last = len(places[-1].index), places[-1]
+    steps = torch.arange(-count, 0, device=last.index.device).expand(size, -1)
+    index = torch.cat([steps, *(own.index for own in places)], 1)
+    position = torch.cat([steps, *(own.position for own in places)], 1)
+    bits = [own.ancestors.unflatten(0, own.index.shape) for own in places if own.ancestors is not None]
+    ancestors = torch.nn.functional.pad(torch.cat(bits, 1), (0, 0, count, 0)).flatten(0, 1) if bits else None
+    return replace(last, index=index, position=position, ancestors=ancestors, text=count)
 
 
 def stage_behind(
@@ -241,6 +225,9 @@ def stage_behind(
         max_positions - 1,
         linear,
     )
+    if places.text > 1 and not linear:  # a token of the text does not see those behind it
+        own = (lengths[:, None] + places.index + 1).clamp(min=1)
+        visible = torch.minimum(own, lengths[:, None]).view(-1)
     offsets, every, empty = _constants(size, rows, tokens.device)
     # Kernels on a GPU find out themselves how many keys there are.
     num_keys = lengths if tokens.is_cuda else lengths + places.index[:, -1] + places.shift + 1

@@ -13,14 +13,22 @@ from draftwood.engine.memory import token_bytes
 from draftwood.model.checkpoint import files_of, open_checkpoint
 from draftwood.model.config import ModelConfig
 from draftwood.model.described import Held, held_formats
+from draftwood.model.mixer_spec import GatedDeltaSpec, Mamba2Spec, MambaSpec, ShortConvSpec
 from draftwood.model.names import count_active_parameters, count_parameters
+from draftwood.model.row_file import embedding_file
 from draftwood.model.runner import implementations
-from draftwood.model.spec import ExpertsSpec, GatedDeltaSpec, Mamba2Spec, ShortConvSpec
+from draftwood.model.spec import ExpertsSpec
 from draftwood.model.universal_folder import UniversalConfig
 from draftwood.ops.packed import Packing
 
+PROCESS = 250 << 20  # bytes beside weights and cache
 CACHE = 4096  # tokens, as an example
-_MIXERS = {Mamba2Spec: "a Mamba-2 mixer", GatedDeltaSpec: "a gated delta net", ShortConvSpec: "a short convolution"}
+_MIXERS = {
+    MambaSpec: "a Mamba mixer",
+    Mamba2Spec: "a Mamba-2 mixer",
+    GatedDeltaSpec: "a gated delta net",
+    ShortConvSpec: "a short convolution",
+}
 _UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
@@ -44,7 +52,12 @@ def about_table(name: str, impl: str = "auto") -> Table:
     for held in formats:
         if held.matrices:
             table.add_row("", _held(held))
-    table.add_row("weights on a CPU", f"{_bytes(sum(held.loaded for held in formats))} as they are stored")
+    looked_up = embedding_file(checkpoint)
+    loaded = sum(held.loaded for held in formats) - (0 if looked_up is None else looked_up.num_bytes)
+    stays = "" if looked_up is None else f"; an embedding of {_bytes(looked_up.num_bytes)} stays in its file"
+    table.add_row("weights on a CPU", f"{_bytes(loaded)} as they are stored{stays}")
+    process = f"about {_bytes(loaded + PROCESS)} with Python, torch and the tokenizer, without the cache"
+    table.add_row("process on a CPU", process)
     if isinstance(config, UniversalConfig):
         table.add_row("weights as float32", f"about {_bytes(4 * config.parameters)}; other formats are not read")
         return table

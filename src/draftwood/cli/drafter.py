@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ipaddress import ip_address
 from typing import Annotated, Any
 
@@ -16,6 +16,7 @@ from draftwood.cli.session import open_llm
 from draftwood.errors import InvalidRequest
 from draftwood.server.sockets import listening
 
+SHORT_PAGE = 8
 app = typer.Typer(no_args_is_help=True, rich_markup_mode="rich", help="Drafters for targets elsewhere.")
 
 
@@ -62,6 +63,8 @@ def run_drafter(engine: EngineFlags, flags: DrafterFlags) -> None:
             f"Without a key any machine that reaches {flags.host} could have drafts made: set {KEY_VARIABLE} to the "
             "same secret here and where the target runs."
         )
+    if engine.config().torch_device().type == "cpu":  # it begins anew all the time, and reads its last page again
+        engine = replace(engine, page_size=min(engine.page_size, SHORT_PAGE))
     if not 1 <= flags.width <= 8:
         raise InvalidRequest("--width must lie between 1 and 8.")
     with listening([(flags.host, flags.port)]) as (listener,), open_llm(engine) as llm:

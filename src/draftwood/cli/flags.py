@@ -6,7 +6,8 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
@@ -26,6 +27,17 @@ def _option(text: str, panel: str, *names: str) -> Any:
     return typer.Option(*names, help=text, rich_help_panel=panel, show_default=True)
 
 
+USUAL = "auto"
+
+
+def _usual_drafter(device: str) -> str:
+    """Of those without weights: on a GPU one that looks up there, so that no step waits for the host. Found out without
+    torch, whose import takes seconds.
+    """
+    on_gpu = device.startswith("cuda") or (device == "auto" and Path("/dev/nvidia0").exists())
+    return "ngram" if on_gpu else "suffix"
+
+
 @dataclass(frozen=True)
 class EngineFlags:
     """Which parts, and where they run."""
@@ -37,12 +49,13 @@ class EngineFlags:
     drafter: Annotated[
         str,
         _option(
-            "Who guesses: none, ngram[:nodes=8,…], model:NAME, eagle3, a folder (see `draftwood parts`).",
+            "Who guesses: none, ngram[:nodes=8,…], model:NAME, eagle3, a folder (see `draftwood parts`); auto: suffix "
+            "on a CPU, ngram on a GPU.",
             "Parts",
             "--drafter",
             "-d",
         ),
-    ] = "ngram"
+    ] = USUAL
     law: Annotated[
         str,
         _option("Which guesses are kept: auto (lossless, by how guesses are made), match, block, …", "Parts"),
@@ -92,6 +105,10 @@ class EngineFlags:
     pp: Annotated[
         int, _option("Processes that compute it one after the other, each with some of the layers.", "Machine")
     ] = 1
+    groups: Annotated[
+        int, _option("Groups that requests decode in by turns, so that a remote drafter drafts meanwhile.", "Machine")
+    ] = 1
+    page_size: Annotated[int, _option("Tokens of a page: prompts share whole pages of the cache.", "Machine")] = 64
     cache_host_tokens: Annotated[
         int, _option("Tokens of evicted prefixes that host memory keeps, beside the cache.", "Machine")
     ] = 0
@@ -100,6 +117,10 @@ class EngineFlags:
         _option("Layers that are not kept on the device: a share such as 0.8, or bytes such as 20GiB.", "Machine"),
     ] = "0"
     eager: Annotated[bool, _option("Launch every GPU kernel by itself: slow, for debugging.", "Machine")] = False
+
+    def __post_init__(self) -> None:
+        if self.drafter == USUAL:
+            object.__setattr__(self, "drafter", _usual_drafter(self.device))
 
     def config(self) -> EngineConfig:
         """Sizes and places."""
@@ -115,9 +136,11 @@ class EngineFlags:
             cache_tokens=self.cache_tokens,
             cache_dtype=self.cache_dtype,
             cache_host_tokens=self.cache_host_tokens,
+            page_size=self.page_size,
             eager=self.eager,
             tp=self.tp,
             pp=self.pp,
+            groups=self.groups,
             offload=_amount("--offload", self.offload),
             controller=self.controller,
         )
@@ -185,10 +208,9 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
 
 def _options(group: Any) -> list[inspect.Parameter]:
     hints = get_type_hints(group, include_extras=True)
-    return [
-        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
-        for f in fields(group)
-    ]
+    needed = inspect.Parameter.empty
+    given = [(f.name, needed if f.default is MISSING else f.default) for f in fields(group)]
+    return [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY, default=d, annotation=hints[n]) for n, d in given]
 
 
 def _guarded(function: Callable[..., None], values: dict[str, Any]) -> None:

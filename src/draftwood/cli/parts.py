@@ -32,6 +32,9 @@ def parts_tables() -> Iterator[Table]:
     drafters = _table("Name", "Settings", "Guesses", title="Drafters (--drafter)")
     for name, entry in LOOKUPS.items():
         drafters.add_row(name, _settings(entry.defaults, entry.on_gpu), entry.description)
+    drafters.add_row(
+        "choice:A+B", "--tree", "for each request the one of several that gains it most: choice:eagle3+ngram"
+    )
     drafters.add_row("cascade", _settings(CASCADE.defaults), CASCADE.description)
     for name, entry in SELF_DRAFTS.items():
         drafters.add_row(name, f"--tree, {_settings(entry.defaults)}", entry.description)

@@ -98,6 +98,7 @@ class Transcript:
             "steps": stats.steps,
             "drafted": stats.drafted,
             "accepted": stats.accepted,
+            "members": dict(stats.members),
             "tokens_per_step": round(stats.tokens_per_step, 4),
             "acceptance": round(stats.acceptance, 4),
             "seconds": round(stats.seconds, 4),

@@ -82,11 +82,12 @@ def _progress() -> Iterator[Say]:
 
 
 def _report(engine: EngineFlags, found: Found, costs: Costs, path: Path, *, as_json: bool) -> None:
-    skipped = "x".join(map(str, found.skipped))
+    sets = dict(zip(("skip", "attention", "mlp"), found.sets, strict=True))
+    skipped = ",".join(f"{name}={'x'.join(map(str, own))}" for name, own in sets.items() if own)
     if as_json:
         write_json(
             {
-                "model": engine.model, "skipped": list(found.skipped), "depth": found.depth, "ratio": found.ratio,
+                "model": engine.model, "skipped": sets, "depth": found.depth, "ratio": found.ratio,
                 "survival": list(found.survival), "plain_seconds": costs.plain, "path": str(path),
             }
         )  # fmt: skip

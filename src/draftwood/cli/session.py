@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -13,7 +14,7 @@ from draftwood.cli.screen import AnswerPrinter, Transcript, figures, say, seed_n
 from draftwood.errors import InvalidRequest
 from draftwood.machine import reading_ahead
 from draftwood.model import store
-from draftwood.request import Event, SamplingParams
+from draftwood.request import Event, GuessedTree, SamplingParams
 
 if TYPE_CHECKING:
     from draftwood.engine.kv_events import KvEvents
@@ -73,10 +74,11 @@ def check_parts(flags: EngineFlags) -> None:
 
 def check_adaptable(flags: EngineFlags) -> None:
     """Refuse to adapt what was not trained for its target, before any weights are read."""
-    from draftwood.assembly import combined_sources, makes_own_trees
+    from draftwood.assembly import makes_own_trees
+    from draftwood.drafters.lookups import members_of
     from draftwood.drafters.self_drafts import is_self_draft
 
-    names = combined_sources(flags.drafter) or [flags.drafter]
+    names = members_of(flags.drafter) or [flags.drafter]
     if all(makes_own_trees(name) or is_self_draft(name) or name.partition(":")[0] == "model" for name in names):
         raise InvalidRequest(
             f"The drafter '{flags.drafter}' cannot learn: --adapt goes with trained ones, such as --drafter eagle3."
@@ -177,11 +179,21 @@ def step_told(event: Event) -> None:
     if step is None:
         return
     guessed = 0 if step.tree is None else len(step.tree.tokens) - 1
+    members = "" if step.tree is None else _by_member(step.tree)
     gain = "" if step.expected_gain is None else f", {step.expected_gain:.2f} times as fast as plain"
+    by = "" if step.drafter is None else f" of {step.drafter}"
     say(
-        f"step {event.stats.steps}: {event.text!r} · {sum(event.accepted)} of {guessed} guesses kept · "
+        f"step {event.stats.steps}: {event.text!r} · {sum(event.accepted)} of {guessed} guesses{by} kept{members} · "
         f"{1000 * step.seconds:.1f} ms{gain} · {step.why}"
     )
+
+
+def _by_member(tree: GuessedTree) -> str:
+    """Which drafters of a combination have guessed, and what was kept of each."""
+    guessed = Counter(name for names in tree.members for name in names)
+    kept = Counter(name for names, right in zip(tree.members, tree.accepted, strict=True) if right for name in names)
+    told = ", ".join(f"{name} {kept[name]} of {count}" for name, count in guessed.items())
+    return f" ({told})" if told else ""
 
 
 def setting(flags: EngineFlags) -> dict[str, Any]:

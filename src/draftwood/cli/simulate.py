@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -150,7 +152,9 @@ def rates_of(llm: LLM, texts: list[str], max_tokens: int = 64) -> list[int]:
 
 
 def record(llm: LLM, texts: list[str], max_tokens: int = 64) -> Recording:
-    """Costs as calibrated, and outcomes of every size; chains need only the longest, which holds the others."""
+    """Outcomes of every size; chains need only the longest, which holds the others. Costs as calibrated, which are the
+    best of several times, by as much more as requests took in the end.
+    """
     from draftwood.drafting import tree_sizes
     from draftwood.engine.worker import ComputeThread
     from draftwood.lab.recording import Recorder, Recording
@@ -160,17 +164,19 @@ def record(llm: LLM, texts: list[str], max_tokens: int = 64) -> Recording:
         raise InvalidRequest("There is nothing to record of --drafter none: name one that guesses.")
     costs = llm.calibrate(say)
     chain, most = llm.engine.drafter.law.chain, llm.engine.drafter.max_nodes
-    before, found, drafting, silent = llm.engine.controller, {}, {}, 0.0
+    before, found, drafting, silent, took = llm.engine.controller, {}, {}, 0.0, []
     for nodes in [most] if chain else [size for size in tree_sizes(most) if size]:
-        recorder = Recorder(nodes)
+        recorder = Recorder(nodes, costs)
         ComputeThread.shared().call(partial(setattr, llm.engine, "controller", recorder))
         params = SamplingParams(max_tokens=max_tokens)
         for start in range(0, len(texts), RECORDED_AT):
+            predicted, since = recorder.predicted, time.perf_counter()
             llm.generate(texts[start : start + RECORDED_AT], params)
+            took.append((time.perf_counter() - since) / (recorder.predicted - predicted))
         found[nodes], drafting[nodes], silent = recorder.histogram, recorder.draft_seconds, recorder.silent
     ComputeThread.shared().call(partial(setattr, llm.engine, "controller", before))
     padded = llm.engine.scheduler.config.asynchronous
     return Recording(
-        costs, {RECORDED: found}, drafting, {RECORDED: silent}, chain=chain, padded=padded,
-        reads=llm.engine.drafter.reads,
+        costs.scaled(statistics.median(took)), {RECORDED: found}, drafting, {RECORDED: silent}, chain=chain,
+        padded=padded, reads=llm.engine.drafter.reads,
     )  # fmt: skip

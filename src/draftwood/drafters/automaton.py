@@ -52,6 +52,11 @@ class SuffixAutomaton:
             return NOWHERE
         return self.settled((after, min(length + 1, longest)))
 
+    def earlier(self, last: int, longest: int) -> Place:
+        """The longest end, of at most `longest` tokens, that occurs elsewhere of the text that ends in state `last`."""
+        link = self.links[last]
+        return self.settled((link, min(self.lengths[link], longest))) if link > 0 else NOWHERE
+
     def settled(self, place: Place) -> Place:
         """The same piece's state: it may be another one after texts were read."""
         state, length = place

@@ -14,13 +14,14 @@ Place = TypeVar("Place")
 def grow(
     tree: PointTree,
     root: Place,
-    successors: Callable[[Place], Mapping[int, float]],
+    successors: Callable[[Place, float], Mapping[int, float]],
     follow: Callable[[Place, int], Place],
     least: float,
 ) -> None:
     """Fill `tree` with the likeliest nodes, each behind its parent, none of them as unlikely as `least`.
 
-    `successors` gives the chance of every token that may come behind a place, `follow` the place behind one of them.
+    `successors` gives the chance of tokens that may come behind a place, and need not give those that are less likely
+    than its second argument; `follow` gives the place behind one of them.
     """
     offers: list[tuple[float, int, int, int]] = []  # minus chance, order of arrival, parent, token
     places = [root]
@@ -28,10 +29,11 @@ def grow(
 
     def offer(node: int) -> None:
         nonlocal arrived
-        if tree.depths[node] >= tree.max_depth:
+        above = tree.chances[node]
+        if tree.depths[node] >= tree.max_depth or above <= least:
             return
-        for token, chance in successors(places[node]).items():
-            reached = chance * tree.chances[node]
+        for token, chance in successors(places[node], least / above).items():
+            reached = chance * above
             if reached > least:
                 heappush(offers, (-reached, arrived, node, token))
                 arrived += 1
@@ -42,5 +44,6 @@ def grow(
         node = tree.add(parent, token, -chance)
         if node is None:
             return
-        places.append(follow(places[parent], token))
-        offer(node)
+        if len(tree.tokens) <= tree.max_nodes:
+            places.append(follow(places[parent], token))
+            offer(node)

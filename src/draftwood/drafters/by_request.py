@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
 
 import torch
 from torch import Tensor
@@ -38,15 +40,17 @@ class _Asked:
 class OfferedDrafters(Several):
     """The drafter each request names, and one for those that name none.
 
-    What is promised about trees (`law`) is the default's promise: a request that names another drafter is asked about
-    that one. Each is guarded by itself: one that fails costs only its own requests their drafts. Text and accepted
-    paths of all sequences go to every drafter that keeps features, for which drafter a text is read is not known. Other
-    networks read what they have not drafted for when they are told to (`ingest`).
+    What is promised about trees (`law`) is the promise of the default, or of all in `choice`, from which one is chosen
+    for each request that names none (`engine/choice.py`). A request that names a drafter is asked about that one. Each
+    is guarded by itself: one that fails costs only its own requests their drafts. Text and accepted paths of all
+    sequences go to every drafter that keeps features, for which drafter a text is read is not known. Other networks
+    read what they have not drafted for when they are told to (`ingest`).
     """
 
-    def __init__(self, default: Drafter, others: Mapping[str, Drafter]) -> None:
+    def __init__(self, default: Drafter, others: Mapping[str, Drafter], choice: Sequence[str] = ()) -> None:
         self.default = default
         self.others = dict(others)
+        self.choice = tuple(choice)
         self.sizes = sorted(
             set().union(*(drafter.sizes for drafter in self._all))
         )  # each takes its own next smaller one
@@ -56,8 +60,8 @@ class OfferedDrafters(Several):
 
     @property
     def law(self) -> DraftLaw:
-        """The default's."""
-        return self.default.law
+        """Of trees for requests that name none."""
+        return reduce(or_, (self.others[name].law for name in self.choice), self.default.law)
 
     @property
     def max_nodes(self) -> int:
@@ -73,11 +77,15 @@ class OfferedDrafters(Several):
     @property
     def health(self) -> Sequence[DrafterHealth]:
         """Of each drafter, the default's first."""
-        return [health for guard in self.guards for health in guard.health]
+        return self.health_of_members
 
     @property
     def _all(self) -> list[Drafter]:
         return list({id(drafter): drafter for drafter in (self.default, *self.others.values())}.values())
+
+    def reads_for(self, name: str | None) -> bool:
+        """Whether the drafter of that name keeps up with texts by a network of its own."""
+        return self._guard_of(name).reads
 
     def drafter_of(self, name: str | None) -> Drafter:
         """The drafter of a request that names `name`."""
@@ -89,10 +97,16 @@ class OfferedDrafters(Several):
 
     def prepare(self, view: HostView, size: int, nodes: int) -> None:
         """Ask those that requests of the batch name; for sequences of others they have no room."""
-        whose = [self._guard_of(params.drafter) for params in view.params]
-        for guard in dict.fromkeys(whose):
-            own = [other is guard for other in whose]
-            guard.prepare(view if all(own) else _without_others(view, own), size, fitting(guard, nodes))
+        for guard in dict.fromkeys(self._guards_of(view)):
+            guard.prepare(self._own_part(view, guard), size, fitting(guard, nodes))
+
+    def _guards_of(self, view: HostView) -> list[GuardedDrafter]:
+        return [self._guard_of(name) for name in view.drafters or [None] * len(view.seq_ids)]
+
+    def _own_part(self, view: HostView, guard: GuardedDrafter) -> HostView:
+        own = [other is guard for other in self._guards_of(view)]
+        resting = None if view.resting is None else self._own_part(view.resting, guard)
+        return replace(view if all(own) else _without_others(view, own), resting=resting)
 
     def propose(self, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
         """Each drafter's trees for its own sequences."""

@@ -7,8 +7,12 @@ of which come of one forward of it.
     target   checks the chain                                  a c d …
 
 A draft is the token that the middle holds likeliest, so it is chosen, not drawn, and every law for chosen tokens is
-exact, whatever inner and middle are. How many forwards the middle makes, or whether the inner tree goes to the target
-as it is, is chosen step by step where the host may look (`rates.py`); a captured step always makes as many.
+exact, whatever inner and middle are. Or it is drawn from what the middle holds, with noise of its own, and a guess is
+kept if it is what was drawn. Guesses decide how far a chain goes, never what is drawn at a place, and no draw is
+dropped for its value: laws for drawn chains are exact with the middle's distributions.
+
+How many forwards the middle makes, or whether the inner tree goes to the target as it is, is chosen step by step where
+the host may look (`rates.py`); a captured step always makes as many.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from torch import Tensor
 
 from draftwood.batch import ForwardBatch
 from draftwood.cache.kv import Places
-from draftwood.drafters.chains import Chains
+from draftwood.drafters.chains import Chains, Rows
 from draftwood.drafters.lookup import LookupDrafter, chains_behind
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.ngram import NgramDrafter
@@ -31,13 +35,17 @@ from draftwood.drafters.rates import Rates
 from draftwood.drafters.view import ViewDrafter
 from draftwood.drafting import Drafter, Front, Proposal, Silent, State
 from draftwood.entries import Entry, split_spec
+from draftwood.errors import IncompatibleParts
+from draftwood.growers.pickers import Frontier
 from draftwood.model.runner import ModelRunner
 from draftwood.protocols import LOGITS, BatchView, Features, HostView, Randomness
-from draftwood.tree import POINT_TREE, Verdict
+from draftwood.tree import POINT_TREE, DraftLaw, Draw, Verdict
 
 
 class Middle(Protocol):
     """A model between: a view of the target, or a second model."""
+
+    runner: ModelRunner
 
     @property
     def reads(self) -> bool:
@@ -67,13 +75,14 @@ class Middle(Protocol):
 
 class CascadeDrafter(Silent):
     """Chains of at most `nodes` tokens by at most `rounds` forwards of the middle, each of which checks `ahead` nodes
-    of the inner drafter.
+    of the inner drafter; `drawn` from what the middle says, or its likeliest.
     """
 
-    law = POINT_TREE
     remembers = True
 
-    def __init__(self, inner: Drafter, middle: Middle, nodes: int = 8, rounds: int = 3, ahead: int = 4) -> None:
+    def __init__(
+        self, inner: Drafter, middle: Middle, nodes: int = 8, rounds: int = 3, ahead: int = 4, drawn: int = 0
+    ) -> None:
         if nodes < 1 or rounds < 1 or ahead < 1:
             raise ValueError("a cascade needs at least one node, one round and one node ahead")
         if not inner.law.draws <= POINT_TREE.draws:
@@ -84,8 +93,10 @@ class CascadeDrafter(Silent):
         self.max_nodes, self._rounds = nodes, min(rounds, nodes)
         self._ahead = max(size for size in inner.sizes if size <= ahead)
         self.needs, self.waits = inner.needs, inner.waits
-        # A model with a cache of its own has to run what is accepted.
-        self.rates = Rates(self._rounds, least=1 if middle.reads else 0)
+        self.law = DraftLaw(frozenset({Draw.IID}), chain=True, grown=True) if drawn else POINT_TREE
+        self._drawn = bool(drawn)
+        # A model with a cache of its own has to run what is accepted; guesses are not drawn.
+        self.rates = Rates(self._rounds, least=1 if middle.reads or drawn else 0)
 
     @property
     def reads(self) -> bool:
@@ -106,6 +117,8 @@ class CascadeDrafter(Silent):
         """Tell both."""
         self.inner.attach(target)
         self.middle.attach(target)
+        if self.middle.runner.model.config.recurrent:
+            raise IncompatibleParts("The middle of a cascade runs its own words in turn: it has no recurrent layers.")
 
     def depth(self, nodes: int) -> int:
         """A chain."""
@@ -143,7 +156,7 @@ class CascadeDrafter(Silent):
     ) -> tuple[Proposal, Tensor, int]:
         """What the middle says in so many forwards, how many tokens that is of each sequence, and forwards made."""
         chains, made = Chains.empty(view, nodes, self._columns), 0
-        state: State = ()
+        state, laws = (), list[Tensor]()
         while True:
             rows = chains.rows(guess.tree, first=made == 0)
             if made == 0:
@@ -151,14 +164,27 @@ class CascadeDrafter(Silent):
             else:
                 front = Front(rows.tokens, rows.depth, None, rows.depth, None, (), rows.places(0))
                 logits, state = self.middle.extend(view, front, state)
-            chains.follow(guess.tree, rows, logits.argmax(-1).view(-1))
+            chains.follow(guess.tree, rows, self._choices(view, rows, logits, laws, rng).view(-1))
             made += 1
             if made == rounds or (view.may_look and bool((chains.count >= nodes).all())):
                 break
             guess = self._guess_again(chains.behind(view), rng)
         columns = torch.nn.functional.pad(chains.columns[:, :-1], (1, 0)).view(-1)
-        proposal = Proposal(chains_behind(view.roots, chains.tokens[:, :-1]), columns).limited(view)
-        return proposal, chains.count, made
+        tree = chains_behind(view.roots, chains.tokens[:, :-1])
+        if laws:
+            row = torch.nn.functional.pad(chains.said[:, :-1], (1, 0), value=-1).view(-1).where(tree.tokens >= 0, -1)
+            tree = replace(tree, draw=torch.where(row < 0, 0, int(Draw.IID)), q_row=row, q=torch.cat(laws))
+        proposal = Proposal(tree, columns).limited(view)
+        return proposal.within_pages(view, self.middle.runner.cache, self._columns), chains.count, made
+
+    def _choices(self, view: BatchView, rows: Rows, logits: Tensor, laws: list[Tensor], rng: Randomness) -> Tensor:
+        """What the middle says behind each row [B, 1 + k]; if that is drawn, `laws` get what it was drawn from."""
+        if not self._drawn:
+            return logits.argmax(-1)
+        columns = rows.base + torch.arange(rows.depth.shape[1], device=logits.device).expand_as(rows.depth)
+        frontier = Frontier(columns, rows.depth, logits, view, rng)
+        laws.append(frontier.q.flatten(0, 1))
+        return frontier.pick(frontier.q, 0)
 
     def _guess_again(self, view: BatchView, rng: Randomness) -> Proposal:
         """Behind text that is not committed, which the host has prepared nothing for."""
@@ -186,9 +212,9 @@ class CascadeDrafter(Silent):
 
 CASCADE = Entry(
     CascadeDrafter,
-    {"inner": "suffix", "middle": "layer-skip", "nodes": 8, "rounds": 3, "ahead": 4},
+    {"inner": "suffix", "middle": "layer-skip", "nodes": 8, "rounds": 3, "ahead": 4, "drawn": 0},
     "what a middle level (early-exit, layer-skip, self-int8, model:NAME) says, checking an inner drafter's guesses; "
-    "settings of either behind it: middle=early-exit:layers=9+window=512",
+    "settings of either behind it: middle=early-exit:layers=9+window=512; drawn=1: its words are drawn",
 )
 
 

@@ -48,17 +48,20 @@ class Chains:
 
     tokens: Tensor  # [B, n + 1] -1 where nothing has been said; the last place takes what is too much
     columns: Tensor  # [B, n + 1] 0: nowhere
+    said: Tensor  # [B, n + 1] which row of all forwards said each token
     count: Tensor  # [B] tokens said
     bits: Tensor  # [B, W] the columns of all that has been said and run
     last: Tensor  # [B] the last token said, which has not been run; at first the root
     used: int = 0  # columns
+    asked: int = 0  # rows of the forwards so far
 
     @classmethod
     def empty(cls, view: BatchView, most: int, columns: int) -> Chains:
         """Nothing has been said; `most` tokens will be kept, and so many columns used."""
         nothing = torch.full((view.size, most + 1), -1, dtype=torch.int64, device=view.roots.device)
         bits = nothing.new_zeros(view.size, num_words(1 + columns))
-        return cls(nothing, torch.zeros_like(nothing), torch.zeros_like(view.lengths), bits, view.roots)
+        zeros = torch.zeros_like(nothing)
+        return cls(nothing, zeros, zeros.clone(), torch.zeros_like(view.lengths), bits, view.roots)
 
     def rows(self, tree: TokenTree, *, first: bool) -> Rows:
         """Rows of the last token and the `tree` behind it."""
@@ -79,7 +82,11 @@ class Chains:
         nodes, length = verdict.path.clamp(min=0), verdict.length
         if rows.base:
             self._place(self.columns, (self.count - 1)[:, None], torch.full_like(length, rows.base)[:, None])
-        steps = torch.arange(nodes.shape[1] - 1, device=nodes.device)
+        every = torch.arange(nodes.shape[1], device=nodes.device)
+        at = torch.where(every <= length[:, None], self.count[:, None] + every, self.tokens.shape[1])
+        self._place(self.said, at, self.asked + rows.at[nodes])
+        self.asked += rows.tokens.numel()
+        steps = every[:-1]
         at = torch.where(steps < length[:, None], self.count[:, None] + steps, self.tokens.shape[1])
         self._place(self.tokens, at, tree.tokens[nodes[:, 1:]])
         self._place(self.columns, at, rows.columns(nodes[:, 1:]))

@@ -13,13 +13,12 @@ import torch
 
 from draftwood.drafters.branches import as_points
 from draftwood.drafters.calibration import Calibration
-from draftwood.drafters.graft import MOST_SOURCES, Candidates, Rated, Waiting, column_of
+from draftwood.drafters.graft import Candidates, Rated, Waiting
 from draftwood.drafters.graft_host import HostWaiting, Listed, graft_on_host
 from draftwood.drafters.points import ListsTrees
 from draftwood.drafters.several import Several, fitting
 from draftwood.drafters.unknown import read_unknown
-from draftwood.drafting import Drafter, Proposal
-from draftwood.faults import DrafterHealth
+from draftwood.drafting import MOST_MEMBERS, Drafter, Proposal
 from draftwood.model.runner import ModelRunner
 from draftwood.protocols import BatchView, Features, HostView, Randomness
 from draftwood.tree import POINT_TREE, DraftLaw, Draw, Verdict
@@ -34,8 +33,8 @@ class CombinedDrafter(Several):
     def __init__(self, sources: Sequence[Drafter] | Mapping[str, Drafter], nodes: int = 8, least: float = 0.2) -> None:
         if not isinstance(sources, Mapping):
             sources = {f"{type(source).__name__} {number}": source for number, source in enumerate(sources, 1)}
-        if not 2 <= len({id(source) for source in sources.values()}) == len(sources) <= MOST_SOURCES:
-            raise ValueError(f"a combined drafter needs at least two different ones, and at most {MOST_SOURCES}")
+        if not 2 <= len({id(source) for source in sources.values()}) == len(sources) <= MOST_MEMBERS:
+            raise ValueError(f"a combined drafter needs at least two different ones, and at most {MOST_MEMBERS}")
         if nodes < 1 or not 0 <= least < 1:
             raise ValueError("a combined drafter needs at least one node and 0 <= least < 1")
         drawing = [name for name, source in sources.items() if _keeps_draws(source.law)]
@@ -50,11 +49,6 @@ class CombinedDrafter(Several):
     def sources(self) -> list[Drafter]:
         """The first that draws, then the others in order."""
         return [guard.drafter for guard in self.guards]
-
-    @property
-    def health_of_members(self) -> Sequence[DrafterHealth]:
-        """Of each source."""
-        return [health for guard in self.guards for health in guard.health]
 
     @property
     def law(self) -> DraftLaw:
@@ -116,8 +110,7 @@ class CombinedDrafter(Several):
             self._waiting = None
         drafted = proposal.columns is not None and proposal.tree.num_drafted > 0
         for number, guard in enumerate(self.guards):
-            columns = column_of(proposal.columns, number) if proposal.columns is not None else None
-            own = replace(proposal, columns=columns)
+            own = proposal.of_member(number)
             guard.commit(view, own, verdict, {layer: features[layer] for layer in guard.needs})
             if drafted and guard.reads:
                 read_unknown(guard, self._target, view, own, verdict)

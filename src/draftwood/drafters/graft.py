@@ -18,14 +18,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from draftwood.drafters.calibration import Calibration
-from draftwood.drafting import Proposal
+from draftwood.drafting import GRAFTED, MEMBER_BITS, Proposal
 from draftwood.growers.ranked import linked_proposal
 from draftwood.ops.beam import linked, ranked_offers
 from draftwood.protocols import BatchView
 from draftwood.tree import TokenTree, Verdict
 
-PLACES = 1 << 15  # columns that one source can have
-MOST_SOURCES = 4  # whose columns have room in one number
 SURE = 2.0  # above every chance: nodes that are taken in any case
 
 
@@ -38,7 +36,7 @@ class Candidates:
     parents: Tensor  # [B, C] int64 which candidate each stands behind, -1: the root
     depth: Tensor  # [B, C] int64
     words: Tensor  # [B, C] float64 its source's word for its chance, if its parent is right; nan: unknown
-    columns: Tensor  # [B, C] int64 where its source keeps it, as a digit of its own
+    columns: Tensor  # [B, C] int64 1 + where its source keeps it, as a digit of its own
     draw: Tensor  # [B, C] int64
     q_row: Tensor  # [B, C] int64
     source: Tensor  # [C] int64
@@ -59,7 +57,7 @@ class Candidates:
             parents=torch.cat(parents, 1),
             depth=torch.cat([part.depth for part in parts], 1),
             words=torch.cat([part.words for part in parts], 1),
-            columns=torch.cat([part.columns * PLACES**n for n, part in enumerate(parts)], 1),
+            columns=torch.cat([1 + part.columns << MEMBER_BITS * n for n, part in enumerate(parts)], 1),
             draw=torch.cat([part.draw for part in parts], 1),
             q_row=torch.cat([part.q_row for part in parts], 1),
             source=torch.cat(sources),
@@ -184,7 +182,7 @@ class Rated:
             view.roots, tokens, parents, torch.where(there, depth, 1), kept, min(made.widest, nodes), deepest
         )
         scores = rank.clamp(max=1).log()
-        known = torch.where(there, 2 * columns + 1, 0)
+        known = torch.where(there, GRAFTED + columns, 0)
         whole = linked_proposal(links, scores, known, view, deepest, certain=False)
         return whole if q is None else replace(whole, tree=_with_draws(whole.tree, draw, q_row, q))
 
@@ -247,8 +245,3 @@ def spread_ways(tree: TokenTree) -> tuple[Tensor, Tensor]:
     table = torch.full((len(numbers), size * rows), -1, device=way.device)
     table = table.index_copy_(1, tree.owner * rows + tree.local, numbers).view(len(numbers), size, rows)
     return table[0], table[1:].permute(1, 2, 0)
-
-
-def column_of(columns: Tensor, source: int) -> Tensor:
-    """Where one source keeps nodes of grafted trees, 0: nowhere."""
-    return columns // 2 // PLACES**source % PLACES

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from draftwood.drafters.calibration import Calibration, HostReader
-from draftwood.drafters.graft import PLACES, SURE
+from draftwood.drafters.graft import SURE
 from draftwood.drafters.points import HostTree
-from draftwood.drafting import Proposal
+from draftwood.drafting import GRAFTED, MEMBER_BITS, Proposal
 from draftwood.protocols import BatchView
 from draftwood.tree import TokenTree, Verdict
 
@@ -88,7 +88,7 @@ def _merged(sources: Sequence[Listed], b: int, known: HostReader, *, drawn: bool
             chance, cell = known.chance(number, one.depth, word)
             one.wrong *= 1 - chance
             one.cells.append(cell)
-            one.columns += columns[own] * PLACES**number
+            one.columns += 1 + columns[own] << MEMBER_BITS * number
             place.append(at)
     return nodes
 
@@ -130,7 +130,7 @@ def graft_on_host(
         chosen = [merged[n] for n in places]
         trees.append(([roots[b], *(node.token for node in chosen[1:])], [number[node.parent] for node in chosen]))
         kept += chosen
-    columns = [2 * node.columns + 1 if node.depth else 0 for node in kept]
+    columns = [GRAFTED + node.columns if node.depth else 0 for node in kept]
     survival = torch.tensor([min(node.rank, 1.0) for node in kept], dtype=torch.float64)
     tree = TokenTree.of_points(trees)
     if q is not None:

@@ -75,6 +75,10 @@ class ShallowDrafter(CausalDrafter):
             raise IncompatibleParts("A target in stages, or on transformers' own modules, has no part that can draft.")
         if target.model.config.cache_shape[1:] != self.net.config.cache_shape[1:]:
             raise IncompatibleParts("The target is split over several ranks, and this drafter needs its whole layers.")
+        if target.model.config.recurrent:
+            raise IncompatibleParts(
+                "This drafter runs first layers of its target with keys of its own; some are recurrent."
+            )
         model = ShallowModel(target.model, self.net)
         self.runner = ModelRunner(model, tables.pool.num_pages, tables.page_size)
 

@@ -118,7 +118,7 @@ class LookaheadDrafter(Silent):
         rated = Rated.of(Candidates.of(parts), self._calibration, 2)
         self._step = _Step(view.rows, window, rated.waiting(view))
         whole = rated.taken(view, nodes, 0.0, None, whole_first=True)
-        return Proposal(whole.tree, whole.columns)  # how likely the window's nodes are does not matter
+        return Proposal(whole.tree)  # how likely the window's nodes are does not matter
 
     def commit(self, view: BatchView, proposal: Proposal, verdict: Verdict, features: Features) -> None:
         """Take what the target said behind the last level, keep the n-grams, and move the window."""

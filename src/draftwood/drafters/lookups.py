@@ -26,6 +26,7 @@ from draftwood.errors import InvalidRequest
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 COMBINED = "combined"
+CHOICE = "choice"  # each request has the one of several that gains it most
 
 
 def _ngram_on_gpu(nodes: int, longest: int, shortest: int, branches: int) -> Drafter:
@@ -56,7 +57,7 @@ def _combined(sources: str, nodes: int, least: float, device: torch.device) -> C
 
 def _names(sources: str) -> list[str]:
     names = sources.split("+")
-    if len(set(names)) < max(len(names), 2) or {"", "none", COMBINED} & {_kind(name) for name in names}:
+    if len(set(names)) < max(len(names), 2) or {"", "none", COMBINED, CHOICE} & {_kind(name) for name in names}:
         raise ValueError(f"'{sources}' should be different drafters joined by +, such as suffix+recycling")
     return names
 
@@ -127,6 +128,22 @@ def combined_sources(spec: str) -> list[str]:
         return _names(sources)
     except ValueError as error:
         raise InvalidRequest(f"The drafter '{spec}' cannot be built: {error}.") from error
+
+
+def chosen_from(spec: str) -> list[str]:
+    """The drafters from which one is chosen for each request; none if one drafts for all."""
+    kind, _, names = spec.partition(":")
+    if kind != CHOICE:
+        return []
+    try:
+        return _names(names)
+    except ValueError as error:
+        raise InvalidRequest(f"The drafter '{spec}' cannot be built: {error}.") from error
+
+
+def members_of(spec: str) -> list[str]:
+    """All drafters that a name stands for, where it stands for several."""
+    return combined_sources(spec) or chosen_from(spec)
 
 
 def room_of(spec: str, nodes: int, least: float) -> tuple[int, float]:

@@ -3,6 +3,9 @@
 Its cache lies under the target's slots: the target's block table says where it keeps a token. It runs all text that the
 target runs (`ingest`), and the nodes that a grower asks about. The last node of an accepted path may be one it has not
 run; so a step begins with the last two committed tokens, or with one where the last step accepted nothing.
+
+States of recurrent layers lie in the places of the target's sequences and stay at the committed text while a tree is
+grown: each forward of a tree runs all of its nodes so far. They take in what has been run of the accepted path.
 """
 
 from __future__ import annotations
@@ -15,11 +18,12 @@ from torch import Tensor
 
 from draftwood.batch import ForwardBatch
 from draftwood.cache.kv import KVCache, Places, behind_last, stage_behind
+from draftwood.cache.recurrent import FollowingStates
 from draftwood.drafters.grown import GrownDrafter
 from draftwood.drafting import Front, Grower, Proposal, State, Vocabulary
-from draftwood.errors import IncompatibleParts
 from draftwood.model.runner import ModelRunner, ReadsSources
 from draftwood.protocols import BatchView, Features, Randomness
+from draftwood.states import KeptPath, StagedTrees
 from draftwood.tree import Verdict
 
 
@@ -32,21 +36,19 @@ class CausalDrafter(GrownDrafter):
     def __init__(self, grower: Grower) -> None:
         super().__init__(grower)
         self._shorter = False  # than the target's: the model's longest text
+        self._states: FollowingStates | None = None  # where the model has recurrent layers
+        self._staged: StagedTrees | None = None  # what these have made of the present tree
 
     def attach(self, target: ModelRunner) -> None:
         """Lay the model's cache under the target's slots."""
-        if self.runner.model.config.recurrent:
-            raise IncompatibleParts(
-                "A model with recurrent layers cannot be the draft model: it would run tokens again that its state has "
-                "taken in. It can be the target; draft for it with a model without such layers, or with ngram."
-            )
-        own, theirs = self.runner.cache.tables, target.cache.tables
-        if (own.page_size, own.pool.num_pages) != (theirs.page_size, theirs.pool.num_pages):
-            model = self.runner.model
-            pages = theirs.pool.num_pages, theirs.page_size
-            self.runner.cache = KVCache(
-                model.config, *pages, model.dtype, model.device, packing=self.runner.cache.packing
-            )
+        own, theirs = self.runner.cache, target.cache
+        sizes, model = [(c.tables.pool.num_pages, c.page_size, c.num_states) for c in (own, theirs)], self.runner.model
+        if sizes[0] != sizes[1]:
+            num_pages, page_size, num_states = sizes[1]
+            place = model.dtype, model.device
+            own = self.runner.cache = KVCache(model.config, num_pages, page_size, *place, num_states, own.packing)
+        self._states = own.follow(theirs)
+        self.remembers = self._states is not None
         self._shorter = self._max_positions < target.model.config.max_positions
         if isinstance(self.runner.model, ReadsSources):
             self.runner.model.share_encoder(target.model)
@@ -57,13 +59,16 @@ class CausalDrafter(GrownDrafter):
 
     def propose(self, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
         """Grow a tree for every sequence, as deep as the model's positions reach."""
+        self._staged = None
         if self._shorter:
             depth = self._reach(view)
             if view.may_look and not bool(depth.any()):
                 return Proposal.bare(view)
             most = torch.full_like(depth, nodes) if view.max_nodes is None else view.max_nodes
             view = replace(view, max_depth=depth, max_nodes=most)
-        return self.grow(view, nodes, rng) if nodes else Proposal.bare(view)
+        if not nodes:
+            return Proposal.bare(view)
+        return self.grow(view, nodes, rng).within_pages(view, self.runner.cache, self.staged(nodes))
 
     def grow(self, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
         """A tree of `nodes` draft nodes for every sequence."""
@@ -71,25 +76,24 @@ class CausalDrafter(GrownDrafter):
 
     def begin(self, view: BatchView) -> tuple[Tensor, State]:
         """Logits at the roots, and in the cache whatever the last step may have left out. [B, 1, R]."""
-        places, tokens, last = self.last_tokens(view, 1 if view.gained == 1 else 2)
+        places, tokens, last = self.last_tokens(view, _again(view))
         return self.run(view, tokens, places, last)[:, None], ()
 
     def begin_with(self, view: BatchView, tokens: Tensor, places: Places, room: int) -> tuple[Tensor, State]:
         """The same, and in the same forward logits at nodes `tokens` [B, k] behind them. [B, 1 + k, R]."""
-        count = 1 if view.gained == 1 else 2
-        _, last, _ = self.last_tokens(view, count)
-        every, cache = torch.cat([last, tokens], 1), self.runner.cache
-        places = behind_last(places, count)
-        sizes, sources = (cache.page_size, self._max_positions), view.source_lengths
-        batch = stage_behind(view.lengths, view.block_table, every, places, *sizes, source_lengths=sources)
-        visible = batch.visible.view_as(every).clone()
-        visible[:, 0] = (view.lengths - count + 1).clamp(min=1)  # the token before the last does not see the last
-        logits = self.runner.forward(replace(batch, visible=visible.view(-1))).logits
-        return logits.view(*every.shape, -1)[:, count - 1 :], ()
+        return self._whole(view, tokens, behind_last([places], _again(view)), 1 + tokens.shape[1]), ()
 
     def extend(self, view: BatchView, front: Front, state: State) -> tuple[Tensor, State]:
-        """The cache knows their parents. [B, k, R]."""
+        """The cache knows their parents; states do not. [B, k, R]."""
+        if self._states is not None:
+            return self._whole(view, front.asked, front.behind_last(_again(view)), front.tokens.shape[1]), state
         return self.run(view, front.tokens, front.places).view(*front.tokens.shape, -1), state
+
+    def _whole(self, view: BatchView, tokens: Tensor, places: Places, wanted: int) -> Tensor:
+        """Run the last tokens, and nodes `tokens` [B, n] behind them; logits of the last `wanted`. [B, wanted, R]."""
+        every = torch.cat([self.last_tokens(view, _again(view))[1], tokens], 1)
+        rows = torch.arange(every.numel(), device=every.device).view_as(every)[:, -wanted:].reshape(-1)
+        return self.run(view, every, places, rows).view(view.size, wanted, -1)
 
     def vocabulary(self, level: int | None) -> Vocabulary | None:
         """All tokens."""
@@ -101,16 +105,19 @@ class CausalDrafter(GrownDrafter):
             batch = replace(batch, logit_rows=batch.logit_rows[:0])
         if self._shorter:
             batch = replace(batch, positions=batch.positions.clamp(max=self._max_positions - 1))
-        self.runner.forward(batch)
+        self.runner.forward(batch if self._states is None else self._states.reading(batch))
 
     def commit(self, view: BatchView, proposal: Proposal, verdict: Verdict, features: Features) -> None:
-        """Move what it has run of the accepted path behind the text; in a chain it is there already."""
-        if not self.law.chain and proposal.tree.num_drafted:
-            self.keep(view, proposal.columns_of(verdict.path), verdict.length)
+        """Keep what it has run of the accepted path."""
+        self.keep(view, proposal.columns_of(verdict.path), verdict.length, chain=self.law.chain)
 
-    def keep(self, view: BatchView, columns: Tensor, length: Tensor) -> None:
-        """Move what it has run of the accepted path, which lies at `columns` [B, D + 1], behind the text."""
-        self.runner.cache.keep(view.block_table, view.lengths, columns, length)
+    def keep(self, view: BatchView, columns: Tensor, length: Tensor, *, chain: bool = False) -> None:
+        """Keep what it has run of the accepted path, which lies at `columns` [B, D + 1]."""
+        staged, self._staged = self._staged, None
+        path = KeptPath(view.block_table, view.lengths, columns, length, chain, staged)
+        if staged is not None and view.states is not None and len(staged.places) != view.size:  # asked for some alone
+            path = path.of((staged.places[:, None] == view.states).to(torch.int8).argmax(1))
+        self.runner.cache.commit(path)
 
     def last_tokens(self, view: BatchView, count: int, masks: int = 0) -> tuple[Places, Tensor, Tensor | None]:
         """The last `count` committed tokens of each sequence, and room for `masks` rows behind them: their places, the
@@ -128,7 +135,14 @@ class CausalDrafter(GrownDrafter):
         limit = self._max_positions
         sources = view.source_lengths
         batch = stage_behind(view.lengths, view.block_table, tokens, places, page_size, limit, rows, sources)
-        return self.runner.forward(batch).logits
+        if self._states is None:
+            return self.runner.forward(batch).logits
+        assert view.states is not None
+        taken_in = self._states.behind(view.lengths, view.states, places.index)
+        columns = places.index.reshape(-1)
+        out = self.runner.forward(replace(batch, states=view.states, columns=columns, taken_in=taken_in))
+        self._staged = out.staged
+        return out.logits
 
     @property
     def _max_positions(self) -> int:
@@ -138,6 +152,11 @@ class CausalDrafter(GrownDrafter):
         """How deep a node can be whose parent has a position in the model. [B]."""
         depth = (self._max_positions + 1 - view.lengths).clamp(min=0)
         return depth if view.max_depth is None else torch.minimum(depth, view.max_depth)
+
+
+def _again(view: BatchView) -> int:
+    """Committed tokens that a step begins with."""
+    return 1 if view.gained == 1 else 2
 
 
 @lru_cache(maxsize=1024)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafting import Front, Grower, Proposal, State, Vocabulary
+from draftwood.errors import IncompatibleParts
 from draftwood.model.runner import ModelRunner
 from draftwood.protocols import BatchView, Features, Randomness
 from draftwood.tree import Verdict
@@ -28,6 +29,12 @@ class ParallelDrafter(ModelDrafter):
     def __init__(self, runner: ModelRunner, grower: Grower, mask: int, guesses: int = GUESSES) -> None:
         super().__init__(runner, grower.within_depth(guesses))
         self.mask, self.guesses = mask, guesses
+
+    def attach(self, target: ModelRunner) -> None:
+        """See `CausalDrafter`."""
+        if self.runner.model.config.recurrent:
+            raise IncompatibleParts("Behind masks a model with recurrent layers cannot draft: take it as model:NAME.")
+        super().attach(target)
 
     def staged(self, nodes: int) -> int:
         """The masks, however wide the tree is."""

@@ -81,12 +81,12 @@ class SuccessorTable:
         self.shares.index_copy_(0, rows, shares[order])
         self.salts.index_copy_(0, rows, torch.where(rows < self._rows, salts[order], -2))
 
-    def reader(self, salt: int) -> Callable[[int], dict[int, float]]:
+    def reader(self, salt: int) -> Callable[[int, float], dict[int, float]]:
         """What may follow a token in texts of a salt, and how likely; on the host."""
         tokens, shares, salts = self.tokens.numpy(), self.shares.numpy(), self.salts.numpy()
         hits, trials = self._counts.tolist()
 
-        def successors(token: int) -> dict[int, float]:
+        def successors(token: int, least: float) -> dict[int, float]:
             row = (token + salt) & (self._rows - 1)
             if salts[row] != salt:
                 return {}

@@ -14,6 +14,7 @@ import torch
 
 from draftwood.drafters.encoder import Encoder
 from draftwood.drafters.points import HostDrafter, HostTrees, PointTree
+from draftwood.errors import IncompatibleParts
 from draftwood.model.runner import ModelRunner
 from draftwood.model.tokenizer import Tokenizer
 from draftwood.protocols import HostView, Span
@@ -81,6 +82,8 @@ class ReencodingDrafter(HostDrafter):
         """`size`: tokens that the target has logits for."""
         if depth < 1 or not 0 <= least < 1:
             raise ValueError("drafts by text need at least one token and 0 <= least < 1")
+        if runner.model.config.recurrent:
+            raise IncompatibleParts("Drafts by text take words back, which a model with recurrent layers cannot.")
         self.runner, self.max_nodes, self.least = runner, depth, least
         self._own = Encoder(tokenizer, runner.model.config.vocab_size)
         self._theirs = Encoder(target, size)

@@ -1,7 +1,8 @@
-"""What a target and a remote drafter say to each other, version 1. Chosen tokens only: nothing is said of chances.
+"""What a target and a remote drafter say to each other, version 2.
 
-After the handshake the target's side sends texts as they grow, and the drafter's side sends trees as they grow, each
-with the length of the text that it stands behind. Neither waits for the other.
+After the handshake the target's side sends texts as they grow, and the drafter's side sends guesses of how they go on,
+each once. Neither waits for the other. A guess that was drawn comes with what it was drawn from: the few likeliest
+tokens, in which case nothing else can be drawn.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ from typing import TypeVar
 from draftwood.errors import InvalidRequest, WireError
 from draftwood.wire import Frames, packer, unpacker
 
-VERSION = 1
+VERSION = 2
 KEY_VARIABLE = "DRAFTWOOD_DRAFTER_KEY"
 LONGEST = 1 << 24  # bytes of a frame
 LONGEST_GREETING = 1 << 12
 GREETING_SECONDS = 10.0
 MOST_WAITING = 4096  # messages
+MOST_ENTRIES = 64  # of a row
 T = TypeVar("T")
+Row = tuple[tuple[int, float], ...]  # tokens and the logarithms of their chances at temperature 1, up to a constant
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +64,8 @@ class DraftSync:
     tokens: tuple[int, ...]
     nodes: int  # that a tree should have
     salt: str  # texts with different ones share nothing
+    temperature: float = 0.0  # at which guesses are drawn
+    entries: int = 0  # of the rows they are drawn from; 0: the likeliest tokens are chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +78,22 @@ class DraftCommit:
 
 
 @dataclass(frozen=True, slots=True)
+class Guess:
+    """What may stand in one place of a text."""
+
+    tokens: tuple[int, ...]  # behind the first the next guess stands; the others are alternatives to it
+    row: Row = ()  # what the first was drawn from; (): it was chosen
+
+
+@dataclass(frozen=True, slots=True)
 class Draft:
-    """A tree behind the first `base` tokens of a text. The root is not among its nodes."""
+    """How a text may go on, from its place `base` on: where the last guesses of the same branch ended."""
 
     sequence: int
+    branch: int  # one with a higher number begins anew, because the text went on otherwise
     base: int
-    tokens: tuple[int, ...]
-    parents: tuple[int, ...]  # -1: the root
-    final: bool  # it will not grow
+    guesses: tuple[Guess, ...]
+    final: bool  # this branch will not grow
 
 
 TO_DRAFTER: Mapping[str, type] = {"sync": DraftSync, "commit": DraftCommit, "close": int}

@@ -68,7 +68,6 @@ class RestDrafter(HostDrafter):
         self.max_nodes, self.least = nodes, least
         self.datastore = Datastore(Path(path).expanduser())
         self._shortest, self._longest = shortest, longest
-        self._every = _Match(tuple((part, 0, len(part.order)) for part in self.datastore.segments), 0)
         self._reliability = Reliability()
         self._asked: dict[int, _Asked] = {}
 
@@ -93,11 +92,13 @@ class RestDrafter(HostDrafter):
         counts = match.successors(size)
         if not counts:
             return
-        found = self._reliability.of(0, 0, match.length, counts, sum(counts.values()))
+        found = self._reliability.of(0, 0, match.length, len(counts), sum(counts.values()))
         self._asked[seq_id] = _Asked(len(tokens), counts, found)
         sure = found[0] / found[1]
 
-        def successors(place: _Match) -> dict[int, float]:
+        def successors(place: _Match, least: float) -> dict[int, float]:
+            if sure <= least:
+                return {}
             following = counts if place is match else place.successors(size)
             total = sum(following.values())
             return {token: sure * count / total for token, count in following.items()}
@@ -105,24 +106,10 @@ class RestDrafter(HostDrafter):
         grow(tree, match, successors, _Match.follow, self.least)
 
     def _longest_match(self, tokens: Sequence[int]) -> _Match:
-        """The longest end of a text that stands in the files; lengths are halved, as shorter ends stand there too."""
-        low, high, best = self._shortest - 1, min(self._longest, len(tokens)), self._every
-        while low < high:
-            length = (low + high + 1) // 2
-            match = self._match(tokens[len(tokens) - length :])
-            if match.ranges:
-                low, best = length, match
-            else:
-                high = length - 1
-        return best if best.length else _Match((), 0)
-
-    def _match(self, tokens: Sequence[int]) -> _Match:
-        match = self._every
-        for token in tokens:
-            match = match.follow(token)
-            if not match.ranges:
-                break
-        return match
+        """The longest end of a text that stands in the files."""
+        ends = [(part, *part.longest_end(tokens[-self._longest :], self._shortest)) for part in self.datastore.segments]
+        longest = max((length for _, length, _, _ in ends), default=0)
+        return _Match(tuple((part, low, high) for part, length, low, high in ends if length == longest > 0), longest)
 
     def _learn(self, seq_id: int, tokens: Sequence[int]) -> None:
         asked = self._asked.pop(seq_id, None)

@@ -11,6 +11,8 @@ from draftwood.errors import IncompatibleParts
 from draftwood.machine import give_back_memory
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.runner import Model, load_model
+from draftwood.model.spec import Sublayers
+from draftwood.model.transformer import Transformer
 from draftwood.model.weights import FORMATS
 
 SINKS = 4  # tokens at the beginning that a windowed draft reads in any case: a whole page, in fact
@@ -24,11 +26,18 @@ def _early_exit(layers: int, window: int) -> ViewOf:
     return lambda checkpoint: part
 
 
-def _layer_skip(skip: tuple[int, ...], window: int) -> ViewOf:
-    seen = _window(window)
+def _layer_skip(
+    skip: tuple[int, ...], attention: tuple[int, ...], mlp: tuple[int, ...], trials: int, window: int
+) -> ViewOf:
+    seen, given = _window(window), (skip, attention, mlp)
+    if trials < 0 or (trials and any(given)):
+        raise ValueError("trials looks for what is left out: give no skip, attention or mlp beside it")
 
     def without(checkpoint: Checkpoint) -> View:
-        return View(without_layers(skip or require_skips(checkpoint).skipped), window=seen)
+        if trials:
+            return View(window=seen, trials=trials)
+        layers, attending, mlps = given if any(given) else require_skips(checkpoint).sets
+        return View(without_layers(layers), None, seen, Sublayers(frozenset(attending), frozenset(mlps)))
 
     return without
 
@@ -53,9 +62,19 @@ def _rounded(on_cpu: str, on_gpu: str) -> Callable[[int], ViewOf]:
 
     def part(window: int) -> ViewOf:
         seen = _window(window)
-        return lambda checkpoint: View(rounded=of(checkpoint), window=seen)
+        return lambda checkpoint: View(changed=of(checkpoint), window=seen)
 
     return part
+
+
+def _component() -> ViewOf:
+    return lambda checkpoint: View(changed=_without_attention)
+
+
+def _without_attention(target: Model) -> Model:
+    if not isinstance(target, Transformer):  # recurrent layers run there alone
+        raise IncompatibleParts("This drafter runs the recurrent layers of its target, and this target has none.")
+    return target.without_attention()
 
 
 def _windowed(recent: int, sinks: int) -> ViewOf:
@@ -90,14 +109,20 @@ SELF_DRAFTS: Mapping[str, Entry] = {
     ),
     "layer-skip": Entry(
         _layer_skip,
-        {"skip": (), "window": 0},
-        "the target without some layers: skip=10x11x12, or what `draftwood search-skip` has found",
+        {"skip": (), "attention": (), "mlp": (), "trials": 0, "window": 0},
+        "the target without some layers: skip=10x11x12, or attention=3x4 and mlp=7 of some alone; what "
+        "`draftwood search-skip` has found; or trials=64 of sets while it answers",
     ),
     "self-int8": Entry(
         _rounded("w8a8", COPIES["self-int8"]), {"window": 0}, "the target with 8-bit weights; itself it stays exact"
     ),
     "self-int4": Entry(
         _rounded("w4a8", COPIES["self-int4"]), {"window": 0}, "the target with 4-bit weights; itself it stays exact"
+    ),
+    "component": Entry(
+        _component,
+        {},
+        "the recurrent layers and MLPs of a hybrid target, without its attention; best where both stand side by side",
     ),
     "window": Entry(
         _windowed, {"recent": 1024, "sinks": SINKS}, "the target, reading only the beginning and the end of long texts"

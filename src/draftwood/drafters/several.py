@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from draftwood.batch import ForwardBatch
 from draftwood.drafting import Drafter
-from draftwood.faults import GuardedDrafter
+from draftwood.faults import DrafterHealth, GuardedDrafter
 from draftwood.model.runner import ModelRunner
 from draftwood.protocols import LOGITS, Features
 
@@ -22,6 +22,11 @@ class Several:
 
     def __init__(self, drafters: Mapping[str, Drafter]) -> None:
         self.guards = tuple(GuardedDrafter(drafter, name) for name, drafter in drafters.items())
+
+    @property
+    def health_of_members(self) -> Sequence[DrafterHealth]:
+        """Of each drafter."""
+        return [health for guard in self.guards for health in guard.health]
 
     @property
     def needs(self) -> frozenset[int]:

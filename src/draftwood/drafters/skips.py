@@ -30,6 +30,13 @@ class SkipSet:
     acceptance: float  # of a drafted token
     policy: str
     weights: str = "stored"
+    attention: tuple[int, ...] = ()  # layers of which that alone is left out
+    mlp: tuple[int, ...] = ()
+
+    @property
+    def sets(self) -> tuple[tuple[int, ...], ...]:
+        """Layers left out, those without attention, and those without MLP."""
+        return self.skipped, self.attention, self.mlp
 
 
 def find_skips(checkpoint: Checkpoint) -> SkipSet | None:
@@ -96,11 +103,12 @@ def _fingerprint(checkpoint: Checkpoint) -> str:
 def _read(path: Path, checkpoint: Checkpoint) -> SkipSet | None:
     try:
         raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        skipped = tuple(int(layer) for layer in raw["skipped"])
-        if raw["model"] != _fingerprint(checkpoint) or not _possible(skipped, checkpoint.config.num_layers):
+        sets = [tuple(int(layer) for layer in raw[name]) for name in ("skipped", "attention", "mlp")]
+        count = checkpoint.config.num_layers
+        if raw["model"] != _fingerprint(checkpoint) or not all(_possible(own, count) for own in sets):
             return None
         numbers = int(raw["depth"]), float(raw["ratio"]), float(raw["acceptance"])
-        return SkipSet(skipped, *numbers, str(raw["policy"]), str(raw["weights"]))
+        return SkipSet(sets[0], *numbers, str(raw["policy"]), str(raw["weights"]), *sets[1:])
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

@@ -27,5 +27,6 @@ class SubstituteDrafter(CausalDrafter):
             raise IncompatibleParts("This drafter shares layers with the target, and this target shares none.")
         tables = target.cache.tables
         model = target.model.substituted(self._checkpoint, self._weights)
-        self.runner = ModelRunner(model, tables.pool.num_pages, tables.page_size)
+        self.runner = ModelRunner(model, tables.pool.num_pages, tables.page_size, target.cache.num_states)
+        super().attach(target)
         self._checkpoint.forget()

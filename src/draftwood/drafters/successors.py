@@ -9,6 +9,7 @@ from itertools import islice
 
 from draftwood.drafters.automaton import Place, SuffixAutomaton
 
+MOST_TOLD = 3  # successors of a piece, from which on numbers of them are alike
 ORDERS = 4  # pieces that are asked for a token's successors, each shorter than the one before
 WIDEST = 64  # successors of a piece that are looked at
 LENGTHS, TOTALS = (2, 3, 4, 6, 9, 17, 33), (2, 3, 5, 17)
@@ -18,27 +19,16 @@ WEIGHT = 4.0  # trials that what is assumed beforehand counts for
 Places = tuple[Place, ...]  # one in each of some automata
 
 
-@dataclass(frozen=True)
-class Piece:
-    """The end of a text that occurs elsewhere."""
-
-    successors: dict[int, int]  # token -> how often it followed
-    total: int
-    reliability: list[
-        float
-    ]  # hits and trials: how often the next token was among the successors, if in no longer one's
-
-
 @dataclass
 class Reliability:
     """How often the next token was among the successors of a piece, by what the piece is like; bounded."""
 
     _table: dict[tuple[int, ...], list[float]] = field(default_factory=dict)
 
-    def of(self, source: int, order: int, length: int, successors: dict[int, int], total: int) -> list[float]:
-        """Hits and trials for pieces of this kind."""
+    def of(self, source: int, order: int, length: int, successors: int, total: int) -> list[float]:
+        """Hits and trials for pieces of this kind, with so many successors that occurred `total` times."""
         long, often = bisect_right(LENGTHS, length), bisect_right(TOTALS, total)
-        key = source, min(order, 1), long, often, min(len(successors), 3)
+        key = source, min(order, 1), long, often, min(successors, MOST_TOLD)
         found = self._table.get(key)
         if found is None:
             found = self._table[key] = [WEIGHT * length / (length + 1), WEIGHT]
@@ -68,43 +58,54 @@ class Predictor:
 
     def learn(self, automata: Sequence[SuffixAutomaton], places: Places, token: int) -> None:
         """`token` came next."""
-        for piece in self._pieces(automata, places):
-            hit = token in piece.successors
-            learn(piece.reliability, hit)
-            if hit:
-                return
+        seen: set[int] = set()
+        for source, order, length, state in self._pieces(automata, places):
+            successors, counts = automata[source].successors[state], automata[source].counts
+            number = total = 0
+            for one, behind in successors.items():  # no further than kinds are told apart
+                if one not in seen:
+                    number, total = number + 1, total + counts[behind]
+                    if number >= MOST_TOLD and total >= TOTALS[-1]:
+                        break
+            if number:
+                hit = token in successors
+                learn(self._reliability.of(min(source, 1), order, length, number, total), hit)
+                if hit:
+                    return
+            seen.update(successors)
 
-    def successors(self, automata: Sequence[SuffixAutomaton], places: Places) -> dict[int, float]:
-        """The chance of every token that followed one of the longest pieces."""
+    def successors(self, automata: Sequence[SuffixAutomaton], places: Places, least: float) -> dict[int, float]:
+        """The chance of every token that followed one of the longest pieces, but for those less likely than `least`."""
         chances: dict[int, float] = {}
         left = 1.0
-        for piece in self._pieces(automata, places):
-            hits, trials = piece.reliability
-            share = left * hits / trials
-            for token, count in piece.successors.items():
-                chances.setdefault(token, share * count / piece.total)
-            left -= share
-        return chances
-
-    def _pieces(self, automata: Sequence[SuffixAutomaton], places: Places) -> Iterator[Piece]:
-        """The longest, without successors that a longer one has; automata that come first, first."""
-        at, seen = list(places), set()
-        for order in range(ORDERS):
-            lengths = [length for _, length in at]
-            longest = max(lengths, default=0)
-            if longest < self.shortest:
-                return
-            which = lengths.index(longest)
-            automaton, place = automata[which], at[which]
-            at[which] = automaton.shortened(place)
-            counts = automaton.counts
+        for source, order, length, state in self._pieces(automata, places):
+            counts = automata[source].counts
             new = {
-                token: counts[state]
-                for token, state in islice(automaton.successors[place[0]].items(), WIDEST)
-                if token not in seen
+                token: counts[behind]
+                for token, behind in islice(automata[source].successors[state].items(), WIDEST)
+                if token not in chances
             }
             if not new:
                 continue
             total = sum(new.values())
-            yield Piece(new, total, self._reliability.of(min(which, 1), order, longest, new, total))
-            seen.update(new)
+            hits, trials = self._reliability.of(min(source, 1), order, length, len(new), total)
+            share = left * hits / trials
+            for token, count in new.items():
+                chances[token] = share * count / total
+            left -= share
+            if left <= least:
+                break
+        return chances
+
+    def _pieces(self, automata: Sequence[SuffixAutomaton], places: Places) -> Iterator[tuple[int, int, int, int]]:
+        """The longest first: which automaton, how many were longer, its length and its state."""
+        at = list(places)
+        for order in range(ORDERS):
+            source, (state, length) = 0, at[0]
+            for number, (other, tokens) in enumerate(at):
+                if tokens > length:
+                    source, state, length = number, other, tokens
+            if length < self.shortest:
+                return
+            at[source] = automata[source].shortened((state, length))
+            yield source, order, length, state

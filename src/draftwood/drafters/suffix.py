@@ -120,35 +120,30 @@ class SuffixDrafter(HostDrafter):
 
     def _read(self, reading: _Reading, tokens: Sequence[int]) -> None:
         """What is new of the text. What follows in the prompt is no measure of what the target says."""
-        own, predictor, place = reading.automata[0], self._predictor, reading.places[0]
+        own, longest = reading.automata[0], self._predictor.longest
         if reading.read < reading.prompt_length:
             for token in tokens[reading.read : reading.prompt_length]:
-                place = own.follow(place, token, predictor.longest)
                 reading.last = own.append(reading.last, token)
             reading.read = min(reading.prompt_length, len(tokens))
-            reading.automata, reading.places = [own], (place,)
+            reading.automata = [own]
         self._share(reading, tokens)
+        others = reading.automata[1:]
         for token in tokens[reading.read :]:
-            places = self._settled(reading)
-            predictor.learn(reading.automata, places, token)
-            reading.places = predictor.follow(reading.automata, places, token)
+            self._predictor.learn(reading.automata, reading.places, token)
             reading.last = own.append(reading.last, token)
-        reading.places = self._settled(reading)
+            behind = [a.follow(place, token, longest) for a, place in zip(others, reading.places[1:], strict=True)]
+            reading.places = (own.earlier(reading.last, longest), *behind)
         reading.tokens, reading.read = tokens, len(tokens)
 
     def _share(self, reading: _Reading, tokens: Sequence[int]) -> None:
         """Find the end of what has been read in others' answers that are new, and leave those that are gone."""
-        known = dict(zip(map(id, reading.automata), reading.places, strict=True))
-        automata = [reading.automata[0], *self.shared.of(reading.salt)]
-        places = []
-        for automaton in automata:
-            place = known.get(id(automaton))
-            if place is None:
-                place = NOWHERE
-                for token in tokens[max(reading.read - self._predictor.longest, 0) : reading.read]:
-                    place = automaton.follow(place, token, self._predictor.longest)
+        own, longest = reading.automata[0], self._predictor.longest
+        known = dict(zip(map(id, reading.automata[1:]), reading.places[1:], strict=False))
+        reading.automata, places = [own, *self.shared.of(reading.salt)], [own.earlier(reading.last, longest)]
+        for automaton in reading.automata[1:]:
+            place = automaton.settled(known.get(id(automaton), NOWHERE))
+            if id(automaton) not in known:
+                for token in tokens[max(reading.read - longest, 0) : reading.read]:
+                    place = automaton.follow(place, token, longest)
             places.append(place)
-        reading.automata, reading.places = automata, tuple(places)
-
-    def _settled(self, reading: _Reading) -> Places:
-        return tuple(a.settled(place) for a, place in zip(reading.automata, reading.places, strict=True))
+        reading.places = tuple(places)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import torch
@@ -18,21 +19,23 @@ def read_unknown(drafter: Drafter, target: ModelRunner, view: BatchView, proposa
     """Let `drafter` read the accepted paths that have nodes it keeps nowhere (their columns are 0); all paths where
     values may not be looked at.
     """
-    path, longest = verdict.path, verdict.path.shape[1] - 1
+    path, longest, length = verdict.path, verdict.path.shape[1] - 1, verdict.length
     if view.may_look:
         step = torch.arange(longest + 1, device=path.device)
-        accepted = (step > 0) & (step <= verdict.length[:, None])
+        accepted = (step > 0) & (step <= length[:, None])
         rows = (accepted & (proposal.columns_of(path) == 0)).any(1).nonzero()[:, 0]
         if not len(rows):
             return
-        view, path, longest = view.take(rows), path[rows], int(verdict.length[rows].max())
+        view, path, length = view.take(rows), path[rows], length[rows]
+        longest = int(length.max())
     tokens = proposal.tree.tokens[path[:, 1 : 1 + longest].clamp(min=0)].clamp(min=0)
     places, no_logits = _behind_text(view.size, longest, tokens.device)
     limits = target.cache.page_size, target.model.config.max_positions
-    # What lies behind a path's end is written over before it is read.
+    # Keys and values behind a path's end are written over before they are read; states never take such rows in.
     sources = view.source_lengths
     batch = stage_behind(view.lengths, view.block_table, tokens, places, *limits, no_logits, sources)
-    drafter.ingest(batch, None)
+    beyond = (places.index >= length[:, None]).view(-1)
+    drafter.ingest(replace(batch, states=view.states, is_text=True, taken_in=beyond), None)
 
 
 @lru_cache(maxsize=1024)

@@ -13,7 +13,7 @@ kept, moved or freed for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -22,10 +22,12 @@ from torch import Tensor
 
 from draftwood.cache.kv import Places, behind_last, stage_behind
 from draftwood.drafters.grown import GrownDrafter
+from draftwood.drafters.swift import WINDOW, SkipSearch
 from draftwood.drafting import Front, Grower, Proposal, State, Vocabulary
 from draftwood.errors import IncompatibleParts
 from draftwood.model.config import ModelConfig
 from draftwood.model.runner import Model, ModelRunner, Sliceable
+from draftwood.model.spec import NONE, Sublayers, apart
 from draftwood.protocols import BatchView, Randomness
 
 Layers = Callable[[ModelConfig], Sequence[int]]  # of a model, those that a view runs, rising
@@ -52,8 +54,10 @@ class View:
     """A part of a model that drafts for it; without settings all of it."""
 
     layers: Layers | None = None
-    rounded: Callable[[Model], Model] | None = None  # the same model with other weights
+    changed: Callable[[Model], Model] | None = None  # the same model with other weights, or without some parts
     window: Window | None = None
+    without: Sublayers = NONE  # attention and MLPs of its layers that do not run
+    trials: int = 0  # of other sets of these, while answers are generated
 
     def of(self, target: Model) -> Model:
         """The part of this target. Refuses what it cannot be made of."""
@@ -61,11 +65,14 @@ class View:
             raise IncompatibleParts(
                 "The target runs in stages, or on transformers' own modules: no part of it can draft."
             )
-        model = target if self.rounded is None else self.rounded(target)
+        model = target if self.changed is None else self.changed(target)
         if type(model) is not type(target) or not isinstance(model, Sliceable):  # who order keys in their own way
             raise IncompatibleParts("With rounded weights the target runs on other kernels; take another drafter.")
-        if self.layers is not None:
-            model = model.part(self._chosen(target.config, self.layers))
+        if self.layers is not None or self.without != NONE:
+            _require_known(target.config, [*self.without.attention, *self.without.mlp])
+            if self.without != NONE:
+                _require_apart(target.config)
+            model = model.part(self._chosen(target.config, self.layers or without_layers(())), self.without)
         if self.window is not None and any(spec.window for spec in model.config.layer_specs):
             raise IncompatibleParts(
                 "Some layers of the target look back through windows of their own; a windowed draft would gain little."
@@ -90,24 +97,37 @@ class ViewDrafter(GrownDrafter):
     def __init__(self, view: View, grower: Grower) -> None:
         super().__init__(grower)
         self.view = view
+        self._search = SkipSearch(view.trials) if view.trials else None
 
     def attach(self, target: ModelRunner) -> None:
         """Of which it runs a part."""
-        self.runner = ModelRunner.over(self.view.of(target.model), target.cache)
+        self._target = target
+        if self._search is not None:
+            _require_apart(target.model.config)
+            self._search.attach(target.model.config)
+        self._take_part()
+
+    def _take_part(self) -> None:
+        part = self.view if self._search is None else replace(self.view, without=self._search.without)
+        self.runner = ModelRunner.over(part.of(self._target.model), self._target.cache)
 
     def staged(self, nodes: int) -> int:
-        """The nodes that the grower asks about."""
-        return self.grower.staged(nodes)
+        """The nodes that the grower asks about, and what another set is tried on."""
+        return max(self.grower.staged(nodes), WINDOW if self._search is not None and nodes else 0)
 
     def propose(self, view: BatchView, nodes: int, rng: Randomness) -> Proposal:
         """Grow a tree for every sequence."""
-        return self.grower.grow(self, view, nodes, rng) if nodes else Proposal.bare(view)
+        if not nodes:
+            return Proposal.bare(view)
+        if self._search is not None and view.may_look and self._search.changed(view, self._target):
+            self._take_part()
+        return self.grower.grow(self, view, nodes, rng)
 
     def begin(self, view: BatchView) -> tuple[Tensor, State]:
         """Logits at the roots, and what is read of the text. [B, 1, R]."""
         state = self.seen(view, self.staged(self.max_nodes))
         places = _last(view.size, view.roots.device)
-        return self.run(state, view.roots[:, None], places).view(view.size, 1, -1), state
+        return self.run(view, state, view.roots[:, None], places).view(view.size, 1, -1), state
 
     def begin_with(self, view: BatchView, tokens: Tensor, places: Places, room: int) -> tuple[Tensor, State]:
         """The same, and in the same forward logits at nodes `tokens` [B, k] behind them; so many places are written to
@@ -115,11 +135,15 @@ class ViewDrafter(GrownDrafter):
         """
         state = self.seen(view, room)
         every = torch.cat([view.roots[:, None], tokens], 1)
-        return self.run(state, every, behind_last(places, 1)).view(*every.shape, -1), state
+        return self.run(view, state, every, behind_last([places], 1)).view(*every.shape, -1), state
 
     def extend(self, view: BatchView, front: Front, state: State) -> tuple[Tensor, State]:
-        """The pages know their parents. [B, k, R]."""
-        return self.run(state, front.tokens, front.places).view(*front.tokens.shape, -1), state
+        """The pages know their parents; states do not, and all nodes so far are run. [B, k, R]."""
+        tokens, places = front.tokens, front.places
+        if self.runner.model.config.recurrent:
+            tokens, places = torch.cat([view.roots[:, None], front.asked], 1), front.behind_last(1)
+        made = self.run(view, state, tokens, places).view(*tokens.shape, -1)
+        return made[:, -front.tokens.shape[1] :], state
 
     def vocabulary(self, level: int | None) -> Vocabulary | None:
         """All tokens."""
@@ -129,36 +153,38 @@ class ViewDrafter(GrownDrafter):
         """The target keeps what it makes itself."""
 
     def seen(self, view: BatchView, places: int) -> State:
-        """Of each sequence, the tokens that are read [B], pages for them and `places` more [B, P'], how many tokens are
-        left out [B, 1], and, behind images, how far turns lie from positions [B]. Places for which a sequence has no
-        page are in the scratch page.
+        """Of each sequence, the tokens that are read [B], pages for them and `places` more [B, P'], and how many tokens
+        are left out [B, 1]. Places for which a sequence has no page are in the scratch page.
         """
         cache, table = self.runner.cache, view.block_table
         more = -(-places // cache.page_size) + 1
         table = torch.nn.functional.pad(table, (0, more), value=cache.scratch_page)
-        none, turned = torch.zeros_like(view.lengths)[:, None], () if view.turn_shifts is None else (view.turn_shifts,)
+        everything = view.lengths, table, torch.zeros_like(view.lengths)[:, None]
         if self.view.window is None:
-            return view.lengths, table, none, *turned
+            return everything
         sinks, recent = self.view.window.pages(cache.page_size)
         if table.shape[1] <= sinks + recent + more:
-            return view.lengths, table, none, *turned
+            return everything
         last = (view.lengths - 1) // cache.page_size
         first = (last - recent + 1).clamp(min=sinks)
         kept = first[:, None] + _steps(recent + more, table.device)
         near = table.gather(1, kept.clamp(max=table.shape[1] - 1))
         left_out = (first - sinks) * cache.page_size
-        return view.lengths - left_out, torch.cat([table[:, :sinks], near], 1), left_out[:, None], *turned
+        return view.lengths - left_out, torch.cat([table[:, :sinks], near], 1), left_out[:, None]
 
-    def run(self, seen: State, tokens: Tensor, places: Places) -> Tensor:
+    def run(self, view: BatchView, seen: State, tokens: Tensor, places: Places) -> Tensor:
         """Logits for `tokens` [B, n] at their places behind what is `seen` of each text. [B * n, R]."""
-        lengths, table, left_out, *turned = seen
-        highest = self.runner.model.config.max_positions
-        batch = stage_behind(lengths, table, tokens, places, self.runner.cache.page_size, highest)
+        lengths, table, left_out = seen
+        limits = self.runner.cache.page_size, (highest := self.runner.model.config.max_positions)
+        batch = stage_behind(lengths, table, tokens, places, *limits, source_lengths=view.source_lengths)
         if self.view.window is not None:  # keys keep the positions they have in the whole text
             positions = (batch.positions.view_as(tokens) + left_out).clamp(max=highest - 1)
             batch = replace(batch, positions=positions.view(-1))
-        if turned:
-            batch = replace(batch, turns=(batch.positions.view_as(tokens) + turned[0][:, None]).view(-1).expand(3, -1))
+        if view.turn_shifts is not None:
+            turns = batch.positions.view_as(tokens) + view.turn_shifts[:, None]
+            batch = replace(batch, turns=turns.view(-1).expand(3, -1))
+        if view.states is not None:
+            batch = replace(batch, states=view.states, columns=places.index.reshape(-1))
         return self.runner.forward(batch).logits
 
 
@@ -171,14 +197,25 @@ def without_layers(skipped: Sequence[int]) -> Layers:
     """All layers but these."""
 
     def kept(config: ModelConfig) -> Sequence[int]:
-        unknown = [i for i in skipped if not 0 <= i < config.num_layers]
-        if unknown:
-            raise IncompatibleParts(
-                f"There is no layer {unknown[0]} to be skipped: the target's are 0 to {config.num_layers - 1}."
-            )
+        _require_known(config, skipped)
         return [i for i in range(config.num_layers) if i not in set(skipped)]
 
     return kept
+
+
+def _require_known(config: ModelConfig, skipped: Iterable[int]) -> None:
+    unknown = [i for i in skipped if not 0 <= i < config.num_layers]
+    if unknown:
+        raise IncompatibleParts(
+            f"There is no layer {unknown[0]} to be skipped: the target's are 0 to {config.num_layers - 1}."
+        )
+
+
+def _require_apart(config: ModelConfig) -> None:
+    if not apart(config.layer_specs):
+        raise IncompatibleParts(
+            "Attention and MLP of this target's layers cannot be left out apart; leave out whole layers: skip=…"
+        )
 
 
 @lru_cache(maxsize=1024)

@@ -15,6 +15,7 @@ class ChainAcceptance:
     MEMORY = 0.97  # what a step's weight becomes with each one after it, and with each step that drafts nothing
     ENOUGH = 150.0, 0.85  # proposals that are remembered, of which a step may be so many that it is most of them
     RECENT, SURPRISE = 0.8, 3.5  # a step's weight in what is recent; deviations from which on that is the truth
+    USUAL = 0.99  # a step's weight, after the next one, in what is usual of all requests
     LEAST = 6.0  # sequences of a depth that are remembered however long nothing is drafted
     PRIOR = 0.7  # chance that a node behind an accepted one is accepted, before anything is known
     PRIOR_WEIGHT = 2.0
@@ -27,6 +28,14 @@ class ChainAcceptance:
             self._hits[1], self._trials[1] = self.PRIOR * self.PRIOR_WEIGHT, self.PRIOR_WEIGHT
         self.proposing = Mean(1.0, 1.0)  # share of sequences that get a proposal
         self._recent = [0.0, 0.0]  # of first nodes: hits and trials
+        self._usual = [0.0] * (most + 1), [0.0] * (most + 1)  # hits and trials by depth of all requests
+
+    def join(self, share: float) -> None:
+        """Such a share of the sequences is new: of their text is known what is usual."""
+        for own, usual in zip((self._hits, self._trials), self._usual, strict=True):
+            for depth in range(1, self._most + 1):
+                few = min(1.0, self.LEAST / self._usual[1][depth]) if self._usual[1][depth] else 0.0
+                own[depth] = (1 - share) * own[depth] + share * (few * usual[depth] if few else own[depth])
 
     def survival(self) -> list[float]:
         """The chance that the first, the first two, … nodes of a chain are all accepted."""
@@ -51,10 +60,13 @@ class ChainAcceptance:
             most, least = self.ENOUGH
             self._keep(min(self.MEMORY, max(least, 1 - len(proposed) / most)), 0.0)
             self._notice(sum(accepted > 0 for _, accepted in proposed), len(proposed))
+            for counts in self._usual:
+                counts[:] = [self.USUAL * count for count in counts]
         for drafted, accepted in proposed:
             for depth in range(1, min(drafted, accepted + 1, self._most) + 1):
-                self._trials[depth] += 1
-                self._hits[depth] += accepted >= depth
+                for hits, trials in ((self._hits, self._trials), self._usual):
+                    trials[depth] += 1
+                    hits[depth] += accepted >= depth
         self.proposing = self.proposing.learn(len(proposed) / report.num_sampling)
 
     def _notice(self, hits: int, trials: int) -> None:
@@ -95,11 +107,14 @@ class TreeAcceptance:
     SLOW = 100.0  # samples that a size's relation to the curve stands for
     FADE = 0.97  # what is known of the level counts after a step that drafted nothing
     CROWD = 8  # a step of so many sequences or more is as many samples
+    LEAST = 4.0  # samples that are remembered of a level when all sequences are new
+    USUAL = 100.0  # samples that what is usual of all requests stands for
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._largest = Mean(self.HOPE, 2.0)  # gain of the largest tree, by the curve
         self._sizes: dict[int, tuple[Mean, Mean]] = {}  # size -> its gain, and that by the curve
+        self._usual = Mean()  # of the largest, over all requests
 
     def gain(self, nodes: int) -> float:
         """Tokens that a tree of so many nodes is expected to gain its sequence, the target's own not counted."""
@@ -124,6 +139,13 @@ class TreeAcceptance:
         curve = curve.learn(self._largest.value * share, of, self.SLOW)
         self._sizes[report.room] = gain.learn(sample, of, self.SLOW), curve
         self._largest = self._largest.learn(sample / (share * relation), of)
+        self._usual = self._usual.learn(sample / (share * relation), of, self.USUAL)
+
+    def join(self, share: float) -> None:
+        """Such a share of the sequences is new: of their text is known what is usual."""
+        if self._usual.weight:
+            level = self._largest.value + share * (self._usual.value - self._largest.value)
+            self._largest = Mean(level, self._largest.fade(1 - share, self.LEAST).weight)
 
     def fade(self) -> None:
         """A step drafted nothing: what is known stays true, but less of it is needed to change it."""

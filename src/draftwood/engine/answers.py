@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -44,6 +44,7 @@ class AnswerMaker:
     encoder: EncoderSpec | None = None
     adapters: tuple[str, ...] = ()  # by the number that rows have them by
     cache_dtype: str = "auto"
+    members: Callable[[str | None], tuple[str, ...]] = lambda name: ()  # of the drafter of that name
     _sequence_ids: itertools.count[int] = field(default_factory=itertools.count)
 
     def answers(self, request: EngineRequest) -> list[Sequence]:
@@ -81,6 +82,7 @@ class AnswerMaker:
             constraint=self._constraint(params),
             adapter=-1 if params.adapter is None else self.adapters.index(params.adapter),
             cache_dtype=self.cache_dtype,
+            members=self.members(params.drafter),
             source=request.source,
             images=request.images,
             tenant=request.tenant,

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import or_
 from pathlib import Path
 
 import torch
@@ -21,6 +23,7 @@ from draftwood.assembly import (
 from draftwood.cache.prefill_buffer import SEQUENCES
 from draftwood.calibration import default_controller
 from draftwood.config import EngineConfig
+from draftwood.drafters.lookups import chosen_from
 from draftwood.drafting import Drafter
 from draftwood.engine.adapters import take_adapters
 from draftwood.engine.engine import Engine, check_exact
@@ -48,8 +51,13 @@ class Parts:
     @property
     def offered(self) -> list[str]:
         """Drafters to be built besides the first."""
-        names = [] if self.offers is None else ["none", *self.offers]
+        names = [*self.choice, *(() if self.offers is None and not self.choice else ("none",)), *(self.offers or ())]
         return [name for name in dict.fromkeys(names) if name != self.drafter]
+
+    @property
+    def choice(self) -> list[str]:
+        """Drafters from which one is chosen for each request."""
+        return chosen_from(self.drafter) if isinstance(self.drafter, str) else []
 
 
 @dataclass(frozen=True)
@@ -84,17 +92,19 @@ class Builder:
         config, parts = self.config, self.parts
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        drafter = self._drafter(parts.drafter)
-        laws = choose_law(parts.law, drafter.law, config.torch_device())
-        check_exact(laws.default, drafter.law)  # before the weights are read
+        alone = None if parts.choice else self._drafter(parts.drafter)
         offered = {name: self._drafter(name) for name in parts.offered}
+        drafter = offered[parts.choice[0]] if alone is None else alone
+        drafts = reduce(or_, (offered[name].law for name in parts.choice), drafter.law)
+        laws = choose_law(parts.law, drafts, config.torch_device())
+        check_exact(laws.default, drafts)  # before the weights are read
         target = load_runner(self.share, config, self.progress, config.offload)
         take_adapters(target.model, self.checkpoint, self.adapters)
         if config.cache_host_tokens:
             target.cache.keep_evicted(-(-config.cache_host_tokens // config.page_size))
-        if parts.offers is not None:
-            own = {parts.drafter: drafter} if isinstance(parts.drafter, str) else {}
-            drafter = offer(drafter, own | offered)
+        if parts.offers is not None or parts.choice:
+            own = {parts.drafter: drafter} if isinstance(parts.drafter, str) and not parts.choice else {}
+            drafter = offer(drafter, own | offered, parts.choice)
         on_gpu = target.device.type == "cuda"
         captures = on_gpu and not config.eager and not config.offload and config.pp == 1
         limits = SchedulerConfig(
@@ -104,6 +114,7 @@ class Builder:
             asynchronous=on_gpu and config.pp == 1,
             prefill_sizes=MIXED_ROWS if captures else (),
             max_pieces=SEQUENCES,
+            groups=config.groups,
         )
         scheduler = Scheduler(target.cache.tables, limits)
         controller = self.controller or default_controller(target, drafter, policy=self._policy)

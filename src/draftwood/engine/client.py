@@ -13,10 +13,12 @@ from typing import Protocol
 
 from draftwood.config import EngineConfig
 from draftwood.drafters.by_request import OfferedDrafters
+from draftwood.drafters.lookups import CHOICE
 from draftwood.engine.engine import Engine
 from draftwood.engine.reasons import kind_of
 from draftwood.engine.requests import EngineRequest
 from draftwood.errors import InvalidRequest
+from draftwood.faults import members_of
 from draftwood.protocols import PredictsSeconds, Verifier
 from draftwood.request import Event
 from draftwood.tree import DraftLaw
@@ -32,6 +34,7 @@ class DrafterCard:
     law: DraftLaw
     max_nodes: int
     is_default: bool  # the same one as the engine's own
+    members: tuple[str, ...] = ()  # that it is made of
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +68,12 @@ class EngineCard:
         tables, drafter, model = engine.scheduler.tables, engine.drafter, engine.target.model
         own, offers = drafter, None
         if isinstance(drafter, OfferedDrafters):
-            own = drafter.default
+            # Where one is chosen for each request, the choice itself is what requests get that name none.
+            chosen = {f"{CHOICE}:{'+'.join(drafter.choice)}": drafter} if drafter.choice else {}
+            own = drafter if chosen else drafter.default
             offers = tuple(
-                DrafterCard(n, other.law, other.max_nodes, other is own) for n, other in drafter.others.items()
+                DrafterCard(name, other.law, other.max_nodes, other is own, members_of(other))
+                for name, other in (drafter.others | chosen).items()
             )
         return cls(
             max_length=min(max_positions, tables.capacity),
@@ -78,7 +84,7 @@ class EngineCard:
             law=law if isinstance(law, str) else law.name,
             strict=model.strict,
             dtype=str(model.dtype).removeprefix("torch."),
-            drafter=DrafterCard(None, own.law, own.max_nodes, is_default=True),
+            drafter=DrafterCard(None, own.law, own.max_nodes, True, members_of(own)),
             offers=offers,
             max_nodes=drafter.max_nodes,
             adapters=adapters,
@@ -151,6 +157,7 @@ class Pulse:
     controller: str = ""
     last_step: LastStep | None = None
     drafters: tuple[DrafterState, ...] = ()
+    drafted_by: tuple[tuple[str, int], ...] = ()  # steps of sequences by the drafter that was chosen for them, or named
 
     @classmethod
     def of(cls, engine: Engine, steps: int, failures: int, failure: str | None, since: float | None) -> Pulse:
@@ -171,6 +178,7 @@ class Pulse:
             why=str(budget.why),
             reason=kind_of(budget.why),
             decisions=tuple(scheduler.decisions.copy().items()),
+            drafted_by=tuple(scheduler.drafted_by.copy().items()),
             expected_gain=budget.gain.expected,
             measured_gain=budget.gain.measured,
             controller=type(engine.controller).__name__,

@@ -13,12 +13,11 @@ from typing import Protocol
 from draftwood.costs import StepCosts
 from draftwood.drafting import padded_batch, tree_sizes
 from draftwood.engine.acceptance import ChainAcceptance, TreeAcceptance
+from draftwood.engine.choice import READING
 from draftwood.engine.promises import keeping, prompt_rows
 from draftwood.engine.reasons import BestRate, KeepsPromises, Look, MeasuredFaster, Outlook, WorthTheRow, count
 from draftwood.engine.timing import Mean, StepTiming
 from draftwood.protocols import Budget, Gain, Load, StepReport
-
-READING = 0.1  # what a drafter takes to read rows that it missed, of what the target would take for them
 
 
 class FixedBudget:
@@ -65,6 +64,12 @@ class _Rates:
                 rate = max(rate, 0.9 * known.value)
                 known = Mean(max(rate, known.value), known.weight) if known.weight < 3 else known
             self._known[mode] = known.learn(rate, most=self.MEMORY)
+
+    def join(self, batch: int, share: float) -> None:
+        """Such a share of the sequences is new: what drafts gained the others says nothing of them."""
+        mode = batch.bit_length(), True
+        if mode in self._known:
+            self._known[mode] = self._known[mode].fade(1 - share)
 
     def better(self, batch: int, *, drafting: bool) -> float | None:
         """How many times as fast the one mode was as the other; None where one was not measured lately."""
@@ -125,6 +130,10 @@ class _Acceptance(Protocol):
         """A step that had none."""
         ...
 
+    def join(self, share: float) -> None:
+        """Such a share of the sequences is new."""
+        ...
+
 
 class _Goodput:
     """The size with the most expected tokens per second of everything that runs.
@@ -151,7 +160,7 @@ class _Goodput:
         reads: bool,
     ) -> None:
         self._most, self._reads = max_nodes, reads
-        self._timing = StepTiming(costs, forwards)
+        self._timing, self._guesses = StepTiming(costs, forwards), costs.assumed
         self._rates, self._probes = _Rates(costs), _Probes(self.LOOKING)
         self._size_probes, self._other = _Probes(self.BESIDE), 0
         self._tried: Counter[tuple[int, int]] = Counter()  # looks by bits of the batch and size
@@ -160,15 +169,19 @@ class _Goodput:
         self._last: int | None = None  # nodes of the last step, looks not counted
         self._behind = 0  # plain steps since the last draft
         self._drafted = 0  # budgets in a row with nodes
+        self._running: frozenset[int] = frozenset()
+        self._tried_at: set[int] = set()  # bits of the batches at which drafts were tried though they seemed not to pay
         self._compared: set[int] = set()  # bits of the batches for which a plain step was measured beside drafting
 
     def observe(self, report: StepReport) -> None:
         """Remember what drafts gained and what steps took, and forget old steps little by little."""
         if not report.num_sampling:
             return  # all of them had ended already
-        self._rates.observe(report)
         size = self._size(report) if report.room else 0
-        if size or not report.room:
+        # Where nothing is captured, the first draft after a while digests what it missed: its time is that of no other.
+        first = report.room > 0 and report.draft_seconds is not None and (self._behind > 0 or report.prompt_rows > 0)
+        self._rates.observe(report)
+        if (size or not report.room) and not (first and self._timing.steps(report.num_sampling, size)):
             self._timing.learn(report, size)
         self._timing.learn_prompts(report, size)
         if report.room:
@@ -210,8 +223,17 @@ class _Goodput:
         self._last = budget.max_nodes
         look = None if pressed else self._look(budget.max_nodes, outlooks, catching_up, batch)
         chosen = budget if look is None else look
-        expected = outlooks[chosen.max_nodes].rate / plain.rate
-        return replace(chosen, gain=Gain(expected, self._rates.better(batch, drafting=True)))
+        outlook = outlooks[chosen.max_nodes]
+        gain = Gain(outlook.rate / plain.rate, self._rates.better(batch, drafting=True))
+        return replace(chosen, gain=gain, seconds=None if outlook.assumed else outlook.seconds)
+
+    def _meet(self, load: Load) -> None:
+        """A new request has a text of its own."""
+        running = frozenset(load.sequences)
+        if new := len(running - self._running):
+            self._learned.join(new / len(running))
+            self._rates.join(len(running), new / len(running))
+        self._running = running
 
     def _with_prompts(self, budget: Budget, load: Load) -> Budget:
         """The same with room for prompts that leaves others the time they were promised."""
@@ -247,6 +269,10 @@ class _Goodput:
             self._drafted = 0
             other = max(filter(None, outlooks), key=lambda size: outlooks[size].rate, default=0)
             price = outlooks[other].seconds / plain.seconds - 1
+            bits = batch.bit_length()
+            if other and self._guesses and not plain.assumed and bits not in self._tried_at:
+                self._tried_at.add(bits)
+                self._probes.begin_free()
             looks = other > 0 and self._probes.step(price, catching_up / plain.seconds)
             return Budget(other, why=Look(other)) if looks else None
         self._drafted += 1
@@ -296,6 +322,7 @@ class MeasuredBudget(_Goodput):
 
     def budget(self, load: Load) -> Budget:
         """The size with the best ratio of expected tokens to expected time."""
+        self._meet(load)
         batch = max(load.num_running, 1)
         share, tokens = max(self._acceptance.proposing.value, 1 / batch), self._acceptance.tokens(batch)
         assumed = self._timing.costs.assumed
@@ -331,6 +358,7 @@ class MeasuredTreeBudget(_Goodput):
 
     def budget(self, load: Load) -> Budget:
         """As the device runs them."""
+        self._meet(load)
         return self._with_prompts(self._sized(load), load)
 
     def _sized(self, load: Load) -> Budget:
@@ -344,7 +372,7 @@ class MeasuredTreeBudget(_Goodput):
             return grows
         outlooks = {nodes: self._outlook(nodes, load, batch) for nodes in (0, self._most)}
         decided = self._decide(outlooks, load, sticks=True)
-        return replace(grows, gain=decided.gain) if decided.max_nodes else decided
+        return replace(grows, gain=decided.gain, seconds=decided.seconds) if decided.max_nodes else decided
 
     def _outlook(self, nodes: int, load: Load, batch: int) -> Outlook:
         rows = padded_batch(batch) * (1 + nodes) if load.padded else round(batch * (1 + min(nodes, self._grown.value)))

@@ -21,14 +21,14 @@ from draftwood.cache.kv import stage_trees
 from draftwood.drafting import Drafter, Proposal
 from draftwood.engine.shapes import StepShape
 from draftwood.engine.survival import SurvivalCalibration
-from draftwood.engine.trace import facts
+from draftwood.engine.trace import facts, members_told
 from draftwood.faults import DrafterHealth
 from draftwood.model.runner import ModelRunner
 from draftwood.ops.choice import likeliest
 from draftwood.ops.path import keep_chosen
 from draftwood.protocols import LOGITS, BatchView, Features, NodeMasks, Randomness, Verifier
 from draftwood.sampling import PathLogprobs, edited_logits, path_logprobs, target_distribution, usable
-from draftwood.states import StagedTrees
+from draftwood.states import KeptPath, StagedTrees
 from draftwood.telemetry import Timers
 from draftwood.tree import Verdict
 
@@ -44,6 +44,7 @@ class Parts:
     health: Sequence[DrafterHealth] = ()
     timers: Timers = field(default_factory=Timers)
     survival: SurvivalCalibration = field(default_factory=SurvivalCalibration)
+    combines: bool = False  # trees may have nodes of several drafters
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,12 @@ class Scored:
     text: ForwardBatch | None  # rows of prompts that were run with them
     text_features: Features
     staged: StagedTrees | None = None  # what recurrent layers have made of the trees
+
+    def kept(self, view: BatchView, verdict: Verdict) -> KeptPath:
+        """The path of each tree, as the target has staged it."""
+        tree = self.proposal.tree
+        columns, chain = tree.local[verdict.path.clamp(min=0)], tree.tries.shape[1] == 1
+        return KeptPath(view.block_table, view.lengths, columns, verdict.length, chain, self.staged)
 
 
 @dataclass(frozen=True)
@@ -93,13 +100,15 @@ class StepOutput:
     logprobs: PathLogprobs | None  # of the sequences that ask
     facts: Tensor | None  # [M, 6] of every node, where requests are traced
     offsets: Tensor  # [B + 1] where each tree begins
+    members: Tensor | None = None  # [B, 2 * MOST_MEMBERS] nodes of each drafter of a combination, and accepted ones
 
     @property
     def tensors(self) -> list[Tensor]:
         """All of them that are there."""
         logprobs = self.logprobs
         scored = [] if logprobs is None else [logprobs.own, logprobs.best, logprobs.tokens]
-        return [part for part in (self.outcome, self.drift, *scored, self.facts, self.offsets) if part is not None]
+        every = self.outcome, self.drift, *scored, self.facts, self.members, self.offsets
+        return [part for part in every if part is not None]
 
     def over(self, tensors: list[Tensor]) -> StepOutput:
         """The same with other tensors in their places."""
@@ -108,7 +117,8 @@ class StepOutput:
         drift = None if self.drift is None else next(left)
         logprobs = None if self.logprobs is None else PathLogprobs(next(left), next(left), next(left))
         told = None if self.facts is None else next(left)
-        return StepOutput(outcome, drift, logprobs, told, next(left))
+        members = None if self.members is None else next(left)
+        return StepOutput(outcome, drift, logprobs, told, next(left), members)
 
 
 def decode_step(
@@ -134,7 +144,7 @@ def propose(parts: Parts, state: BatchState, view: BatchView, shape: StepShape) 
         if shape.proposed == shape.nodes or view.mode.predicted:  # what callers predict has rows of its own
             return proposal
         chances = None if proposal.tree.q is not None else parts.survival.chances(proposal, view)
-        return proposal.likeliest(shape.batch * shape.nodes, view.rows != state.padding_row, chances)
+        return proposal.likeliest(shape.batch * shape.nodes, view.rows != state.padding_row, chances, view.need)
 
 
 def score(parts: Parts, view: BatchView, proposal: Proposal, text: ForwardBatch | None) -> Scored:
@@ -190,15 +200,14 @@ def rule(
         verdict,
         usable(logits, p, tree, verdict),
         path_logprobs(scored.logits, tree, verdict, asked, alternatives) if len(asked) else None,
-        facts(logits, tree, verdict, view) if view.mode.traced else None,
+        facts(logits, scored.proposal, verdict, view) if view.mode.traced else None,
     )
 
 
 def keep(parts: Parts, state: BatchState, view: BatchView, scored: Scored, ruling: Ruling) -> StepOutput:
     """Do what was ruled: in the target's cache, in the drafter's, and in the batch state."""
     tree, verdict = scored.proposal.tree, ruling.verdict
-    if tree.num_drafted or scored.staged is not None:
-        parts.target.cache.keep_path(view, tree, verdict, scored.staged)
+    parts.target.cache.commit(scored.kept(view, verdict))
     if tree.num_drafted and not (view.may_look or view.mode.predicted):  # where rows are shared by chances
         parts.survival.learn(scored.proposal, view, verdict, view.rows != state.padding_row)
     with parts.timers.measure("draft"):
@@ -206,7 +215,8 @@ def keep(parts: Parts, state: BatchState, view: BatchView, scored: Scored, rulin
         if scored.text is not None:
             parts.drafter.ingest(scored.text, scored.text_features)
     outcome = state.advance(view, tree, verdict, ruling.usable)
-    return StepOutput(outcome, verdict.drift, ruling.logprobs, ruling.facts, tree.offsets)
+    members = members_told(scored.proposal, verdict) if parts.combines else None
+    return StepOutput(outcome, verdict.drift, ruling.logprobs, ruling.facts, tree.offsets, members)
 
 
 def verify(parts: Parts, view: BatchView, proposal: Proposal, logits: Tensor) -> tuple[Verdict, Tensor | None]:

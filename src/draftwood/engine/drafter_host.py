@@ -11,28 +11,31 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Protocol
 
 from draftwood.drafters.remote_protocol import (
     LONGEST,
+    MOST_ENTRIES,
     MOST_WAITING,
     TO_DRAFTER,
     Draft,
     DraftCommit,
     DraftSync,
+    Guess,
+    Row,
     welcome_target,
 )
 from draftwood.engine.served import ServedEngine
 from draftwood.errors import DraftwoodError, WireError
-from draftwood.request import Event, SamplingParams
+from draftwood.request import Event, SamplingParams, TokenLogprob
 from draftwood.wire import Line
 
 MOST_SEQUENCES = 4096  # of one target
 MOST_NODES = 256
 AHEAD = 3  # times as many tokens as a tree has: they last until what the target kept of a tree has come
 log = logging.getLogger(__name__)
-Guess = tuple[int, tuple[int, ...]]  # a token, and what might stand in its place
 Hear = Callable[[Sequence[Guess], bool], None]  # more guesses, and whether they were the last
 Cancel = Callable[[], None]
 
@@ -40,39 +43,58 @@ Cancel = Callable[[], None]
 class Speaker(Protocol):
     """What can go on with a text."""
 
-    def speak(self, tokens: Sequence[int], salt: str, count: int, hear: Hear) -> Cancel:
-        """Guess the next `count` tokens; `hear` is told of them as they come, on any thread."""
+    def speak(self, tokens: Sequence[int], wish: DraftSync, count: int, hear: Hear) -> Cancel:
+        """Guess the next `count` tokens in the way of `wish`; `hear` is told of them as they come, on any thread."""
         ...
 
 
 @dataclass(frozen=True)
 class EngineSpeaker:
-    """The likeliest tokens of an engine's model, with as many alternatives to each as `width` has room for."""
+    """What an engine's model says: its likeliest tokens, with as many alternatives to each as `width` has room for; or
+    tokens drawn from the likeliest ones, with noise of their own.
+    """
 
     engine: ServedEngine
     width: int = 1
 
-    def speak(self, tokens: Sequence[int], salt: str, count: int, hear: Hear) -> Cancel:
-        """A greedy request; its prefix is in the cache but for the last tokens."""
-        logprobs = self.width if self.width > 1 else None
-        params = SamplingParams(max_tokens=count, ignore_eos=True, logprobs=logprobs, cache_salt=salt)
+    def speak(self, tokens: Sequence[int], wish: DraftSync, count: int, hear: Hear) -> Cancel:
+        """A request; its prefix is in the cache but for the last tokens."""
+        entries = min(wish.entries, MOST_ENTRIES) if wish.temperature > 0 else 0
+        params = SamplingParams(max_tokens=count, ignore_eos=True, cache_salt=wish.salt)
+        if entries:  # one more tells where another token is as likely as the last of them
+            shown = {"temperature": wish.temperature, "top_k": entries, "logprobs": entries + 1}
+        else:
+            shown = {"logprobs": self.width} if self.width > 1 else {}
         try:
-            _, request = self.engine.intake.request(list(tokens), params)
+            _, request = self.engine.intake.request(list(tokens), replace(params, **shown))
         except DraftwoodError:  # too long for this model: nothing to say
             hear((), True)
             return lambda: None
+        over = False
 
         def tell(event: Event) -> None:
-            hear(self._guesses(event), event.finished)
+            nonlocal over
+            guesses = [self._guess(token, entry, entries) for token, entry in _told(event)]
+            known = [] if over else [guess for guess in takewhile(bool, guesses) if guess is not None]
+            over = over or len(known) < len(guesses)
+            hear(known, event.finished)
 
         self.engine.submit(request, tell)
         return lambda: self.engine.cancel(request.id)
 
-    def _guesses(self, event: Event) -> list[Guess]:
-        if not event.logprobs:
-            return [(token, ()) for token in event.token_ids]
-        told = zip(event.token_ids, event.logprobs, strict=True)
-        return [(token, tuple(t for t, _ in entry.top if t != token)[: self.width - 1]) for token, entry in told]
+    def _guess(self, token: int, entry: TokenLogprob | None, entries: int) -> Guess | None:
+        """None where it is not known what the token was drawn from: guesses end there."""
+        if entry is None:
+            return Guess((token,))
+        if not entries:
+            return Guess((token, *[other for other, _ in entry.top if other != token][: self.width - 1]))
+        row: Row = entry.top[:entries]
+        tied = len(entry.top) > entries and entry.top[entries][1] == row[-1][1]
+        return None if tied or all(token != other for other, _ in row) else Guess((token,), row)
+
+
+def _told(event: Event) -> Iterator[tuple[int, TokenLogprob | None]]:
+    return zip(event.token_ids, event.logprobs or [None] * len(event.token_ids), strict=True)
 
 
 def _not_yet() -> None:
@@ -83,30 +105,32 @@ def _not_yet() -> None:
 class _Text:
     """A text that is followed, and what is guessed behind it."""
 
-    id: int
+    wish: DraftSync
     tokens: list[int]
-    nodes: int
-    salt: str
     ahead: list[Guess] = field(default_factory=list)
+    branch: int = 1
     final: bool = False  # the speaker has nothing more to say
     cancel: Cancel | None = None  # of the guessing under way
     turn: int = 0  # guesses of an earlier one do not count
+    asked: int = 0  # guesses of this one that have not come
+
+    @property
+    def nodes(self) -> int:
+        """That a tree should have."""
+        return max(1, min(self.wish.nodes, MOST_NODES))
 
     def accepts(self, news: Sequence[int]) -> bool:
         """The text goes on; whether it does so as it was guessed."""
-        guessed = [token for token, _ in self.ahead[: len(news)]]
+        guessed = [guess.tokens[0] for guess in self.ahead[: len(news)]]
         self.tokens += news
         self.ahead = self.ahead[len(news) :]
         return guessed == list(news)
 
-    def draft(self) -> Draft:
-        """The guesses as a tree: one path, and beside it what might stand in its tokens' places."""
-        path = [token for token, _ in self.ahead]
-        tokens, parents = list(path), [node - 1 for node in range(len(path))]
-        for depth, (_, others) in enumerate(self.ahead):
-            tokens += others
-            parents += [depth - 1] * len(others)
-        return Draft(self.id, len(self.tokens), tuple(tokens), tuple(parents), self.final)
+    def grown(self, guesses: Sequence[Guess]) -> Draft:
+        """More guesses, as they are sent."""
+        base = len(self.tokens) + len(self.ahead)
+        self.ahead += guesses
+        return Draft(self.wish.sequence, self.branch, base, tuple(guesses), self.final)
 
 
 class DraftSession:
@@ -133,10 +157,7 @@ class DraftSession:
     def _obey(self, message: DraftSync | DraftCommit | int) -> None:
         match message:
             case DraftSync() if len(self._texts) < MOST_SEQUENCES and message.tokens:
-                nodes = max(1, min(message.nodes, MOST_NODES))
-                text = self._texts[message.sequence] = _Text(
-                    message.sequence, list(message.tokens), nodes, message.salt
-                )
+                text = self._texts[message.sequence] = _Text(message, list(message.tokens))
                 self._go_on(text)
             case DraftCommit() if message.sequence in self._texts:
                 self._commit(self._texts[message.sequence], message)
@@ -150,9 +171,7 @@ class DraftSession:
             raise WireError(f"A text of {len(text.tokens)} tokens was continued behind {news.base}.")
         if not text.accepts(news.tokens):
             self._stop(text)
-            text.ahead, text.final = [], False
-        if text.ahead or text.final:
-            self._line.send("draft", text.draft())
+            text.ahead, text.final, text.branch = [], False, text.branch + 1
         self._go_on(text)
 
     def _go_on(self, text: _Text) -> None:
@@ -161,25 +180,26 @@ class DraftSession:
         if text.cancel is not None or text.final or missing < text.nodes:
             return
         text.turn += 1
-        turn = text.turn
+        turn, text.asked = text.turn, missing
         text.cancel = _not_yet
-        whole = [*text.tokens, *(token for token, _ in text.ahead)]
+        whole = [*text.tokens, *(guess.tokens[0] for guess in text.ahead)]
         cancel = self._speaker.speak(
-            whole, text.salt, missing, lambda guesses, last: self._hear(text, turn, guesses, last)
+            whole, text.wish, missing, lambda guesses, last: self._hear(text, turn, guesses, last)
         )
         if text.cancel is _not_yet:  # it has not ended already
             text.cancel = cancel
 
     def _hear(self, text: _Text, turn: int, guesses: Sequence[Guess], last: bool) -> None:
         with self._guard:
-            if turn != text.turn or text.id not in self._texts:
+            if turn != text.turn or text.wish.sequence not in self._texts:
                 return
-            text.ahead += guesses
+            text.asked -= len(guesses)
             if last:
-                text.cancel = None
-                text.final = len(text.ahead) < text.nodes
+                text.cancel, text.final = None, text.asked > 0
             if guesses or text.final:
-                self._line.send("draft", text.draft())
+                self._line.send("draft", text.grown(guesses))
+            if last:  # the text may have come a long way meanwhile
+                self._go_on(text)
 
     def _stop(self, text: _Text) -> None:
         text.turn += 1

@@ -18,18 +18,18 @@ from dataclasses import replace
 import torch
 
 from draftwood.cache.row_settings import edits_on_device
-from draftwood.drafting import Drafter, padded_batch
+from draftwood.drafting import Drafter, ReadsForSome, padded_batch
 from draftwood.engine.decode_step import Parts
 from draftwood.engine.graph_runner import GraphRunner, batch_state_for
 from draftwood.engine.launched import Batch, InFlight
 from draftwood.engine.pipeline import PipelineRunner
-from draftwood.engine.plan import Plan
+from draftwood.engine.plan import Plan, PlanItem
 from draftwood.engine.scheduler import Scheduler
 from draftwood.engine.scoring import prompt_logprobs
 from draftwood.engine.sequence import Sequence
 from draftwood.engine.shapes import ShapePlan, StepShape
 from draftwood.errors import IncompatibleParts
-from draftwood.faults import guarded
+from draftwood.faults import guarded, members_of
 from draftwood.model.runner import ModelRunner
 from draftwood.model.stages import StageModel
 from draftwood.protocols import Budget, Controller, Randomness, Span, StepMode, StepReport, TimedStep, Verifier
@@ -71,7 +71,9 @@ class Engine:
         self.health = self._guarded.health  # of each drafter; requests that name none have the first
         self.timers = Timers()
         self.last_step: TimedStep | None = None  # the last step with a valid timing, for those who watch
-        parts = Parts(target, self._guarded, verifier, rng, self.health, self.timers)
+        parts = Parts(
+            target, self._guarded, verifier, rng, self.health, self.timers, combines=bool(members_of(drafter))
+        )
         behind = max(drafter.max_nodes, drafter.staged(drafter.max_nodes))
         state = batch_state_for(target, scheduler.config.max_running, behind)
         rows, page_size = scheduler.config.max_rows, target.cache.page_size
@@ -239,10 +241,10 @@ class Engine:
         eager, plan = not self.runner.captures, self.runner.shapes
         nodes = self._tree_size(min(budget.max_nodes, max(rooms)), whole=not eager)
         limited = eager or len(set(rooms)) > 1 or max(rooms) < plan.proposed(padded_batch(len(seqs)), nodes)
-        limited = limited or any(seq.params.max_depth is not None for seq in seqs)
+        limited = limited or any(item.need or item.seq.params.max_depth is not None for item in ready.items)
         mode = StepMode(
             laws=_names(seq.params.law for seq in seqs),
-            drafters=_names(seq.params.drafter for seq in seqs),
+            drafters=_names(item.drafter for item in ready.items),
             greedy=all(seq.params.greedy and self._lossless(seq) for seq in seqs),
             truncates=any(seq.params.truncates for seq in seqs),
             limited=limited,
@@ -290,18 +292,26 @@ class Engine:
         """A drafter that was not used falls behind, and reads what it missed before it drafts again."""
         if not self._guarded.reads:
             return
-        if nodes == 0:
-            for item in ready.items:  # what the last step gained, it would read at the beginning of the next one
+        drafted = [item for item in ready.items if nodes and self._reads_for(item)]
+        for item in ready.items:
+            if item not in drafted:  # what the last step gained, it would read at the beginning of the next one
                 read = item.end - self._gained.pop(item.seq.id, 1)
                 self._read[item.seq.id] = min(read, self._read.get(item.seq.id, read))
                 self._unread.update(self._pages_from(item.seq.id, read))
-            return
-        for item in ready.items:
+        for item in drafted:
             self._unread.difference_update(self._pages_from(item.seq.id, self._read.get(item.seq.id, item.start)))
-        # A step begins with the last two tokens, so what the step in flight adds need not be known here.
-        behind = [(item, self._read.pop(item.seq.id, item.end)) for item in ready.items]
+        # A step begins with the last two tokens, so what the step in flight adds need not be known here, unless another
+        # drafter drafts in it: that is read before the next one.
+        behind = [(item, self._read.pop(item.seq.id, item.end)) for item in drafted]
+        before = [item for flight in self._flights if flight.launched.nodes for item in flight.plan.items]
+        others = {item.seq.id for item in before if not self._reads_for(item)}
+        self._read |= {item.seq.id: item.end - 1 for item in drafted if item.seq.id in others}
         missed = [(i.seq, read, i.end - 1) for i, read in behind if read < i.end - 1]
         self._read_along([Span(seq.id, seq.tokens, read, end, seq.source, seq.images) for seq, read, end in missed])
+
+    def _reads_for(self, item: PlanItem) -> bool:
+        """Whether the drafter that reads texts, of several, drafts for a sequence."""
+        return not isinstance(self._guarded, ReadsForSome) or self._guarded.reads_for(item.drafter)
 
     def _pages_from(self, seq_id: int, token: int) -> list[int]:
         return self.scheduler.tables.pages(seq_id)[token // self.target.cache.page_size :]
@@ -388,6 +398,8 @@ class Engine:
             accepted=sum(outcome.accepted),
             emitted=sum(len(tokens) for tokens in outcome.tokens),
             outcomes=tuple(zip(outcome.drafted, outcome.accepted, strict=True)),
+            sequences=tuple(plan.seq_ids),
+            drafters=tuple(item.drafter for item in plan.items),
             draft_seconds=self.timers.seconds.get("draft", 0.0) - flight.draft_seconds if told_apart else None,
             step_seconds=seconds,
             context=sum(len(item.seq.tokens) for item in plan.items) / max(len(plan.items), 1),

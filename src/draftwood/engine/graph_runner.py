@@ -105,9 +105,10 @@ class GraphRunner(CapturedSteps):
 
     def _numbers(self, batch: Batch, shape: StepShape, mode: StepMode) -> Tensor:
         """What a step of this shape and mode is told about the batch."""
+        laws, drafters, items = mode.laws, mode.drafters, batch.plan.items
         sequences = [
-            (row, item.own_nodes, mode.laws.index(item.seq.params.law), mode.drafters.index(item.seq.params.drafter))
-            for row, item in zip(self.state.rows(batch.plan.seq_ids), batch.plan.items, strict=True)
+            (row, i.own_nodes, laws.index(i.seq.params.law), drafters.index(i.drafter), round(1000 * i.need))
+            for row, i in zip(self.state.rows(batch.plan.seq_ids), items, strict=True)
         ]
         room = (shape.batch, shape.edited, shape.scored)
         numbers = input_numbers(sequences, batch.edited, batch.scored, room, self.state.padding_row)

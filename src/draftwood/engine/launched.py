@@ -68,6 +68,7 @@ class Launched:
             drafted=[row[2] for row in rows],
             drift=[0.0] * count if drift is None else drift[:count].tolist(),
             usable=[bool(row[3]) for row in rows],
+            members=[] if self._found.members is None else self._found.members[:count].tolist(),
         )
 
     def logprobs(self, b: int, gained: Sequence[int]) -> list[TokenLogprob]:
@@ -79,11 +80,12 @@ class Launched:
 
     def trace(self, b: int) -> StepTrace | None:
         """What the step did for its b-th sequence, if that asks. Valid after `wait`."""
-        if self._found.facts is None or not self.batch.plan.items[b].seq.params.trace:
+        seq = self.batch.plan.items[b].seq
+        if self._found.facts is None or not seq.params.trace:
             return None
         first, end = self._found.offsets[b : b + 2].tolist()
         rows = self._found.facts[first:end, :NUM_FACTS].tolist()
-        return step_trace(rows, int(self._found.outcome[b, 1]), len(self.batch.plan.items), self.rows)
+        return step_trace(rows, int(self._found.outcome[b, 1]), len(self.batch.plan.items), self.rows, seq.members)
 
 
 @dataclass(frozen=True)
@@ -108,4 +110,5 @@ class InFlight:
         trace, budget = self.launched.trace(b), self.budget
         if trace is None:
             return None
-        return replace(trace, why=str(budget.why), expected_gain=budget.gain.expected, seconds=seconds)
+        why, gain, drafter = str(budget.why), budget.gain.expected, self.plan.items[b].drafter
+        return replace(trace, why=why, expected_gain=gain, seconds=seconds, drafter=drafter)

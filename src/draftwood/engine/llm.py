@@ -95,13 +95,15 @@ class LLM:
             build_verifier(law)  # refuse an unknown name before anything is read
         find_policy(config.controller)
         checkpoint = open_checkpoint(model, config.impl) if isinstance(model, str | Path) else model
-        if config.ranks > 1 and (lora is not None or adapters):
-            raise InvalidRequest("Adapters are not split over ranks yet: merge one into a folder, or use one rank.")
+        if config.ranks > 1 and adapters:
+            raise InvalidRequest("Adapters by request are not split over ranks: merge one (lora=…), or use one rank.")
         self.checkpoint = merged(checkpoint, lora)
         self.adapters = dict(adapters or {})
         names = {"drafter": drafter, "law": law, "tree": tree}
         self._team = gather(
-            config, self.checkpoint, lambda: spec_of(model, names, config, offers=offers, allow_pickle=allow_pickle)
+            config,
+            self.checkpoint,
+            lambda: spec_of(model, names | {"lora": lora}, config, offers=offers, allow_pickle=allow_pickle),
         )
         try:
             self._set_up(config, Parts(drafter, tree, law, offers), progress, allow_pickle)
@@ -133,6 +135,7 @@ class LLM:
             self.checkpoint.config.encoder,
             self.card.adapters,
             self.card.cache_dtype,
+            lambda name: self.card.drafter_of(name).members,
         )
         if self._team.follows:
             compute.call(lambda: self._team.follow(self.engine, self.answer_maker.unpacked))

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from draftwood.engine.engine import Engine
 from draftwood.engine.orders import packed
 from draftwood.engine.sequence import Sequence
-from draftwood.errors import InvalidRequest, QueueFull
+from draftwood.errors import QueueFull
 from draftwood.protocols import Budget, Controller, Load, StepReport
 from draftwood.ranks import RankLost
 from draftwood.request import Event, FinishReason
@@ -101,8 +101,6 @@ class Leader:
 
     def add(self, sequences: list[Sequence]) -> None:
         """Queue the answers of a request here, and on the others before the next step."""
-        if any(seq.source is not None or seq.images is not None for seq in sequences):
-            raise InvalidRequest("Images and sources cannot be sent to several ranks yet; use an engine with one.")
         self._engine.add(sequences)
         self._news.append(["add", [packed(seq) for seq in sequences]])
 
@@ -123,7 +121,8 @@ class Leader:
             raise RankLost(self.lost)
         try:
             budget = self._announced.announce(self._engine.scheduler.load)
-            self._say("step", budget=[budget.max_nodes, budget.min_accept_prob, budget.max_prompt_rows])
+            told = [budget.max_nodes, budget.min_accept_prob, budget.max_prompt_rows, list(budget.drafters.items())]
+            self._say("step", budget=[*told, budget.seconds])
             events = self._engine.step()
         except Exception as failure:  # the others may be anywhere in the same step
             self.give_up(str(failure) if isinstance(failure, RankLost) else f"{type(failure).__name__}: {failure}")
@@ -182,8 +181,8 @@ def follow(engine: Engine, ranks: Orders, unpack: Unpack) -> None:
             if order["do"] == "prepare":
                 engine.prepare_next()
                 continue
-            nodes, least, prompt_rows = order["budget"]
-            told.next = Budget(nodes, least, max_prompt_rows=prompt_rows)
+            nodes, least, prompt_rows, chosen, seconds = order["budget"]
+            told.next = Budget(nodes, least, max_prompt_rows=prompt_rows, drafters=dict(chosen), seconds=seconds)
             digest.add(engine.step())
     except Exception as failure:
         ranks.leave_word(f"{type(failure).__name__}: {failure}")

@@ -136,7 +136,7 @@ def plan_memory(
         token=token,
         page_size=config.page_size,
         formats={name: weight_bytes(target, name, dtype) for name in SMALLER_FORMATS},
-        states=(config.num_states + 1) * state_bytes(target.recurrent, dtype),
+        states=(config.num_states + 1) * sum(state_bytes(model.recurrent, dtype) for model in models),
     )
 
 
@@ -164,11 +164,14 @@ def automatic_cache_tokens(
     return min(fitting, config.max_running * longest if plan.token else WITHOUT_KEYS)
 
 
-def with_states_for(target: ModelConfig, config: EngineConfig, free: int | None) -> EngineConfig:
+def with_states_for(
+    target: ModelConfig, draft: ModelConfig | None, config: EngineConfig, free: int | None
+) -> EngineConfig:
     """The same with no more sequences at a time than have their states in a share of a GPU's free memory, or, without
-    a GPU, in a fixed amount; where the model has states.
+    a GPU, in a fixed amount; where the target or the draft model has states.
     """
-    state = state_bytes(target.recurrent, config.torch_dtype())
+    models = [target] if draft is None else [target, draft]
+    state = sum(state_bytes(model.recurrent, config.torch_dtype()) for model in models)
     memory = STATE_MEMORY if free is None else int(free * STATE_SHARE)
     fitting = memory // max(state, 1) - SPARE_STATES - 1
     return replace(config, max_running=min(config.max_running, max(fitting, 1))) if state else config

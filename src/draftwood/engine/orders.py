@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast
 
+from draftwood.batch import Images
 from draftwood.engine.sequence import Sequence
 from draftwood.engine.text import TextStream
 from draftwood.protocols import Constraint
 from draftwood.request import SamplingParams, Slo
+from draftwood.wire import packer, unpacker
 
+_PACK = cast("Callable[[Images], Any]", packer(Images))
 _MADE_THERE = ("text", "constraint", "params", "stop_ids", "source", "images")
 
 
@@ -20,7 +23,8 @@ def packed(answer: Sequence) -> dict[str, Any]:
     params = {f.name: getattr(answer.params, f.name) for f in fields(answer.params)}
     params["logit_bias"] = list(answer.params.logit_bias.items())  # JSON has no numbers as keys
     params["slo"] = None if answer.params.slo is None else [answer.params.slo.ttft_ms, answer.params.slo.tpot_ms]
-    return plain | {"params": params, "stop_ids": sorted(answer.stop_ids)}
+    images = None if answer.images is None else _PACK(answer.images)
+    return plain | {"params": params, "stop_ids": sorted(answer.stop_ids), "images": images}
 
 
 def params_of(plain: Mapping[str, Any]) -> SamplingParams:
@@ -42,6 +46,7 @@ def unpacked(
             "stop_ids": frozenset(plain["stop_ids"]),
             "bad_words": tuple(map(tuple, plain["bad_words"])),
             "prediction": tuple(plain["prediction"]),
+            "images": unpacker(Images | None)(plain["images"]),
             "text": text,
             "constraint": constraint,
         }

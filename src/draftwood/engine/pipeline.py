@@ -23,6 +23,7 @@ from draftwood.engine.plan import Plan
 from draftwood.engine.shapes import ShapePlan
 from draftwood.model.stages import Begun, StageModel
 from draftwood.protocols import BatchView, NodeMasks
+from draftwood.states import KeptPath
 
 
 @dataclass
@@ -155,8 +156,8 @@ class PipelineRunner(GraphRunner):
         if found is None:
             return None
         view, proposal, verdict = tree.view, tree.proposal, found.verdict
-        index = torch.tensor([found.index], device=device)
-        parts.target.cache.keep(view.block_table, view.lengths, index, torch.full_like(view.lengths, len(index[0]) - 1))
+        index, steps = torch.tensor([found.index], device=device), torch.full_like(view.lengths, len(found.index) - 1)
+        parts.target.cache.commit(KeptPath(view.block_table, view.lengths, index, steps))
         with parts.timers.measure("draft"):
             parts.drafter.commit(view, proposal, verdict, {})
         outcome = self.state.advance(view, proposal.tree, verdict, torch.tensor([found.usable], device=device))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -22,6 +22,8 @@ class PlanItem:
     start: int
     end: int
     max_nodes: int
+    drafter: str | None = None  # by the name that requests give; None: the engine's own
+    need: float = 0.0  # tokens that its promise asks of the step, the target's own not counted
 
     @property
     def samples(self) -> bool:
@@ -44,6 +46,7 @@ class Plan:
     """A step's work."""
 
     items: tuple[PlanItem, ...]
+    resting: tuple[PlanItem, ...] = ()  # sequences that could decode, and do so in the next step
 
     @cached_property
     def sampling(self) -> tuple[int, ...]:
@@ -92,7 +95,7 @@ class Plan:
         """The same sequences with the last token each has by now."""
         ends = [len(item.seq.tokens) for item in self.items]
         pairs = zip(self.items, ends, strict=True)
-        return Plan(tuple(PlanItem(item.seq, end - 1, end, item.max_nodes) for item, end in pairs))
+        return Plan(tuple(replace(item, start=end - 1, end=end) for item, end in pairs))
 
     def view(self) -> HostView:
         """What the host knows of the sequences."""
@@ -104,9 +107,11 @@ class Plan:
             params=tuple(seq.params for seq in seqs),
             max_nodes=tuple(item.max_nodes for item in self.items),
             max_depth=tuple(item.max_depth for item in self.items),
+            drafters=_unless_empty(item.drafter for item in self.items),
             bad_words=_unless_empty(seq.bad_words for seq in seqs),
             predictions=_unless_empty(seq.prediction for seq in seqs),
             constraints=_unless_empty(seq.constraint for seq in seqs),
+            resting=Plan(self.resting).view() if self.resting else None,
         )
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from draftwood.costs import StepCosts
 from draftwood.engine.baselines import BanditBudget, GammaTuneBudget, GoodputBudget
-from draftwood.engine.controller import READING, FixedBudget, MeasuredBudget, MeasuredTreeBudget
+from draftwood.engine.choice import READING, ChoosingBudget
+from draftwood.engine.controller import FixedBudget, MeasuredBudget, MeasuredTreeBudget
 from draftwood.entries import Entry, split_spec
 from draftwood.errors import InvalidRequest
 from draftwood.protocols import Controller, Load
@@ -24,6 +25,8 @@ class Guessing:
     depth: Callable[[int], int]  # of a tree of so many nodes
     chain: bool = True
     reads: bool = False  # see `Drafter`
+    choice: tuple[str, ...] = ()  # drafters from which one is chosen for each request
+    readers: frozenset[str] = frozenset()  # of these, those that read
 
     def catching_up(self, load: Load, behind: int) -> float:
         """Seconds until a drafter has read what it missed in so many plain steps."""
@@ -84,4 +87,5 @@ def find_policy(spec: str) -> Policy:
 def make_controller(spec: str, known: Guessing) -> Controller:
     """The controller of an engine; a drafter that proposes nothing needs none."""
     policy = find_policy(spec)
-    return policy(known) if known.max_nodes else FixedBudget(0)
+    controller = policy(known) if known.max_nodes else FixedBudget(0)
+    return ChoosingBudget(controller, known.costs, known.choice, known.readers) if known.choice else controller

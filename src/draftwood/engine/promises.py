@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from draftwood.engine.reasons import Outlook
+from draftwood.engine.sequence import CATCHING_UP
 from draftwood.engine.timing import StepTiming
 from draftwood.protocols import Load, Pace
 
-CATCHING_UP = 1.1  # a sequence that is late has to be so much faster than it was promised
 CAREFUL = 0.9  # of the time that is left; steps do not all take as long
 
 

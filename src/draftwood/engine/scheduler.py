@@ -43,6 +43,7 @@ class SchedulerConfig:
     # Rows of prompts that a step of running sequences has room for, ascending, and pieces of how many prompts; (): any.
     prefill_sizes: tuple[int, ...] = ()
     max_pieces: int = 16
+    groups: int = 1  # that sequences decode in, one after the other
 
     def __post_init__(self) -> None:
         if min(self.max_rows, self.max_running, self.max_waiting) < 1:
@@ -72,17 +73,20 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self._turns = itertools.count(1)
+        self._stepped: set[int] = set()  # sequences that the last step decoded
         self._last_served: Counter[str] = Counter()  # tenant -> the turn in which it last got a place
         self.budget = Budget(0, why="no step has run yet")  # of the last step
         self.decisions: Counter[str] = Counter()  # by the kind of their reason
         self.crowded = False  # the last schedule left a sequence out, whose pages those of a step in flight may have
+        self.drafted_by: Counter[str] = Counter()  # steps of sequences, where several drafters may draft for them
 
     @property
     def load(self) -> Load:
         """How busy it is."""
         lengths = [len(seq.tokens) for seq in self.running]
         context = sum(lengths) / max(len(lengths), 1)
-        return Load(len(lengths), len(self.waiting), context, self.config.asynchronous, self._paces())
+        ids, together = tuple(seq.id for seq in self.running), -(-len(lengths) // self.config.groups)
+        return Load(together, len(self.waiting), context, self.config.asynchronous, self._paces(), ids)
 
     def _paces(self) -> tuple[Pace, ...]:
         if all(seq.params.slo is None for seq in self.running):
@@ -153,10 +157,26 @@ class Scheduler:
             room = min(end + ahead.get(seq.id, 0) + (seq.id in ahead), seq.max_length)
             if end > start and self._make_room(seq, room, items, busy):
                 nodes = min(share, rows - 1, seq.wanted_nodes(most)) if ready else 0
-                items[seq.id] = PlanItem(seq, start, end, nodes)
+                drafter = seq.params.drafter or budget.drafters.get(seq.id)
+                need = seq.need(self.clock(), budget.seconds) if ready and budget.seconds else 0.0
+                items[seq.id] = PlanItem(seq, start, end, nodes, drafter, need)
         prompts = Plan(tuple(item for item in items.values() if not item.samples))
+        ready, resting = self._parted([item for item in items.values() if item.samples])
         # Draft nodes get their pages last: no sequence is preempted for a guess.
-        return prompts, Plan(tuple(self._with_pages(item, ahead) for item in items.values() if item.samples))
+        planned = Plan(tuple(self._with_pages(item, ahead) for item in ready), resting)
+        self.drafted_by.update(item.drafter for item in planned.items if item.drafter is not None and item.max_nodes)
+        return prompts, planned
+
+    def _parted(self, ready: list[PlanItem]) -> tuple[list[PlanItem], tuple[PlanItem, ...]]:
+        """Those that decode in the next step, and those that wait for the one after it: where there are groups, the
+        ones that were not in the last step.
+        """
+        if self.config.groups == 1 or not ready:
+            return ready, ()
+        rested = [item for item in ready if item.seq.id not in self._stepped]
+        now = (rested or ready)[: -(-len(ready) // self.config.groups)]
+        self._stepped = {item.seq.id for item in now}
+        return now, tuple(item for item in ready if item.seq.id not in self._stepped)
 
     def _prefill_room(self) -> tuple[int, int]:
         """Rows and pieces of prompts that the next step takes. While sequences decode, as many rows as a step has room
@@ -213,6 +233,8 @@ class Scheduler:
         before = len(seq.tokens)
         try:
             reason = seq.receive(outcome.tokens[b], accepted, outcome.drafted[b], now, outcome.drift[b])
+            if outcome.members:
+                seq.count_members(outcome.members[b])
             event = seq.event(len(seq.tokens) - before, accepted, reason, now, logprobs)
         except Exception as failure:  # one answer's text must not take its neighbours down
             if isinstance(failure, DraftwoodError):

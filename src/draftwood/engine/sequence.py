@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from draftwood.batch import Images, Source
 from draftwood.cache.row_settings import RowSettings
+from draftwood.drafting import MOST_MEMBERS
 from draftwood.engine.text import TextStream
 from draftwood.errors import GrammarError
 from draftwood.protocols import PREDICTED, Constraint, Pace
@@ -16,6 +17,7 @@ from draftwood.request import Event, FinishReason, SamplingParams, SpeculationSt
 DEEP = 1 << 20  # deeper than any tree
 _MARK = "\0"  # begins the salts of sequences that have more than the caller's
 HEAD_START = 10.0  # seconds: what a level of priority is worth, and a first token that is promised for no time
+CATCHING_UP = 1.1  # a sequence that is late has to be so much faster than it was promised
 RECENT = 0.2  # weight of the last step in what drafts gain a sequence
 
 
@@ -41,6 +43,7 @@ class Sequence:
     constraint: Constraint | None = None
     adapter: int = -1  # which of the target's adapters; -1: none
     cache_dtype: str = "auto"  # of the engine's keys and values
+    members: tuple[str, ...] = ()  # drafters that its own is made of
     source: Source | None = None  # what an encoder reads before the prompt
     images: Images | None = None  # what stands at the prompt's image tokens
     tenant: str = ""  # on whose behalf it runs: free places go to the tenant that has the fewest
@@ -51,6 +54,7 @@ class Sequence:
     drafted: int = 0
     accepted: int = 0
     drift: float = 0.0  # nan once it is not known
+    told: list[int] = field(default_factory=list)  # nodes of each member, then accepted ones
     admitted: float | None = None
     first_token: float | None = None
     prompt_logprobs: list[TokenLogprob | None] = field(init=False)  # of the prompt's first tokens; [] unless asked for
@@ -130,6 +134,16 @@ class Sequence:
         left = self.first_token + self.num_generated * each - now
         return Pace(each, left, self.gain / average_gain if average_gain else 1.0)
 
+    def need(self, now: float, seconds: float) -> float:
+        """Accepted tokens that keep its promise, if the step takes so long; what it is late it makes good bit by bit.
+        0: there is no promise, or it has never had half as many.
+        """
+        pace = self.pace(now, 0.0)
+        if pace is None:
+            return 0.0
+        need = min((seconds - pace.left) / pace.per_token, CATCHING_UP * seconds / pace.per_token - 1)
+        return max(need, 0.0) if need <= 2 * self.gain + 1 else 0.0
+
     def row_settings(self, vocab_size: int) -> RowSettings:
         """What the batch state holds of it besides its tokens. Stop tokens are those of the vocabulary that a minimum
         length defers.
@@ -168,6 +182,10 @@ class Sequence:
                 return reason
         return None
 
+    def count_members(self, told: Tokens[int]) -> None:
+        """A step's nodes of each member, then accepted ones."""
+        self.told = [a + b for a, b in zip(self.told or [0] * len(told), told, strict=True)]
+
     def _reason_to_stop(self, token: int, accepted: bool) -> FinishReason | None:
         if token in self.stop_ids:
             return FinishReason.STOP
@@ -198,6 +216,7 @@ class Sequence:
             adapter=self.params.adapter,
             cache_dtype=self.cache_dtype,
             slo=self.params.slo,
+            members={n: (self.told[i], self.told[i + MOST_MEMBERS]) for i, n in enumerate(self.members) if self.told},
         )
 
     def event(

@@ -119,6 +119,7 @@ class StepTiming:
         self._mixed = CorrectedCosts(table)  # of steps with rows of prompts
         self._forwards = forwards  # of a drafter for each size: what a size takes that never ran is told by it
         self._known: dict[int, dict[int, _Drafting]] = {}  # bits of the batch -> size -> times
+        self._beside: dict[int, Mean] = {}  # bits of the batch -> what drafters keep up with in plain steps
 
     def learn(self, report: StepReport, size: int) -> None:
         """A step that ran undisturbed; `size`: what was drafted for each sequence, 0 for a plain step."""
@@ -127,6 +128,9 @@ class StepTiming:
         if drafting is not None:
             if size:
                 self._learn_drafting(report, size, drafting, 0.0)
+            elif seconds is not None:
+                bits = report.num_sampling.bit_length()
+                self._beside = self._beside | {bits: self._beside.get(bits, Mean()).learn(drafting)}
             if seconds is not None:
                 self.costs.observe(*told, seconds - drafting)
         elif seconds is not None and size:
@@ -171,9 +175,11 @@ class StepTiming:
 
     def drafting(self, batch: int, size: int, *, by_table: bool = False) -> float:
         """Seconds that drafting adds; `by_table`: to what the table says as it was given."""
-        if not size or not self._known:
-            return 0.0
         bits = batch.bit_length()
+        if not size:
+            return self._beside.get(bits, Mean()).value
+        if not self._known:
+            return 0.0
         sizes = self._known.get(bits) or self._known[min(self._known, key=lambda known: abs(known - bits))]
         own = sizes.get(size, _Drafting())
         sure = min(1.0, own.seconds.weight / self.SURE)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from draftwood.drafting import MOST_MEMBERS, Proposal
 from draftwood.protocols import BatchView
 from draftwood.request import GuessedTree, StepTrace, TokenKind, TracedToken
 from draftwood.sampling import shown_distribution
@@ -28,13 +29,15 @@ class Fact(NamedTuple):
     p: float
     q: float
     after: float  # the target's probability, behind this node, of the token that its answer got last
+    members: float  # bit i: drafter i of a combination has proposed it
 
 
 NUM_FACTS = len(Fact._fields)
 
 
-def facts(logits: Tensor, tree: TokenTree, verdict: Verdict, view: BatchView) -> Tensor:
-    """A `Fact` of every node, by edited logits [M, V]. [M, 6] float64, in which a token's number is exact."""
+def facts(logits: Tensor, proposal: Proposal, verdict: Verdict, view: BatchView) -> Tensor:
+    """A `Fact` of every node, by edited logits [M, V]. [M, 7] float64, in which a token's number is exact."""
+    tree = proposal.tree
     p = shown_distribution(logits, tree, view)
     is_root, above, tokens = tree.parents < 0, tree.parents.clamp(min=0), tree.tokens.clamp(min=0)
     own = torch.arange(tree.num_nodes, device=tokens.device)
@@ -45,8 +48,25 @@ def facts(logits: Tensor, tree: TokenTree, verdict: Verdict, view: BatchView) ->
         p[above, tokens].masked_fill(is_root, math.nan),
         _drafted(tree, tokens),
         p[own, verdict.bonus[tree.owner]],
+        (proposal.members.long() << _numbers(tokens)).sum(1),
     )
     return torch.stack([column.double() for column in columns], 1)
+
+
+def members_told(proposal: Proposal, verdict: Verdict) -> Tensor:
+    """How many nodes each drafter of a combination has proposed for each sequence, and how many of these were accepted.
+    [B, 2 * MOST_MEMBERS].
+    """
+    tree, path = proposal.tree, verdict.path
+    theirs = (proposal.members & (tree.tokens >= 0)[:, None]).long()
+    drafted = theirs.new_zeros(tree.num_trees, MOST_MEMBERS).index_add_(0, tree.owner, theirs)
+    steps = torch.arange(path.shape[1], device=path.device)
+    kept = theirs[path.clamp(min=0)].masked_fill((steps > verdict.length[:, None])[..., None], 0).sum(1)
+    return torch.cat([drafted, kept], 1)
+
+
+def _numbers(like: Tensor) -> Tensor:
+    return torch.arange(MOST_MEMBERS, device=like.device)
 
 
 def _accepted(tree: TokenTree, verdict: Verdict) -> Tensor:
@@ -63,8 +83,10 @@ def _drafted(tree: TokenTree, tokens: Tensor) -> Tensor:
     return tree.q[tree.q_row.clamp(min=0), tokens].masked_fill(tree.q_row < 0, math.nan)
 
 
-def step_trace(rows: Sequence[Sequence[float]], bonus: int, num_sequences: int, num_rows: int) -> StepTrace:
-    """What the facts of one tree's nodes come to, absent ones left out."""
+def step_trace(
+    rows: Sequence[Sequence[float]], bonus: int, num_sequences: int, num_rows: int, members: Sequence[str] = ()
+) -> StepTrace:
+    """What the facts of one tree's nodes come to, absent ones left out; `members` of a combination by name."""
     there = {i: Fact(*row) for i, row in enumerate(rows) if row[0] >= 0}
     number = {-1: -1} | {i: number for number, i in enumerate(there)}
     nodes = list(there.values())
@@ -75,6 +97,7 @@ def step_trace(rows: Sequence[Sequence[float]], bonus: int, num_sequences: int, 
         p=tuple(_known(node.p) for node in nodes),
         q=tuple(_known(node.q) for node in nodes),
         accepted=tuple(bool(node.accepted) for node in nodes),
+        members=tuple(tuple(name for i, name in enumerate(members) if int(node.members) >> i & 1) for node in nodes),
     )
     kept = [
         TracedToken(tree.tokens[i], TokenKind.ACCEPTED, depth, i, tree.p[i], tree.q[i])

@@ -122,7 +122,7 @@ class WithoutReplacement:
         """In the order drawn, until the support is exhausted."""
         left = frontier.q
         for trial in range(width):
-            q, exists = _normalised(left)
+            q, exists = normalised(left)
             token = frontier.pick(q, trial)
             yield Children(token, exists, Draw.WITHOUT_REPLACEMENT, q)
             left = left.scatter(-1, token[..., None], 0.0)
@@ -140,7 +140,7 @@ class Hybrid:
     def children(self, frontier: Frontier, width: int) -> Iterator[Children]:
         """The tail draw, then the chosen ones in falling order."""
         fixed = frontier.best(width - 1)
-        q, exists = _normalised(frontier.q.scatter(-1, fixed, 0.0))
+        q, exists = normalised(frontier.q.scatter(-1, fixed, 0.0))
         yield Children(frontier.pick(q, 0), exists, Draw.TAIL, q)
         for token in fixed.unbind(-1):
             yield Children(token, None, Draw.POINT)
@@ -160,7 +160,7 @@ class Coupled:
             yield Children(token, None, Draw.POINT)
 
 
-def _normalised(weights: Tensor) -> tuple[Tensor, Tensor]:
+def normalised(weights: Tensor) -> tuple[Tensor, Tensor]:
     """Rows that sum to one, and whether there was anything to share out."""
     total = weights.sum(-1, keepdim=True)
     exists = total > 0

@@ -20,6 +20,7 @@ from draftwood.cache.kv import Places, stage_behind
 from draftwood.engine.captured import Graphs
 from draftwood.errors import InvalidRequest
 from draftwood.model.runner import Model, ModelRunner, Sliceable
+from draftwood.model.spec import Sublayers, apart
 from draftwood.protocols import Span
 from draftwood.shape import num_words, own_bits
 
@@ -36,10 +37,10 @@ class Answer:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a forward here: of the whole model by its rows, and of what each layer adds to a single one."""
+    """Seconds of a forward here: of the whole model by its rows, and of what each item adds to a single one."""
 
     rows: tuple[float, ...]  # of 1, 2, … rows
-    layers: tuple[float, ...]
+    items: tuple[float, ...]
 
     @property
     def plain(self) -> float:
@@ -47,8 +48,8 @@ class Costs:
         return self.rows[0]
 
     def draft(self, skipped: Sequence[int]) -> float:
-        """A single row without these layers."""
-        return max(self.plain - sum(self.layers[i] for i in skipped), self.plain / 100)
+        """A single row without these items."""
+        return max(self.plain - sum(self.items[i] for i in skipped), self.plain / 100)
 
     def ratio(self, survival: Sequence[float], draft: float) -> tuple[float, int]:
         """The best rate of chains over plain decoding's, and how deep they are then. `survival[k]`: the chance that k +
@@ -62,7 +63,11 @@ class Costs:
 
 
 class Probe:
-    """Places in answers of a model; use it inside `reading`."""
+    """Places in answers of a model; use it inside `reading`.
+
+    What can be left out are items: the attention and the MLP of each layer in turn, or, of models where these cannot be
+    told apart, whole layers.
+    """
 
     def __init__(self, target: ModelRunner, answers: Sequence[Answer], places: int, depth: int) -> None:
         """`places` of each answer, as far apart as they can be, for chains of `depth` drafts."""
@@ -77,7 +82,9 @@ class Probe:
         spots = [torch.linspace(a.begins, len(a.tokens) - depth - 1, places).long() for a in long]
         device = target.device
         self.places = torch.stack(spots).to(device)  # [S, R] of the last token that is known
-        self.num_layers = self.model.config.num_layers
+        self.num_layers, specs = self.model.config.num_layers, self.model.config.layer_specs
+        self._each = 2 if apart(specs) else 1  # items of a layer
+        self.num_items = self._each * self.num_layers
         widest = max(len(answer.tokens) for answer in long)
         text = torch.tensor([[*a.tokens, *[0] * (widest - len(a.tokens))] for a in long], device=device)
         ahead = self.places[..., None] + torch.arange(depth + 1, device=device)
@@ -107,7 +114,7 @@ class Probe:
                     tables.close(span.seq_id)
 
     def survival(self, skipped: Sequence[int], depth: int | None = None) -> list[float]:
-        """Of greedy chains without these layers, how many are right for 1, 2, … tokens."""
+        """Of greedy chains without these items, how many are right for 1, 2, … tokens."""
         model = self._without(skipped)
         tokens = self._text[..., 0]
         right = torch.ones_like(tokens, dtype=torch.bool)
@@ -119,42 +126,68 @@ class Probe:
             found.append(float(right.float().mean()))
         return found
 
+    def divergence(self, skipped: Sequence[int]) -> float:
+        """How far the first draft's distribution is from the whole model's without these items, on average."""
+        batch, memory = self._rows(self._text[..., 0], 0), self.target.cache.memory
+        models = self.model, self._without(skipped)
+        p, q = (model.forward(batch, memory).logits.double().log_softmax(-1) for model in models)
+        return float((p.exp() * (p - q)).sum(-1).mean())
+
+    def sets(self, skipped: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """Of items: whole layers, layers of which the attention alone is left out, and those of which the MLP is."""
+        parts = [{i // self._each for i in skipped if i % self._each == part} for part in (0, self._each - 1)]
+        whole = parts[0] & parts[1]
+        return tuple(tuple(sorted(own)) for own in (whole, parts[0] - whole, parts[1] - whole))
+
     def streams(self) -> list[Tensor]:
-        """The residual stream at all places behind each layer. L of [S * R, hidden]."""
+        """The residual stream at all places behind each item. [S * R, hidden] each."""
         batch = self._unheard(self._rows(self._text[..., 0], 0))
         every = frozenset(range(self.num_layers))
         made = self.model.forward(batch, self.target.cache.memory, every).features
-        return [made[i].clone() for i in range(self.num_layers)]
+        ends = [made[i].clone() for i in range(self.num_layers)]
+        if self._each == 1:
+            return ends
+        halves = [self.item(2 * i, ends[i - 1] if i else None) for i in range(self.num_layers)]
+        return [stream for both in zip(halves, ends, strict=True) for stream in both]
 
-    def layer(self, i: int, stream: Tensor) -> Tensor:
-        """The stream behind layer `i`, if this one comes in. [S * R, hidden]."""
-        batch, given = self._unheard(self._rows(self._text[..., 0], 0)), GivenRows(stream.clone())
-        made = self.model.part([i]).forward(batch, self.target.cache.memory, frozenset({0}), given).features[0]
-        return made.clone()
+    def item(self, i: int, stream: Tensor | None) -> Tensor:
+        """The stream behind an item, if this one comes in; None: the text. [S * R, hidden]."""
+        batch, layer = self._unheard(self._rows(self._text[..., 0], 0)), i // self._each
+        others = [j for j in range(layer * self._each, (layer + 1) * self._each) if j != i]
+        part = self.model.part([layer], self._sublayers(others))
+        given = None if stream is None else GivenRows(stream.clone())
+        return part.forward(batch, self.target.cache.memory, frozenset({0}), given).features[0].clone()
 
     def costs(self) -> Costs:
         """Measured here and now, at the end of the first text."""
         specs, kinds = self.model.config.layer_specs, {}
-        for i, spec in enumerate(specs):
-            kinds.setdefault(spec, []).append(i)
+        every = [(specs[i // self._each], i % self._each) for i in range(self.num_items)]
+        for i, kind in enumerate(every):
+            kinds.setdefault(kind, []).append(i)
         removed = [own[: max(1, len(own) // 2)] for own in kinds.values()]
-        parts = [(self._without(layers), 1) for layers in removed]
+        parts = [(self._without(items), 1) for items in removed]
         sizes = [(self.model, 1 + count) for count in range(self.depth + 1)]
         seconds = self._seconds([*sizes, *parts])
         # Rows make no step faster: one that is slower than one with more rows was disturbed.
         rows = list(itertools.accumulate(reversed(seconds[: len(sizes)]), min))[::-1]
-        least = rows[0] / (100 * len(specs))
+        least = rows[0] / (100 * len(every))
         saved = [max((rows[0] - s) / len(own), least) for s, own in zip(seconds[len(sizes) :], removed, strict=True)]
         added = dict(zip(kinds, saved, strict=True))
-        return Costs(tuple(rows), tuple(added[spec] for spec in specs))
+        return Costs(tuple(rows), tuple(added[kind] for kind in every))
 
     def draft_share(self, skipped: Sequence[int]) -> float:
-        """The time of a single row without these layers, as a share of the whole model's; timed in turn."""
+        """The time of a single row without these items, as a share of the whole model's; timed in turn."""
         whole, part = self._seconds([(self.model, 1), (self._without(skipped), 1)])
         return part / whole
 
     def _without(self, skipped: Sequence[int]) -> Model:
-        return self.model.part([i for i in range(self.num_layers) if i not in set(skipped)])
+        whole = self.sets(skipped)[0]
+        return self.model.part([i for i in range(self.num_layers) if i not in whole], self._sublayers(skipped))
+
+    def _sublayers(self, items: Sequence[int]) -> Sublayers:
+        """Those of them that are half a layer."""
+        _, attention, mlp = self.sets(items)
+        return Sublayers(frozenset(attention), frozenset(mlp))
 
     def _rows(self, tokens: Tensor, step: int) -> ForwardBatch:
         """Draft number `step` of every place's chain: the rows before it lie behind the text, step by step."""

@@ -167,6 +167,8 @@ class Recorder:
     """A controller that always drafts `nodes` and remembers what became of it."""
 
     nodes: int
+    costs: StepCosts | None = None
+    predicted: float = 0.0  # seconds of all steps so far by these costs
     counts: list[float] = field(default_factory=list)
     proposals: int = 0
     sequences: int = 0
@@ -178,6 +180,10 @@ class Recorder:
 
     def observe(self, report: StepReport) -> None:
         """What each sequence gained."""
+        if self.costs is not None:
+            rows = report.num_rows + report.prompt_rows
+            target = self.costs.at(rows, report.context, max(report.num_sampling, 1))
+            self.predicted += target + (report.draft_seconds or 0.0)
         if not report.room:
             return
         for drafted, accepted in report.outcomes:

@@ -26,7 +26,7 @@ NUMBERS: Mapping[str, int] = {  # of what the kernels multiply as it is stored; 
     "F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q5_0": 6, "Q5_1": 7, "Q8_0": 8, "Q2_K": 10, "Q3_K": 11, "Q4_K": 12,
     "Q5_K": 13, "Q6_K": 14, "IQ4_NL": 20, "IQ4_XS": 23, "BF16": 30, "MXFP4": 39,
     # Ours, for quantised safetensors (model/quantised.py):
-    "INT4_F16": 64, "INT4_BF16": 65, "INT8": 66, "FP8": 67,
+    "INT4_F16": 64, "INT4_BF16": 65, "INT8": 66, "FP8": 67, "NF4": 68, "FP4": 69,
 }  # fmt: skip
 PANELS = ("F32", "BF16", "Q8_0", "Q4_0", "Q4_1")  # have a storage of ours that is as small and as exact
 _PLAIN = {"F32": 4, "F16": 2, "BF16": 2}  # bytes of a number: their rows may end within a block

@@ -19,27 +19,35 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ..errors import CheckpointError
-from ..machine import why_unwritable
 from . import store
 from .blocks import NUMBERS, Blocks, warn_of_expanded
 from .config import ModelConfig
 from .families import FAMILIES, Place
 from .families.base import Change
 from .files import read_object
-from .folder import StoredRows, first_line, open_safetensors, stored_rows, tensor_files, text_name
+from .folder import (
+    KINDS,
+    StoredRows,
+    from_hub,
+    open_safetensors,
+    safetensors_offset,
+    stored_rows,
+    tensor_files,
+    text_name,
+)
 from .gguf import GgufTensor, embedding_rows, read_groups
 from .gguf_split import part_paths, read_whole_gguf
 from .lora_folder import described, is_adapter
-from .names import expected_shape
+from .names import check_shape, expected_shape, missing_tensor
 from .quantised import Scaled, read_scaled, scheme_of, stored_under
 from .rope import refusing_malformed
+from .row_file import RowFile, row_file
 from .universal_folder import UniversalCheckpoint
 from .weights import Matrix
 
 if TYPE_CHECKING:
     from .tokenizer import Tokenizer
 
-HUB_PATTERNS = ["*.safetensors", "*.json", "tokenizer.model", "*.jinja", "merges.txt"]
 MAX_CONFIG = 1 << 22  # bytes of a config.json
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _FLOATS = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
@@ -94,7 +102,7 @@ def open_checkpoint(name: str | Path, impl: str = "auto") -> Checkpoint:
     if path.is_file():
         return _open_file(path, impl)
     if isinstance(name, str) and path.suffix != ".gguf" and HUB_ID.fullmatch(name) and name[0] not in "./":
-        return _open_folder(_from_hub(name), name, impl)
+        return _open_folder(from_hub(name), name, impl)
     raise CheckpointError(
         f"There is no model {str(name)!r} here. Give an alias ({', '.join(store.EMBEDDED)}), a folder with "
         "config.json and *.safetensors, a .gguf file, or a Hugging Face id such as org/name."
@@ -125,33 +133,6 @@ def _open_file(path: Path, impl: str, name: str | None = None) -> Checkpoint:
     raise CheckpointError(f"{path} is no model file we can read; give a .gguf file or a safetensors folder.")
 
 
-def _from_hub(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    advice = "give the path of a local folder or .gguf file instead"
-    try:
-        return Path(snapshot_download(name, allow_patterns=HUB_PATTERNS))
-    except LocalEntryNotFoundError as error:
-        raise CheckpointError(
-            f"{name} is not in the local hub cache and the hub cannot be reached ({first_line(error)}). "
-            f"Check the network, or {advice}."
-        ) from error
-    except (HfHubHTTPError, HFValidationError) as error:
-        raise CheckpointError(
-            f"The hub has no {name} for us: {first_line(error)}. Check the spelling; for a gated model, "
-            f"accept its terms and run `hf auth login`; or {advice}."
-        ) from error
-    except OSError as error:
-        reason = why_unwritable(error)
-        if reason is not None:
-            raise CheckpointError(
-                f"{name} could not be stored: {reason}. Make room, or set HF_HOME to a folder with room that you can "
-                f"write to, and run it again: files that are complete are kept. Or {advice}."
-            ) from error
-        raise CheckpointError(f"{name} could not be downloaded: {first_line(error)}; or {advice}.") from error
-
-
 def _family_reads_it(stated: Mapping[str, Any]) -> bool:
     """Whether a family knows its own quantised tensors, as gpt-oss does."""
     family, quantised = FAMILIES.get(str(stated.get("model_type"))), stated.get("quantization_config")
@@ -180,7 +161,7 @@ class SafetensorsCheckpoint:
         self._opened: dict[Path, Any] = {}
         self._tokenizer: Tokenizer | None = None
         if not self.config.tied_head and not self.has("lm_head.weight"):
-            raise _missing("lm_head.weight", self.name)
+            raise missing_tensor("lm_head.weight", self.name)
 
     @property
     def folder(self) -> Path:
@@ -200,7 +181,7 @@ class SafetensorsCheckpoint:
     def tensor(self, name: str) -> Tensor:
         """Read one tensor of ours, and nothing else of its files."""
         if not self.has(name):
-            raise _missing(name, self.name)
+            raise missing_tensor(name, self.name)
         scaled = self._scaled(name)
         value = self._plain(name) if scaled is None else scaled.numbers()
         if value.dtype not in _FLOATS:
@@ -208,7 +189,8 @@ class SafetensorsCheckpoint:
                 f"{name} in {self.name} is stored as {value.dtype}, a quantised form that is not supported; "
                 "use the original checkpoint, or a GGUF file."
             )
-        return _checked(name, value, self.config)
+        check_shape(name, tuple(value.shape), self.config)
+        return value
 
     def _place(self, name: str) -> Place | None:
         """Where a tensor of ours lies, None if it is not there."""
@@ -219,7 +201,7 @@ class SafetensorsCheckpoint:
         """A tensor of ours that is not quantised."""
         place = self._place(name)
         if place is None:
-            raise _missing(name, self.name)
+            raise missing_tensor(name, self.name)
         stored = self._stored(place)
         with refusing_malformed(f"its tensor {place.names[0]}"):
             return stored[0] if place.change is None else place.change(self.config, *stored)
@@ -246,7 +228,7 @@ class SafetensorsCheckpoint:
             return scaled.blocks()
         if place is not None and place.blocks is not None:
             found = place.blocks(self.config, *self._stored(place))
-            _check_shape(name, found.shape, self.config)
+            check_shape(name, found.shape, self.config)
             return found
         rows = self.rows(name)
         if rows is not None and rows.dtype != torch.float16:
@@ -281,8 +263,16 @@ class SafetensorsCheckpoint:
         stored = place.names[0]
         found = stored_rows(self._slice(stored), lambda own: self._slice(stored)[own])
         if found is not None:
-            _check_shape(name, found.shape, self.config)
+            check_shape(name, found.shape, self.config)
         return found
+
+    def row_file(self, name: str) -> RowFile | None:
+        """The same matrix, of which some rows are read whenever they are needed."""
+        rows, place = self.rows(name), self._place(name)
+        if rows is None or place is None:
+            return None
+        path, stored = self._files[place.names[0]], self._names[place.names[0]]
+        return row_file(path, safetensors_offset(path, stored), KINDS.get(rows.dtype), rows.shape)
 
     def _slice(self, name: str) -> Any:
         path = self._files[name]
@@ -291,7 +281,7 @@ class SafetensorsCheckpoint:
         try:
             return self._opened[path].get_slice(self._names[name])
         except SafetensorError as error:  # the index promised what the file does not hold
-            raise _missing(name, str(path)) from error
+            raise missing_tensor(name, str(path)) from error
 
     def _read(self, name: str, entry: int | None = None) -> Tensor:
         found = self._slice(name)
@@ -339,7 +329,7 @@ class GgufCheckpoint:
         place = self._form.place(name, self.config)
         stored = None if place is None else self._file.tensors.get(place.name)
         if place is None or stored is None:
-            raise _missing(name, self.name)
+            raise missing_tensor(name, self.name)
         return (stored if place.entry is None else stored.entry(place.entry)), place.picks
 
     def tensor(self, name: str) -> Tensor:
@@ -350,7 +340,9 @@ class GgufCheckpoint:
         expected = expected_shape(name, self.config)
         if expected is not None and value.dim() != len(expected) and value.numel() == math.prod(expected):
             value = value.view(expected)  # GGUF writes a matrix of one row as a vector, and norms of heads as matrices
-        return _checked(name, self._picked(name, value, picks), self.config)
+        picked = self._picked(name, value, picks)
+        check_shape(name, tuple(picked.shape), self.config)
+        return picked
 
     def matrix(self, name: str) -> Matrix:
         """A quantised tensor as it is, if its blocks are groups of ours; else the tensor."""
@@ -359,7 +351,7 @@ class GgufCheckpoint:
         if groups is None:
             return self.tensor(name)
         picked = self._picked(name, groups, picks)
-        _check_shape(name, tuple(picked.shape), self.config)
+        check_shape(name, tuple(picked.shape), self.config)
         return picked
 
     def blocks(self, name: str) -> Blocks | None:
@@ -371,8 +363,17 @@ class GgufCheckpoint:
         if len(stored.shape) != 2 or stored.type not in NUMBERS:
             return None
         picked = self._picked(name, Blocks(stored.type, stored.data, stored.shape[1]), picks)
-        _check_shape(name, picked.shape, self.config)
+        check_shape(name, picked.shape, self.config)
         return picked
+
+    def row_file(self, name: str) -> RowFile | None:
+        """A matrix of which some rows are read whenever they are needed; None where ours are not the file's."""
+        stored, picks = self._find(name)
+        if picks or len(stored.shape) != 2:
+            return None
+        check_shape(name, stored.shape, self.config)
+        part, offset = self._file.place(stored)
+        return row_file(self.files[part], offset, stored.type, stored.shape)
 
     def _picked(self, name: str, rows: Any, picks: Sequence[Change]) -> Any:
         """Of whichever form rows are in."""
@@ -397,24 +398,3 @@ class GgufCheckpoint:
 
 _STORED_TYPES = {"F16": torch.float16, "BF16": torch.bfloat16}
 ROPE_VECTORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-
-
-def _missing(name: str, where: str) -> CheckpointError:
-    return CheckpointError(
-        f"{where} has no tensor {name}: the file is incomplete or of another architecture than it says. "
-        "Download or convert the model again."
-    )
-
-
-def _checked(name: str, value: Tensor, config: ModelConfig) -> Tensor:
-    _check_shape(name, tuple(value.shape), config)
-    return value
-
-
-def _check_shape(name: str, shape: tuple[int, ...], config: ModelConfig) -> None:
-    expected = expected_shape(name, config)
-    if expected is not None and shape != expected:
-        raise CheckpointError(
-            f"{name} has shape {shape} where the configuration says {expected}: weights and "
-            "configuration do not belong together. Download or convert the model again."
-        )

@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from .mixer_spec import RecurrentSpec
 from .reading import SIZES, optional_integer, token_ids
 from .rope import RopeConfig, refusing_malformed, require, shown
 from .spec import (
     ACTIVATIONS,
+    NONE,
     AttentionSpec,
     EncoderSpec,
     ExpertsSpec,
@@ -25,8 +27,8 @@ from .spec import (
     LayerSpec,
     MlpSpec,
     NormSpec,
-    RecurrentSpec,
     StreamSpec,
+    Sublayers,
 )
 
 __all__ = ["GGUF_CONTROL", "ModelConfig", "RopeConfig", "gguf_eos_ids", "token_ids"]
@@ -134,9 +136,12 @@ class ModelConfig:
         """Whether some layer is a mixture of experts."""
         return any(isinstance(layer.mlp, ExpertsSpec) for layer in self.layers)
 
-    def part(self, layers: Sequence[int]) -> ModelConfig:
-        """Some of its layers alone."""
+    def part(self, layers: Sequence[int], without: Sublayers = NONE) -> ModelConfig:
+        """Some of its layers alone, some of these `without` attention or MLP."""
         specs = tuple(self.layers[i] for i in layers) if self.layers else ()
+        if without != NONE:
+            every, (attention, mlp) = self.layer_specs, (without.attention, without.mlp)
+            specs = tuple(every[i].lacking(attention=i in attention, mlp=i in mlp) for i in layers)
         return replace(self, num_layers=len(layers), windows=tuple(self.windows[i] for i in layers), layers=specs)
 
     def with_layers(self, count: int) -> ModelConfig:

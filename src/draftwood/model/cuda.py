@@ -24,7 +24,7 @@ from draftwood.model.layers import Rotary, softcapped, write_over
 from draftwood.model.native import Progress
 from draftwood.model.rope import RopeConfig
 from draftwood.model.sharding import ranks_of, share_of
-from draftwood.model.spec import LayerSpec, Wiring
+from draftwood.model.spec import NONE, AttentionSpec, LayerSpec, Sublayers, Wiring
 from draftwood.model.streaming import ResidentLayers, load_layers
 from draftwood.model.weights import FORMATS, ON_ACCELERATORS, WeightFormat
 from draftwood.ops import cuda
@@ -105,10 +105,11 @@ class CudaTransformer:
     def _loader(self, checkpoint: Checkpoint, progress: Progress = lambda *_: None) -> CudaLoader:
         return CudaLoader(checkpoint, self.dtype, self.device, self.weights, self.strict, progress)
 
-    def part(self, layers: Sequence[int]) -> CudaTransformer:
+    def part(self, layers: Sequence[int], without: Sublayers = NONE) -> CudaTransformer:
         """Some of its layers as a model, in the same memory."""
         part = copy.copy(self)
-        part.config, part._specs = self.config.part(layers), tuple(self._specs[i] for i in layers)
+        part.config = self.config.part(layers, without)
+        part._specs = part.config.layer_specs
         part._layers, part._cached = self._layers.part(layers), [self._cached[i] for i in layers]
         part._norms = {number: self._norms[i] for number, i in enumerate(layers)}
         return part
@@ -146,8 +147,8 @@ class CudaTransformer:
         self, batch: ForwardBatch, cache: Pages, needs: frozenset[int] = frozenset(), given: GivenRows | None = None
     ) -> ForwardOutput:
         """Run the rows of `batch`, writing their keys and values to `cache`. Logits are float32."""
-        shapes = [AttentionShape(a.window, a.scale, a.softcap) for a in (s.only_attention for s in self._specs)]
-        attention = {shape: self._plan(batch, cache, shape) for shape in set(shapes)}
+        shapes = [None if s.attention is None else _shape(s.attention) for s in self._specs]
+        attention = {shape: self._plan(batch, cache, shape) for shape in set(shapes) if shape is not None}
         first = self._begin(batch) if given is None else given.residual
         stream = Stream(first, self._norms[0])
         read = stream if given is None or given.wide is None else Stream(given.wide)
@@ -155,9 +156,12 @@ class CudaTransformer:
         for i in range(len(self._specs)):
             layer = self._layers.get(i)
             self._layers.prefetch(i + 1)
-            turning = self._turning(i, layer, batch.positions, batch.slots, cache.store[self._cached[i]])
-            run = self._run_plain if self._fused(i) else self._run_apart
-            read = stream = run(i, layer, stream, read, turning, attention[shapes[i]])
+            if (shape := shapes[i]) is None:
+                read = stream = self._run_mlp(i, layer, stream.hidden)
+            else:
+                turning = self._turning(i, layer, batch.positions, batch.slots, cache.store[self._cached[i]])
+                run = self._run_plain if self._fused(i) else self._run_apart
+                read = stream = run(i, layer, stream, read, turning, attention[shape])
             if i in needs:  # the next layer may write over it
                 features[i] = stream.hidden.clone() if i + 1 < len(self._specs) else stream.hidden
         return ForwardOutput(self._logits(stream.each(batch.at_logits)), features)
@@ -165,7 +169,8 @@ class CudaTransformer:
     def _fused(self, i: int) -> bool:
         """Whether nothing stands between a layer's products and the sums they are part of."""
         spec = self._specs[i]
-        return spec.wiring == Wiring.PRE and spec.residual_scale == 1.0 and self._ranks.size == 1
+        plain = spec.wiring == Wiring.PRE and spec.residual_scale == 1.0 and spec.mlp is not None
+        return plain and self._ranks.size == 1
 
     def _run_plain(
         self, i: int, layer: Layer, stream: Stream, read: Stream, turning: Turning, attention: _Attention
@@ -184,13 +189,20 @@ class CudaTransformer:
     def _run_apart(
         self, i: int, layer: Layer, stream: Stream, read: Stream, turning: Turning, attention: _Attention
     ) -> Stream:
-        """A layer with norms, a scale or a sum over ranks behind its products."""
-        scale = self._specs[i].residual_scale
+        """A layer with norms, a scale or a sum over ranks behind its products, or without an MLP."""
         mixed = attention.run(self._cached[i], layer.qkv.turned(read, turning))
         made = self._ranks.sum(layer.output(Stream(mixed)))
-        stream = Stream(_added(stream.hidden, made, layer.attention_output_norm, scale), layer.mlp_norm)
-        made = self._ranks.sum(layer.down(Stream(layer.gate_up.gated(stream, self.config.activation))))
-        return Stream(_added(stream.hidden, made, layer.mlp_output_norm, scale), self._behind(i)[0])
+        return self._run_mlp(
+            i, layer, _added(stream.hidden, made, layer.attention_output_norm, self._specs[i].residual_scale)
+        )
+
+    def _run_mlp(self, i: int, layer: Layer, hidden: Tensor) -> Stream:
+        """The part of a layer behind attention, if it has any."""
+        if self._specs[i].mlp is not None:
+            wide = layer.gate_up.gated(Stream(hidden, layer.mlp_norm), self.config.activation)
+            made = self._ranks.sum(layer.down(Stream(wide)))
+            hidden = _added(hidden, made, layer.mlp_output_norm, self._specs[i].residual_scale)
+        return Stream(hidden, self._behind(i)[0])
 
     def _behind(self, i: int) -> tuple[Norm | None, CudaLinear | None]:
         """The norm through which the stream behind a layer is read, and the product that reads it if it is there."""
@@ -240,6 +252,10 @@ class CudaTransformer:
             batch, cache, shape, linear=batch.linear, max_rows=batch.max_rows, max_depth=batch.max_depth,
             max_nodes=batch.max_nodes, exact=self.strict,
         )  # fmt: skip
+
+
+def _shape(attention: AttentionSpec) -> AttentionShape:
+    return AttentionShape(attention.window, attention.scale, attention.softcap)
 
 
 def _turning(spec: LayerSpec) -> tuple[RopeConfig | None, int]:

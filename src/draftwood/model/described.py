@@ -12,8 +12,13 @@ from .gguf import read_gguf
 
 _EXPANDED = 4  # bytes of a weight that is dequantised
 # How much larger quantised safetensors lie in our blocks: each 32 weights with their own scale.
-_BLOCKS = {"I32": 19 / 16, "I8": 36 / 32, "F8_E4M3": 36 / 32}
-_SAYS = {"I32": "whole numbers in 32-bit words", "I8": "8-bit whole numbers", "F8_E4M3": "8-bit floats (e4m3)"}
+_BLOCKS = {"I32": 19 / 16, "I8": 36 / 32, "F8_E4M3": 36 / 32, "U8": 20 / 16}
+_SAYS = {
+    "U8": "4-bit codes in bytes",
+    "I32": "whole numbers in 32-bit words",
+    "I8": "8-bit whole numbers",
+    "F8_E4M3": "8-bit floats (e4m3)",
+}
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ def _of_safetensors(file: Path) -> Iterator[Held]:
         for length in shape:
             size *= length
         matrix = len(shape) > 1 and name.endswith((".weight", ".qweight", ".weight_packed"))
-        yield Held(_SAYS.get(kind, kind), int(matrix), size, int(size * _BLOCKS.get(kind, 1)))
+        yield Held(_SAYS.get(kind, kind), int(matrix), size, int(size * (_BLOCKS.get(kind, 1) if matrix else 1)))
 
 
 _SIZES = {"F64": 8, "F32": 4, "I32": 4, "U32": 4, "I64": 8, "U64": 8, "F16": 2, "BF16": 2, "I16": 2, "U16": 2}

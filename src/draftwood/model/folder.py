@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,9 +13,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ..errors import CheckpointError
+from ..machine import why_unwritable
 from . import store
 from .files import read_json
 
+HUB_PATTERNS = ["*.safetensors", "*.json", "tokenizer.model", "*.jinja", "merges.txt"]
+KINDS = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}  # as blocks call them
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -43,6 +47,13 @@ def stored_rows(found: Any, read: Callable[[slice], Tensor]) -> StoredRows | Non
     """For a slice of safetensors' own; None where it is no matrix of floats."""
     shape, dtype = tuple(found.get_shape()), _DTYPES.get(found.get_dtype())
     return None if dtype is None or len(shape) != 2 else StoredRows(shape, dtype, read)
+
+
+def safetensors_offset(path: Path, name: str) -> int:
+    """Where a tensor begins in its file, which was opened before: the header has been checked."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        return 8 + size + json.loads(file.read(size))[name]["data_offsets"][0]
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
@@ -96,6 +107,34 @@ def first_line(error: BaseException) -> str:
     """What an error says, or its name."""
     lines = str(error).strip().splitlines()
     return (lines[0] if lines else type(error).__name__).rstrip(" .")
+
+
+def from_hub(name: str) -> Path:
+    """The folder of a hub id, downloaded where it is not there yet."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    advice = "give the path of a local folder or .gguf file instead"
+    try:
+        return Path(snapshot_download(name, allow_patterns=HUB_PATTERNS))
+    except LocalEntryNotFoundError as error:
+        raise CheckpointError(
+            f"{name} is not in the local hub cache and the hub cannot be reached ({first_line(error)}). "
+            f"Check the network, or {advice}."
+        ) from error
+    except (HfHubHTTPError, HFValidationError) as error:
+        raise CheckpointError(
+            f"The hub has no {name} for us: {first_line(error)}. Check the spelling; for a gated model, "
+            f"accept its terms and run `hf auth login`; or {advice}."
+        ) from error
+    except OSError as error:
+        reason = why_unwritable(error)
+        if reason is not None:
+            raise CheckpointError(
+                f"{name} could not be stored: {reason}. Make room, or set HF_HOME to a folder with room that you can "
+                f"write to, and run it again: files that are complete are kept. Or {advice}."
+            ) from error
+        raise CheckpointError(f"{name} could not be downloaded: {first_line(error)}; or {advice}.") from error
 
 
 _WITHIN = (

@@ -58,6 +58,14 @@ class GgufFile:
         values = quick(tensor.data) if quick else _by_gguf_package(tensor, self.path)
         return np.ascontiguousarray(values.reshape(tensor.shape), dtype=np.float32)
 
+    def place(self, tensor: GgufTensor) -> tuple[int, int]:
+        """Which part a tensor lies in, and where it begins there."""
+        address = tensor.data.ctypes.data
+        begins = [np.frombuffer(part, dtype=np.uint8).ctypes.data for part in self.mapped]
+        ends = [begin + len(part) for begin, part in zip(begins, self.mapped, strict=True)]
+        part = next(i for i, (begin, end) in enumerate(zip(begins, ends, strict=True)) if begin <= address < end)
+        return part, address - begins[part]
+
     def forget_lists(self) -> None:
         """Drop the lists among the metadata: a vocabulary as Python's objects is larger than the tokenizer."""
         for key in [key for key, value in self.fields.items() if isinstance(value, list)]:
@@ -218,6 +226,14 @@ def _view(path: Path, everything: np.ndarray, start: int, place: _Place) -> Gguf
             f"{place.name} should end at byte {end:,} and the file has {everything.size:,}: it is truncated",
         )
     return GgufTensor(place.name, place.shape, kind.name, everything[begin:end].reshape(shape))
+
+
+def row_bytes(kind: str, width: int) -> int:
+    """Bytes of a row of so many values in a type of GGML."""
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    size, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    return width // size * num_bytes
 
 
 def _product(shape: tuple[int, ...]) -> int:

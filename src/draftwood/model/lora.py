@@ -17,11 +17,10 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, IncompatibleParts
-from . import checkpoint
-from .checkpoint import Checkpoint
+from .checkpoint import HUB_ID, Checkpoint
 from .config import ModelConfig
 from .families import FAMILIES, Place
-from .folder import open_safetensors
+from .folder import from_hub, open_safetensors
 from .lora_folder import CONFIG, WEIGHTS, adapter_config
 from .names import expected_shape, tensor_shapes
 from .rope import refusing_malformed
@@ -88,8 +87,8 @@ def read_adapter(path: str | Path, base: Checkpoint, name: str | None = None) ->
 
 def _folder_of(path: str | Path) -> Path:
     folder = Path(path).expanduser()
-    if not folder.exists() and isinstance(path, str) and checkpoint.HUB_ID.fullmatch(path) and path[0] not in "./":
-        return checkpoint._from_hub(path)
+    if not folder.exists() and isinstance(path, str) and HUB_ID.fullmatch(path) and path[0] not in "./":
+        return from_hub(path)
     return folder
 
 

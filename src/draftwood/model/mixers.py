@@ -16,9 +16,10 @@ from torch import Tensor
 
 from draftwood.batch import ForwardBatch
 from draftwood.errors import IncompatibleParts
+from draftwood.links import may_look
 from draftwood.model.layers import RMSNorm, wide
 from draftwood.model.loading import WeightLoader
-from draftwood.model.spec import GatedDeltaSpec, Gating, Mamba2Spec, RecurrentSpec, ShortConvSpec
+from draftwood.model.mixer_spec import GatedDeltaSpec, Gating, Mamba2Spec, MambaSpec, RecurrentSpec, ShortConvSpec
 from draftwood.ops.linear import Linear
 from draftwood.ops.recurrence import (
     advanced,
@@ -26,6 +27,7 @@ from draftwood.ops.recurrence import (
     delta_values,
     path_totals,
     read,
+    scanned,
     text_blocks,
     tree_block,
 )
@@ -142,6 +144,50 @@ class Mamba2:
 
 
 @dataclass(frozen=True)
+class Mamba:
+    """See `MambaSpec`."""
+
+    spec: MambaSpec
+    project_in: Linear
+    convolution: Convolution
+    project_x: Linear
+    project_step: Linear
+    norms: tuple[RMSNorm, RMSNorm, RMSNorm] | None  # of what makes the step, of keys and of queries
+    decay: Tensor  # [width, N] -exp(A)
+    step: Tensor  # [width]
+    skip: Tensor  # [width]
+    output: Linear
+
+    @property
+    def width(self) -> int:
+        """Numbers of a row that `output` reads."""
+        return self.spec.width
+
+    def project(self, x: Tensor) -> Projected:
+        """x and the gate."""
+        return Projected(*self.project_in(x).chunk(2, -1))
+
+    def mix(self, mixed: Tensor, rates: Tensor | None, states: Carried, block: Block) -> tuple[Tensor, Deposit]:
+        """The step, keys and queries are made of what the convolution gives."""
+        assert states.memory is not None
+        spec, x = self.spec, F.silu(mixed)
+        made = self.project_x(x.flatten(0, 1).to(states.tail.dtype))
+        parts = made.split_with_sizes((spec.rank, spec.state, spec.state), -1)
+        if self.norms is not None:
+            parts = [norm(part) for norm, part in zip(self.norms, parts, strict=True)]
+        length = F.softplus(self.project_step(parts[0]).to(self.step.dtype) + self.step).view_as(x)
+        length = length.masked_fill(~block.there[..., None], 0)
+        keys, queries = (part.to(x.dtype).view(*x.shape[:2], -1)[:, None] for part in parts[1:])
+        values = (x * length).transpose(1, 2)[..., None]
+        deposit = Deposit(path_totals(length, block), keys, values, self.decay)
+        return scanned(states.memory, deposit, length, block, queries) + x * self.skip, deposit
+
+    def finish(self, mixed: Tensor, gate: Tensor) -> Tensor:
+        """Gated."""
+        return mixed * F.silu(gate.to(mixed.dtype))
+
+
+@dataclass(frozen=True)
 class GatedDelta:
     """See `GatedDeltaSpec`."""
 
@@ -233,11 +279,26 @@ def load_mixer(loader: WeightLoader, name: str, spec: RecurrentSpec) -> Mixer:
     if isinstance(spec, GatedDeltaSpec):
         gain = RMSNorm(loader.tensor(f"{own}.gain.weight", computed), spec.eps)
         return GatedDelta(spec, project_in, convolution, decay, step, gain, output)
+    skip = loader.tensor(f"{own}.skip.weight", computed)
+    if isinstance(spec, MambaSpec):
+        made = loader.linear_of(f"{own}.x_proj", False), loader.linear_of(f"{own}.step_proj", False)
+        return Mamba(spec, project_in, convolution, *made, _inner_norms(loader, own, spec), decay, step, skip, output)
     gain = None
     if spec.gating is not Gating.PLAIN:
         gain = RMSNorm(loader.tensor(f"{own}.gain.weight", computed).view(spec.groups, -1), spec.eps)
-    skip = loader.tensor(f"{own}.skip.weight", computed)
     return Mamba2(spec, project_in, _scales(loader, spec), convolution, decay, step, skip, gain, output)
+
+
+def _inner_norms(loader: WeightLoader, own: str, spec: MambaSpec) -> tuple[RMSNorm, RMSNorm, RMSNorm] | None:
+    if spec.norm_eps is None:
+        return None
+
+    def norm(part: str, size: int) -> RMSNorm:
+        ones = torch.ones(size, dtype=wide(loader.dtype), device=loader.device)
+        weight = loader.tensor(f"{own}.{part}_norm.weight", ones.dtype) if spec.normed_by_weights else ones
+        return RMSNorm(weight, spec.norm_eps or 0.0)
+
+    return norm("step", spec.rank), norm("key", spec.state), norm("query", spec.state)
 
 
 def _scales(loader: WeightLoader, spec: Mamba2Spec) -> Tensor | None:
@@ -262,7 +323,7 @@ class _Part:
     first: int  # of all rows of the forward
     count: int
     places: Tensor  # [S]
-    fresh: Tensor  # [S] bool: their texts begin here
+    fresh: Tensor | None  # [S] bool: their texts begin here; None: none of them
     blocks: Sequence[Block]
     is_text: bool
 
@@ -270,12 +331,13 @@ class _Part:
     def of(cls, batch: ForwardBatch, first: int) -> _Part:
         if batch.states is None:
             raise IncompatibleParts(
-                "A model with recurrent layers runs as target only: what is asked of it here has no place for states."
+                "What is asked of a model with recurrent layers here has no place for states; take another drafter."
             )
         count = len(batch.tokens)
-        starts = batch.positions.index_select(0, batch.row_offsets[:-1].clamp(max=count - 1))
+        fresh = batch.positions.index_select(0, batch.row_offsets[:-1].clamp(max=count - 1)) == 0
         blocks = text_blocks(batch) if batch.is_text else [tree_block(batch)]
-        return cls(first, count, batch.states, starts == 0, blocks, batch.is_text)
+        none = may_look(fresh) and not bool(fresh.any())
+        return cls(first, count, batch.states, None if none else fresh, blocks, batch.is_text)
 
 
 class Recurrences:
@@ -307,7 +369,7 @@ class Recurrences:
         inputs, rates = projected.inputs[rows], None if projected.rates is None else projected.rates[rows]
         states = store.at(part.places, part.fresh)
         computed = wide(inputs.dtype)
-        out = torch.empty(part.count + 1, mixer.width, dtype=computed, device=inputs.device)  # the last: none
+        out = torch.zeros(part.count + 1, mixer.width, dtype=computed, device=inputs.device)  # the last: none
         for block in part.blocks:
             own = inputs[block.index]
             mixed = mixer.convolution(states, own, block)
@@ -316,7 +378,7 @@ class Recurrences:
             out.index_copy_(0, to.flatten(), y.flatten(0, 1).to(computed))
             staged = StagedRows(own, deposit)
             if part.is_text:
-                states = advanced(states, staged, block, (block.there.sum(1) - 1).clamp(min=0))
+                states = advanced(states, staged, block, block.last)
             else:
                 self._staged.append(staged)
         if part.is_text:

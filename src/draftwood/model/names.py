@@ -5,20 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 
+from ..errors import CheckpointError
 from .config import ModelConfig
-from .spec import (
-    AttentionSpec,
-    ExpertsSpec,
-    GatedDeltaSpec,
-    Gating,
-    HeadNorms,
-    LayerSpec,
-    Mamba2Spec,
-    MlpSpec,
-    NormSpec,
-    RecurrentSpec,
-    ShortConvSpec,
-)
+from .mixer_spec import GatedDeltaSpec, Gating, Mamba2Spec, MambaSpec, RecurrentSpec, ShortConvSpec
+from .spec import AttentionSpec, ExpertsSpec, HeadNorms, LayerSpec, MlpSpec, NormSpec
 
 EMBEDDING, HEAD, FINAL_NORM = "model.embed_tokens", "lm_head", "model.norm"
 POSITIONS = "model.embed_positions"
@@ -46,6 +36,24 @@ def expected_shape(name: str, config: ModelConfig) -> Shape | None:
         return (config.head_dim,)
     weight = shapes.get(f"{stem}.weight")
     return None if weight is None or kind != "bias" else weight[:1]
+
+
+def check_shape(name: str, shape: Shape, config: ModelConfig) -> None:
+    """Refuse a tensor that is not of the shape it must have."""
+    expected = expected_shape(name, config)
+    if expected is not None and shape != expected:
+        raise CheckpointError(
+            f"{name} has shape {shape} where the configuration says {expected}: weights and "
+            "configuration do not belong together. Download or convert the model again."
+        )
+
+
+def missing_tensor(name: str, where: str) -> CheckpointError:
+    """What to say where a tensor should be and is not."""
+    return CheckpointError(
+        f"{where} has no tensor {name}: the file is incomplete or of another architecture than it says. "
+        "Download or convert the model again."
+    )
 
 
 def count_parameters(config: ModelConfig) -> int:
@@ -148,9 +156,16 @@ def _recurrent(config: ModelConfig, mixer: RecurrentSpec) -> Iterator[tuple[str,
         yield "mixer.conv.bias", (mixer.channels,)
     if not isinstance(mixer, ShortConvSpec):
         heads = mixer.memory[:1]
-        yield "mixer.decay.weight", heads
+        yield "mixer.decay.weight", (mixer.width, mixer.state) if isinstance(mixer, MambaSpec) else heads
         yield "mixer.step.bias", heads
-    if isinstance(mixer, Mamba2Spec):
+    if isinstance(mixer, MambaSpec):
+        yield "mixer.skip.weight", (mixer.width,)
+        yield "mixer.x_proj.weight", (mixer.rank + 2 * mixer.state, mixer.width)
+        yield "mixer.step_proj.weight", (mixer.width, mixer.rank)
+        if mixer.normed_by_weights:
+            sizes = {"step": mixer.rank, "key": mixer.state, "query": mixer.state}
+            yield from ((f"mixer.{part}_norm.weight", (size,)) for part, size in sizes.items())
+    elif isinstance(mixer, Mamba2Spec):
         yield "mixer.skip.weight", (mixer.heads,)
         if mixer.gating is not Gating.PLAIN:
             yield "mixer.gain.weight", (mixer.width,)

@@ -24,15 +24,18 @@ from draftwood.model.native_lora import NO_ADAPTERS, NativeAdapters
 from draftwood.model.native_scratch import Scratch
 from draftwood.model.packing import Arena, Packer, Progress, address
 from draftwood.model.rope import RopeConfig
+from draftwood.model.row_file import embedding_file
 from draftwood.model.spec import (
     ATTENTION_NORM,
     ATTENTION_OUTPUT_NORM,
     CLAMPED,
     MLP_NORM,
     MLP_OUTPUT_NORM,
+    NONE,
     ExpertsSpec,
     HeadNorms,
     MlpSpec,
+    Sublayers,
 )
 from draftwood.model.weights import Storage, WeightFormat
 from draftwood.ops.native import Kernels, structs
@@ -82,11 +85,16 @@ class NativeTransformer:
         """Memory of all weights."""
         return sum(arena.num_bytes for arena in self._arenas)
 
-    def part(self, layers: Sequence[int]) -> NativeTransformer:
+    def part(self, layers: Sequence[int], without: Sublayers = NONE) -> NativeTransformer:
         """Some of its layers as a model, in the same memory."""
         part = copy.copy(self)
-        part.config, part._model = self.config.part(layers), structs.Model.from_buffer_copy(self._model)
+        part.config, part._model = self.config.part(layers, without), structs.Model.from_buffer_copy(self._model)
         part._layers = (structs.Layer * len(layers))(*(self._layers[i] for i in layers))
+        for i, layer in zip(layers, part._layers, strict=True):
+            if i in without.attention:
+                layer.output = structs.Matrix()
+            if i in without.mlp:
+                layer.down, layer.mixture = structs.Matrix(), None
         part._model.layers, part._model.num_layers = part._layers, len(layers)
         part._whole = self
         return part
@@ -109,7 +117,11 @@ class NativeTransformer:
     def _pack_words(
         self, checkpoint: Checkpoint, progress: Progress = lambda *_: None
     ) -> tuple[structs.Matrix, structs.Matrix]:
+        """Embedding and head; an embedding that is no head stays in its file, where it can."""
         packer = Packer(self._library, checkpoint, self._arenas[0], progress)
+        self._embedding = embedding_file(checkpoint)
+        if self._embedding is not None:
+            return structs.Matrix(), packer.matrix(["lm_head"], self.weights.head)
         embedding = packer.matrix(["model.embed_tokens"], self.weights.head)
         return embedding, embedding if self.config.tied_head else packer.matrix(["lm_head"], self.weights.head)
 
@@ -146,17 +158,24 @@ class NativeTransformer:
         unpacked = self._scratch.unpacked(num_keys) if cache.packed_as else None
         turns = None if batch.turns is None else batch.turns.contiguous()
         which, embeds = _given(batch)
+        words = self._looked_up(batch.tokens) if given is None or given.residual is None else None
         struct = structs.Batch(
             len(batch.tokens), len(batch.tree_base), batch.ancestors.shape[1], batch.block_table.shape[1],
             len(batch.logit_rows), *(array.data_ptr() for array in arrays), ctypes.addressof(tables),
             cache.store.data_ptr(), cache.store.shape[3], cache.page_size, logits.data_ptr(), wanted.data_ptr(),
             len(needs), features.data_ptr(), address(given and given.residual), address(given and given.wide),
             *adapted, cache.packed_as, address(unpacked), 0 if unpacked is None else unpacked.shape[1],
-            address(turns), address(which), address(embeds),
+            address(turns), address(which), address(embeds), address(words),
         )  # fmt: skip
         scratch = self._scratch.fit(len(batch.tokens), num_keys, num_nodes)
         self._library.dw_forward(ctypes.byref(self._model), ctypes.byref(struct), ctypes.byref(scratch))
         return ForwardOutput(logits, dict(zip(sorted(needs), features, strict=True)))
+
+    def _looked_up(self, tokens: Tensor) -> Tensor | None:
+        """The tokens' embeddings, where these are not in memory. [N, hidden]."""
+        if self._embedding is None:
+            return None
+        return self._embedding.numbers(self._library, tokens, self.weights.head)
 
     def products_alone(self, rows: int) -> None:
         """The matrix products of a forward and nothing else, on whatever numbers there are: a yardstick."""

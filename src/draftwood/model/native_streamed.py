@@ -19,6 +19,7 @@ from draftwood.errors import InvalidRequest
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.native import NativeTransformer, pack_layer
 from draftwood.model.packing import Arena, Packer, Progress
+from draftwood.model.spec import NONE, Sublayers
 from draftwood.model.streaming import require_resident, spilled
 from draftwood.model.weights import WeightFormat
 from draftwood.ops.native import Kernels, structs
@@ -64,10 +65,10 @@ class StreamedNative(NativeTransformer):
         """Layers that are always in memory: the first ones."""
         return self.config.num_layers - len(self._away)
 
-    def part(self, layers: Sequence[int]) -> NativeTransformer:
+    def part(self, layers: Sequence[int], without: Sublayers = NONE) -> NativeTransformer:
         """Some of its layers as a model, if they are in memory."""
         require_resident(layers, self.num_resident)
-        return self._plain(super().part(layers))
+        return self._plain(super().part(layers, without))
 
     def substituted(self, checkpoint: Checkpoint, weights: WeightFormat) -> NativeTransformer:
         """The same with layers in another format in place of those in files."""

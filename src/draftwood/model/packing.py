@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -29,10 +29,11 @@ from draftwood.ops.native import Kernels, structs
 Progress = Callable[[int, int], None]  # matrices packed, of how many
 _ARENA = 32 << 20
 _FORGET_AFTER = 8 << 20  # bytes read
-_CHUNK = 1024  # rows packed at a time: bounds the memory that quantising needs
+_CHUNK = 1 << 18  # weights packed at a time: bounds the memory that quantising needs
 
 
 Memory = Callable[[int], mmap.mmap]
+Part = Matrix | Blocks | StoredRows
 
 
 def large_pages(num_bytes: int) -> mmap.mmap:
@@ -120,37 +121,38 @@ class Packer:
         blocks = [source.blocks(name) if isinstance(source, BlockSource) else None for name in weights]
         if storage is None and stay_blocks(blocks):
             packed = self._in_blocks([part for part in blocks if part is not None], panel)
-        elif len(blocks) == 1:
-            packed = self._in_panels(self._alone(weights[0], blocks[0]), storage)
         else:
-            parts = [self._numbers(name, part) for name, part in zip(weights, blocks, strict=True)]
-            packed = self._in_panels(join_rows(parts, panel), storage)
+            parts = [self._part(name, part) for name, part in zip(weights, blocks, strict=True)]
+            packed = self._in_panels(parts, storage, panel)
         if bias:
             biases = join_rows([source.tensor(f"{name}.bias").float()[:, None] for name in names], panel)
             packed.bias = self._keep(F.pad(as_numbers(biases)[:, 0], (0, packed.outputs - biases.shape[0])))
         self._heard()
         return packed
 
-    def _alone(self, name: str, blocks: Blocks | None) -> Matrix | Blocks | StoredRows:
-        """A matrix of its own, in what can be taken apart by rows."""
+    def _part(self, name: str, blocks: Blocks | None) -> Part:
+        """A matrix in what can be taken apart by rows."""
         source = self._checkpoint
         rows = source.rows(name) if blocks is None and isinstance(source, RowSource) else None
-        return (source.matrix(name) if rows is None else rows) if blocks is None else blocks
+        return blocks or rows or source.matrix(name)
 
-    def _numbers(self, name: str, blocks: Blocks | None) -> Matrix:
+    def _numbers(self, rows: Matrix | Blocks) -> Matrix:
         """Our kernels decode blocks many times as fast as the checkpoint does."""
-        return self._checkpoint.matrix(name) if blocks is None else blocks.matrix(self._library)
+        return rows.matrix(self._library) if isinstance(rows, Blocks) else rows
 
-    def _in_panels(self, weights: Matrix | Blocks | StoredRows, storage: Storage | None) -> structs.Matrix:
+    def _in_panels(self, parts: Sequence[Part], storage: Storage | None, panel: int | None) -> structs.Matrix:
         """`storage` None keeps them in the smallest that loses nothing."""
         if storage is None:
-            storage = exact_storage(weights if not isinstance(weights, Blocks) else weights[:1].matrix(self._library))
-        packed = self._allocate(storage, padded(weights.shape[0]), padded(weights.shape[1]))
-        for start in range(0, weights.shape[0], _CHUNK):
-            rows = weights[start : start + _CHUNK]
-            rows = rows.matrix(self._library) if isinstance(rows, Blocks) else rows
-            self._fill(packed, store_as(storage, rows), start)
-            self._has_read(rows.nbytes if isinstance(rows, Tensor) else rows.codes.nbytes)
+            exact = {exact_storage(self._numbers(p[:1]) if isinstance(p, Blocks) else p) for p in parts}
+            storage = exact.pop() if len(exact) == 1 else Storage.FLOAT32
+        turn = panel or 1
+        outputs = sum(-(-part.shape[0] // turn) * turn for part in parts)
+        packed = self._allocate(storage, padded(outputs), padded(parts[0].shape[1]))
+        count = max(GROUP, _CHUNK // parts[0].shape[1] // GROUP * GROUP)
+        for start in range(0, outputs, count):
+            cut = [self._numbers(part) for part in _cut(parts, start, count, panel)]
+            self._fill(packed, join_rows([store_as(storage, part) for part in cut], panel), start)
+            self._has_read(sum(part.nbytes if isinstance(part, Tensor) else part.codes.nbytes for part in cut))
         return packed
 
     def _in_blocks(self, parts: Sequence[Blocks], panel: int | None) -> structs.Matrix:
@@ -160,9 +162,10 @@ class Packer:
             rows, used = part.data.shape
             own = self._arena.take(rows * part.stride).view(rows, part.stride).numpy()
             own[:, used:] = 0
-            for start in range(0, rows, _CHUNK):
-                own[start : start + _CHUNK, :used] = part.data[start : start + _CHUNK]
-                self._has_read(_CHUNK * used)
+            count = -(-_CHUNK // used)
+            for start in range(0, rows, count):
+                own[start : start + count, :used] = part.data[start : start + count]
+                self._has_read(count * used)
             addresses.append(own.ctypes.data + torch.arange(rows)[:, None] * part.stride)
             kinds.append(torch.full((rows, 1), NUMBERS[part.kind]))
         table = [as_numbers(join_rows(column, panel))[:, 0] for column in (addresses, kinds)]
@@ -215,6 +218,18 @@ class Packer:
         own = self._arena.take(tensor.nbytes).view(tensor.dtype)
         own.copy_(tensor.flatten())
         return own.data_ptr()
+
+
+def _cut(parts: Sequence[Part], start: int, count: int, panel: int | None) -> Iterator[Matrix | Blocks]:
+    """What `count` rows of matrices joined are of each; with `panel`, they take turns."""
+    if panel is not None:
+        yield from (part[start // len(parts) : (start + count) // len(parts)] for part in parts)
+        return
+    for part in parts:
+        rows = slice(max(0, start), start + count)
+        if rows.start < part.shape[0] and rows.stop > 0:
+            yield part[rows]
+        start -= part.shape[0]
 
 
 def _matrices(mlp: MlpSpec | ExpertsSpec) -> int:

@@ -1,12 +1,15 @@
-"""Quantised safetensors: AWQ, GPTQ, FP8, NVFP4 and compressed-tensors, recognised by their config.json.
+"""Quantised safetensors: AWQ, GPTQ, bitsandbytes, FP8, NVFP4 and compressed-tensors, recognised by their config.json.
 
-Every one of them is whole numbers or 8-bit floats with scales, so each is read into one form, `Scaled`. A weight is
-(code - zero) x scale, as its format defines it; inputs of products are not rounded, whatever the config says of
-activations. For our CPU kernels the same numbers are laid into blocks (ops/native/decode.c) without loss.
+Every one of them is codes with scales, so each is read into one form, `Scaled`. A weight is (code - zero) x scale, or
+what a table has for its code x scale, as its format defines it; inputs of products are not rounded, whatever the
+config says of activations. For our CPU kernels the same numbers are laid into blocks (ops/native/decode.c), without
+loss.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +27,7 @@ Read = Callable[[str], Tensor | None]  # the tensor of a name, None where there 
 ADVICE = "Use the original checkpoint with --weights int8 or int4, or a GGUF file of it"
 _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 _INSTEAD = {
-    "bitsandbytes": "bitsandbytes only says how to round the original weights while they are loaded",
+    "hqq": "HQQ safetensors are not read yet",
     "mxfp4": "MXFP4 safetensors are not read yet",
 }
 _COMPRESSED = (
@@ -34,6 +37,15 @@ _COMPRESSED = (
 _E2M1 = (0, 1, 2, 3, 4, 6, 8, 12)  # twice what the eight positive 4-bit floats are
 # Eight columns lie in a word in this order, which suits the GPU kernels that AWQ was written for.
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+_NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+_FP4 = (0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3)  # twelve times the numbers
+TABLES: Mapping[str, Tensor] = {"NF4": torch.tensor(_NF4), "FP4": torch.tensor(_FP4) / 12}  # of our kernels' blocks
 
 
 @dataclass(frozen=True)
@@ -50,14 +62,15 @@ class Scheme:
 class Scaled:
     """A matrix of codes with scales for groups of inputs."""
 
-    codes: Tensor  # [out, in] int16, or 8-bit floats
+    codes: Tensor  # [out, in] int16, or 8-bit floats; indices of the table, where there is one
     scale: Tensor  # [out, groups], 16 or 32 bits
     zero: Tensor | None  # [out, groups] int16
     group_of: Tensor  # [in], the group of each input
+    table: Tensor | None = None  # [16] float32
 
     def numbers(self) -> Tensor:
         """In float32, each weight rounded once at most. [out, in]."""
-        codes = self.codes.float()
+        codes = self.codes.float() if self.table is None else self.table[self.codes.long()]
         if self.zero is not None:
             codes -= self.zero.float()[:, self.group_of]
         return codes.mul_(self.scale.float()[:, self.group_of])
@@ -72,6 +85,8 @@ class Scaled:
             return None
         scale, codes = self.scale[:, groups[:, 0]], self.codes.unflatten(1, (-1, GROUP))
         zero = torch.zeros_like(scale, dtype=torch.int16) if self.zero is None else self.zero[:, groups[:, 0]]
+        if self.table is not None:
+            return _table_blocks(codes, scale, self.table, inputs)
         if self.codes.dtype == torch.float8_e4m3fn:
             return _laid_out("FP8", inputs, _bytes(scale.float()), _bytes(codes))
         if self.codes.dtype != torch.int16:
@@ -89,6 +104,12 @@ def _nibble_blocks(codes: Tensor, scale: Tensor, zero: Tensor, inputs: int) -> B
     low, high = (codes + lift).to(torch.uint8).chunk(2, -1)
     zeros = (zero + lift).to(torch.uint8)[..., None].numpy()
     return _laid_out(kind, inputs, _bytes(scale), zeros, (low | high << 4).numpy())
+
+
+def _table_blocks(codes: Tensor, scale: Tensor, table: Tensor, inputs: int) -> Blocks | None:
+    kind = next((kind for kind, known in TABLES.items() if torch.equal(known, table)), None)
+    low, high = codes.to(torch.uint8).chunk(2, -1)
+    return None if kind is None else _laid_out(kind, inputs, _bytes(scale.float()), (low | high << 4).numpy())
 
 
 def _byte_blocks(codes: Tensor, scale: Tensor, zero: Tensor, inputs: int) -> Blocks | None:
@@ -119,8 +140,10 @@ def scheme_of(config: Mapping[str, Any], name: str) -> Scheme | None:
     method = str(stated.get("quant_method", "compressed-tensors" if "config_groups" in stated else "unknown"))
     reader = _METHODS.get(method.lower())
     if reader is None:
-        reason = _INSTEAD.get(method.split("_4bit")[0].split("_8bit")[0], f"its weights are quantised with {method!r}")
-        raise CheckpointError(f"{name}: {reason}. {ADVICE}; AWQ, GPTQ, FP8 and compressed-tensors are read.")
+        reason = _INSTEAD.get(method, f"its weights are quantised with {method!r}")
+        raise CheckpointError(
+            f"{name}: {reason}. {ADVICE}; AWQ, GPTQ, bitsandbytes, FP8 and compressed-tensors are read."
+        )
     return reader(stated, name)
 
 
@@ -158,6 +181,7 @@ def _compressed(stated: Mapping[str, Any], name: str) -> Scheme:
 
 _METHODS: Mapping[str, Callable[[Mapping[str, Any], str], Scheme]] = {
     "awq": _awq,
+    "bitsandbytes": lambda stated, name: Scheme("bitsandbytes"),
     "gptq": _gptq,
     "fp8": _fp8,
     "fbgemm_fp8": _fp8,
@@ -184,6 +208,8 @@ def read_scaled(scheme: Scheme, read: Read, name: str, shape: tuple[int, int]) -
     if packed is not None:
         return parts.nvfp4(packed, "weight_packed") if packed.dtype == torch.uint8 else parts.compressed(packed)
     plain = read(name)
+    if plain is not None and scheme.method == "bitsandbytes":
+        return parts.bitsandbytes(plain)
     if plain is not None and plain.dtype == torch.uint8:
         return parts.nvfp4(plain, "weight")
     if plain is None or plain.dtype not in (*_FLOAT8, torch.int8):
@@ -261,6 +287,39 @@ class _Parts:
         codes = torch.tensor([*_E2M1, *(-code for code in _E2M1)], dtype=torch.int16)[nibbles]
         return Scaled(codes, wide / 2, None, self._in_turn(groups))
 
+    def bitsandbytes(self, codes: Tensor) -> Scaled | None:
+        """A byte for each weight and a scale for each output, or two 4-bit codes a byte; None where it is neither."""
+        if codes.dtype == torch.int8:
+            self._expect("weight", codes, (self._outputs, self._inputs))
+            scale = self._needed("SCB").flatten()
+            self._expect("SCB", scale, (self._outputs,))
+            return Scaled(codes.to(torch.int16), scale[:, None].float() / 127, None, self._in_turn(1))
+        states = [self._read(f"{self._stem}.weight.quant_state.bitsandbytes__{kind}") for kind in ("nf4", "fp4")]
+        stated = next((state for state in states if state is not None), None)
+        return None if stated is None else self._by_table(codes.contiguous().flatten().view(torch.uint8), stated)
+
+    def _by_table(self, pairs: Tensor, stated: Tensor) -> Scaled:
+        """The first code of a byte is high; a scale for each so many weights in a row, itself perhaps in codes."""
+        state = _object_in(stated, self._stem)
+        count, each = self._outputs * self._inputs, _positive(state, "blocksize", self._stem)
+        self._expect("weight", pairs, (-(-count // 2),))
+        table = self._needed("weight.quant_map")
+        self._expect("weight.quant_map", table, (16,), torch.float32)
+        scale = self._needed("weight.absmax")
+        self._expect("weight.absmax", scale, (-(-count // each),))
+        nested = self._read(f"{self._stem}.weight.nested_absmax")
+        if nested is not None:
+            size, steps = _positive(state, "nested_blocksize", self._stem), self._needed("weight.nested_quant_map")
+            self._expect("weight.nested_quant_map", steps, (256,), torch.float32)
+            self._expect("weight.nested_absmax", nested, (-(-len(scale) // size),), torch.float32)
+            whole = nested.repeat_interleave(size)[: len(scale)]
+            scale = steps[scale.long()] * whole + float(state.get("nested_offset", 0))
+        codes = torch.stack([pairs >> 4, pairs & 15], -1).flatten()[:count].to(torch.int16)
+        unit = math.gcd(each, self._inputs)
+        groups = self._inputs // unit
+        scale = scale.float().repeat_interleave(each // unit)[: self._outputs * groups].view(self._outputs, groups)
+        return Scaled(codes.view(self._outputs, self._inputs), scale, None, self._in_turn(groups), table)
+
     def plain(self, codes: Tensor, scheme: Scheme) -> Scaled:
         """A byte for each weight: whole numbers or 8-bit floats."""
         self._expect("weight", codes, (self._outputs, self._inputs))
@@ -326,3 +385,25 @@ def _unpacked(words: Tensor, bits: int, dim: int) -> Tensor:
     shifts = shifts.view(-1, 1) if dim == 0 else shifts
     codes = words.unsqueeze(dim + 1) >> shifts & (1 << bits) - 1
     return codes.to(torch.int16).flatten(dim, dim + 1)
+
+
+def _object_in(values: Tensor, stem: str) -> Mapping[str, Any]:
+    """A JSON object that lies in a tensor as bytes."""
+    try:
+        found = json.loads(bytes(values.tolist()))
+    except (ValueError, TypeError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise CheckpointError(
+            f"{stem}.weight.quant_state is none where a JSON object belongs. Download or convert the model again."
+        )
+    return found
+
+
+def _positive(state: Mapping[str, Any], key: str, stem: str) -> int:
+    found = state.get(key)
+    if not isinstance(found, int) or found < 1:
+        raise CheckpointError(
+            f"{stem}.weight.quant_state has {key} {found!r} where a positive number belongs. Download the model again."
+        )
+    return found

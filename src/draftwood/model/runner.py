@@ -20,6 +20,7 @@ from draftwood.model.lora import Adapter
 from draftwood.model.native import NativeTransformer, Progress
 from draftwood.model.native_streamed import StreamedNative
 from draftwood.model.sharding import ranks_of
+from draftwood.model.spec import NONE, Sublayers
 from draftwood.model.stages import StageCheckpoint, StageModel
 from draftwood.model.transformer import Transformer
 from draftwood.model.universal_folder import UniversalCheckpoint, UniversalConfig, require_supported
@@ -69,9 +70,9 @@ class Sliceable(Model, Protocol):
         """See `Model`."""
         ...
 
-    def part(self, layers: Sequence[int]) -> Sliceable:
-        """Some of its layers, rising, and its last norm and head as a model, in the same memory. It reads and writes a
-        layer's keys and values where the whole model does.
+    def part(self, layers: Sequence[int], without: Sublayers = NONE) -> Sliceable:
+        """Some of its layers, rising, some of these `without` attention or MLP, and its last norm and head as a model,
+        in the same memory. It reads and writes a layer's keys and values where the whole model does.
         """
         ...
 

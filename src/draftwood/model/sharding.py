@@ -19,7 +19,7 @@ from draftwood.model.config import ModelConfig
 from draftwood.model.names import HEAD, expected_shape
 from draftwood.model.spec import ExpertsSpec, HeadNorms, LayerSpec, MlpSpec
 from draftwood.model.tokenizer import Tokenizer
-from draftwood.model.universal_folder import UniversalConfig
+from draftwood.model.universal_folder import UniversalCheckpoint, UniversalConfig
 from draftwood.model.weights import GROUP, Matrix, Quantised, WeightFormat
 from draftwood.ranks import ALONE, Ranks
 
@@ -73,6 +73,8 @@ class ShardedCheckpoint:
 
 def share_of(checkpoint: Checkpoint, ranks: Ranks, weights: WeightFormat) -> Checkpoint:
     """What a rank loads of a checkpoint: all of it, where there is only one."""
+    if isinstance(checkpoint, UniversalCheckpoint):
+        return checkpoint.shared(ranks)
     return checkpoint if ranks.size == 1 else ShardedCheckpoint(checkpoint, ranks, weights)
 
 
@@ -89,6 +91,10 @@ def vocabulary_part(vocab_size: int, ranks: Ranks) -> Tensor:
 
 def sharded(config: ModelConfig, size: int, weights: WeightFormat) -> ModelConfig:
     """What one of `size` ranks computes of a model; refused where that does not divide."""
+    if config.encoder is not None or config.recurrent:
+        raise InvalidRequest("A model with an encoder or recurrent layers is not split over ranks yet: leave tp at 1.")
+    if isinstance(config, UniversalConfig):
+        return config  # its modules are split once they are loaded
     for reason in _obstacles(config, size, weights):
         raise InvalidRequest(f"This model cannot be split over {size} ranks: {reason}. Choose another tp.")
     return replace(
@@ -101,9 +107,6 @@ def sharded(config: ModelConfig, size: int, weights: WeightFormat) -> ModelConfi
 
 
 def _obstacles(config: ModelConfig, size: int, weights: WeightFormat) -> Iterator[str]:
-    if isinstance(config, UniversalConfig) or config.encoder is not None or config.recurrent:
-        yield "only our own decoders can be split, without an encoder or recurrent layers"
-        return
     for count, name in ((config.num_heads, "attention heads"), (config.num_kv_heads, "key-value heads")):
         if count % size:
             yield f"its {count} {name} do not divide by {size}"

@@ -6,11 +6,12 @@ compute what they say, it says itself (`refuses`).
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from ..errors import CheckpointError
+from .mixer_spec import RecurrentSpec
 from .rope import RopeConfig, require
 
 ACTIVATIONS = {  # as files spell them, and what they mean
@@ -142,154 +143,6 @@ class ExpertsSpec:
 _MOST_EXPERTS = 4096
 
 
-class Gating(StrEnum):
-    """How a Mamba-2 mixer's result meets its gate."""
-
-    PLAIN = "times silu(gate)"
-    BEFORE_NORM = "times silu(gate), then normed"
-    AFTER_NORM = "normed, then times silu(gate)"
-
-
-@dataclass(frozen=True, slots=True)
-class Mamba2Spec:
-    """A state space mixer: S ← exp(-exp(A) Δ) S + Δ x Bᵀ, y = S C + D x, behind a short convolution of x, B and C."""
-
-    heads: int
-    head_dim: int
-    groups: int  # of heads that share B and C
-    state: int
-    kernel: int
-    conv_bias: bool = True
-    bias: bool = False
-    output_bias: bool = False
-    least_step: float = 0.0  # Δ
-    most_step: float = math.inf
-    gating: Gating = Gating.BEFORE_NORM
-    eps: float = 1e-5
-    input_scales: tuple[float, ...] = (1.0,) * 5  # of gate, x, B, C and Δ
-    output_scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        sizes = (self.heads, self.head_dim, self.groups, self.state)
-        _require_sizes("Mamba-2", sizes, self.kernel)
-        require(self.heads % self.groups == 0, f"{self.heads} heads cannot share {self.groups} groups evenly")
-        require(len(self.input_scales) == _INPUTS, f"{len(self.input_scales)} multipliers are given for 5 inputs")
-
-    @property
-    def width(self) -> int:
-        """Numbers of a row that the output projection reads."""
-        return self.heads * self.head_dim
-
-    @property
-    def channels(self) -> int:
-        """Numbers of a row that the convolution reads."""
-        return self.width + 2 * self.groups * self.state
-
-    @property
-    def projected(self) -> int:
-        """Numbers of a row that the input projection makes: gate, x, B, C, Δ."""
-        return self.width + self.channels + self.heads
-
-    @property
-    def memory(self) -> tuple[int, int, int]:
-        """Heads, numbers of a value, numbers of a key."""
-        return self.heads, self.head_dim, self.state
-
-
-@dataclass(frozen=True, slots=True)
-class GatedDeltaSpec:
-    """A gated delta net: S ← a S, then S ← S + β (v - S k) kᵀ, y = S q, behind a short convolution of q, k and v."""
-
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    value_dim: int
-    kernel: int
-    eps: float
-    conv_bias: bool = False
-    output_bias: bool = False
-    output_scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        _require_sizes("delta", (self.key_heads, self.value_heads, self.key_dim, self.value_dim), self.kernel)
-        require(
-            self.value_heads % self.key_heads == 0,
-            f"{self.value_heads} value heads cannot share {self.key_heads} key heads evenly",
-        )
-
-    @property
-    def width(self) -> int:
-        """Numbers of a row that the output projection reads."""
-        return self.value_heads * self.value_dim
-
-    @property
-    def channels(self) -> int:
-        """Numbers of a row that the convolution reads."""
-        return 2 * self.key_heads * self.key_dim + self.width
-
-    @property
-    def projected(self) -> int:
-        """Numbers of a row that the input projection makes: q, k, v, gate, β, a."""
-        return self.channels + self.width + 2 * self.value_heads
-
-    @property
-    def memory(self) -> tuple[int, int, int]:
-        """Heads, numbers of a value, numbers of a key."""
-        return self.value_heads, self.value_dim, self.key_dim
-
-
-@dataclass(frozen=True, slots=True)
-class ShortConvSpec:
-    """A convolution over the last few tokens, between two gates."""
-
-    width: int
-    kernel: int
-    bias: bool = False
-    output_scale: float = 1.0
-
-    def __post_init__(self) -> None:
-        _require_sizes("convolution", (self.width,), self.kernel)
-
-    @property
-    def conv_bias(self) -> bool:
-        """Of the convolution."""
-        return self.bias
-
-    @property
-    def output_bias(self) -> bool:
-        """Of the output projection."""
-        return self.bias
-
-    @property
-    def channels(self) -> int:
-        """Numbers of a row that the convolution reads."""
-        return self.width
-
-    @property
-    def projected(self) -> int:
-        """Numbers of a row that the input projection makes: gate before, gate behind, x."""
-        return 3 * self.width
-
-    @property
-    def memory(self) -> None:
-        """The last tokens are all there is."""
-        return
-
-
-RecurrentSpec = Mamba2Spec | GatedDeltaSpec | ShortConvSpec
-_INPUTS = 5
-_LARGEST = 1 << 20  # than which no published model has a larger part
-
-
-def _require_sizes(what: str, sizes: tuple[int, ...], kernel: int) -> None:
-    for size in sizes:
-        require(0 < size <= _LARGEST, f"its {what} layers have a part of size {size}; 1 to {_LARGEST} are supported")
-    require(1 < kernel <= _LONGEST_KERNEL, f"its convolutions are {kernel} long; 2 to {_LONGEST_KERNEL} are supported")
-
-
-_LONGEST_KERNEL = 64
-
-
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """One layer: attention, a recurrent mixer, or both side by side behind one norm; then an MLP. Some have not all."""
@@ -345,11 +198,32 @@ class LayerSpec:
             return "gates and scales of attention and MLP"
         return None
 
+    def lacking(self, *, attention: bool, mlp: bool) -> LayerSpec:
+        """The same layer without its attention, its MLP, or both."""
+        kept = None if attention else self.attention, None if mlp else self.mlp
+        return replace(self, attention=kept[0], mlp=kept[1])
+
     def attending(self, **changes: object) -> LayerSpec:
         """The same layer with its attention changed; one without attention as it is."""
         if self.attention is None:
             return self
         return replace(self, attention=replace(self.attention, **changes))  # pyright: ignore[reportArgumentType]
+
+
+@dataclass(frozen=True, slots=True)
+class Sublayers:
+    """Attention and MLPs of some layers, by the layers' numbers."""
+
+    attention: frozenset[int] = frozenset()
+    mlp: frozenset[int] = frozenset()
+
+
+NONE = Sublayers()
+
+
+def apart(layers: Iterable[LayerSpec]) -> bool:
+    """Whether each layer's attention and MLP can be left out apart."""
+    return all(layer.wiring is Wiring.PRE and layer.attention and layer.mlp for layer in layers)
 
 
 @dataclass(frozen=True, slots=True)

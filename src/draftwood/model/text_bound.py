@@ -102,8 +102,16 @@ def _keeps_tokens(step: _Step) -> bool:
 
 def _longest_token(backend: Tokenizer, byte_level: bool) -> int:
     """Bytes of normalised text in one token of the vocabulary; a byte-level token has a character for each byte."""
-    vocabulary = backend.get_vocab(with_added_tokens=False)
-    return max((len(token) if byte_level else len(token.encode()) for token in vocabulary), default=1)
+
+    def size(token: str) -> int:
+        return len(token) if byte_level else len(token.encode())
+
+    # One by one: the vocabulary as a dictionary would be the largest thing in memory but the model.
+    count = backend.get_vocab_size(with_added_tokens=False)
+    spelled = [size(token) for token in map(backend.model.id_to_token, range(count)) if token is not None]
+    if len(spelled) < count:  # ids with gaps
+        spelled = [size(token) for token in backend.get_vocab(with_added_tokens=False)]
+    return max(spelled, default=1)
 
 
 def _longest_marker(backend: Tokenizer) -> int | None:

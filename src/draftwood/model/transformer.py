@@ -6,7 +6,6 @@ Shapes: N rows of a forward · H heads · K key heads · D head size.
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -39,10 +38,12 @@ from draftwood.model.spec import (
     ATTENTION_OUTPUT_NORM,
     MLP_NORM,
     MLP_OUTPUT_NORM,
+    NONE,
     AttentionSpec,
     ExpertsSpec,
     LayerSpec,
     MlpSpec,
+    Sublayers,
 )
 from draftwood.model.streaming import ResidentLayers, load_layers
 from draftwood.model.weights import FORMATS, WeightFormat
@@ -119,7 +120,8 @@ class Transformer:
         self.head, self.embedding = loader.head_and_embedding()
         self.positions = loader.positions()
         self.layers = load_layers(lambda i: _layer(loader, i, self.specs[i]), len(self.specs), offload, device)
-        self.cached = list(range(config.num_layers))  # where in the pages each layer's keys and values lie
+        self.cached = _numbered([spec.attention for spec in self.specs])  # where its keys and values lie in the pages
+        self.kept = _numbered([spec.recurrent for spec in self.specs])  # which of the recurrent states is its own
         self.final_norm = loader.norm("model.norm", config.final_norm)
         self.rotaries = {turn: self._rotary(*turn) for turn in (_turning(s.attention) for s in self.specs) if turn}
         self._adapters: list[tuple[list[LowRank | None], ...]] = []  # of each layer's four products
@@ -130,13 +132,24 @@ class Transformer:
         tensors = list(tensors_of([self.head, self.final_norm, self.embedding, self.positions, *self.layers.held]))
         return sum({s.data_ptr(): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
 
-    def part(self, layers: Sequence[int]) -> Transformer:
+    def part(self, layers: Sequence[int], without: Sublayers = NONE) -> Transformer:
         """Some of its layers as a model, in the same memory."""
-        if self.config.recurrent:
-            raise IncompatibleParts("A model with recurrent layers cannot be cut into some of its layers.")
         part = copy.copy(self)
-        part.config, part.specs = self.config.part(layers), tuple(self.specs[i] for i in layers)
-        part.layers, part.cached = self.layers.part(layers), [self.cached[i] for i in layers]
+        part.config = self.config.part(layers, without)
+        part.specs, part.layers = part.config.layer_specs, self.layers.part(layers)
+        part.cached, part.kept = [self.cached[i] for i in layers], [self.kept[i] for i in layers]
+        return part
+
+    def without_attention(self) -> Transformer:
+        """Its recurrent layers and MLPs alone as a model, in the same memory."""
+        if not self.config.recurrent or not self.config.cache_shape[0]:
+            raise IncompatibleParts("Only a model with attention and recurrent layers can leave its attention out.")
+        part = copy.copy(self)
+        part.specs = tuple(replace(spec, attention=None) for spec in self.specs)
+        part.config = replace(self.config, layers=part.specs)
+        whole = self.layers.part(range(len(self.specs))).resident
+        part.layers = ResidentLayers([_without_attention(layer) for layer in whole])
+        part.rotaries = {}
         return part
 
     def substituted(self, checkpoint: Checkpoint, weights: WeightFormat) -> Transformer:
@@ -209,11 +222,12 @@ class Transformer:
             after = hidden
             if layer.attention is not None and spec.attention is not None:
                 scale = spec.residual_scale * spec.attention.output_scale
-                mixed = run.attention(layer.attention, spec.attention, read)
+                mixed = run.attention(self.cached[i], layer.attention, spec.attention, read)
                 after = _added(after, layer.attention.output, mixed, layer.attention_output_norm, scale)
             if layer.mixer is not None and spec.recurrent is not None:
                 scale = spec.residual_scale * spec.recurrent.output_scale
-                after = _added(after, layer.mixer.output, run.recurrence(layer.mixer, read), None, scale)
+                mixed = run.recurrence(self.kept[i], layer.mixer, read)
+                after = _added(after, layer.mixer.output, mixed, None, scale)
             hidden = self._finish(layer, spec, hidden, read, after)
             if i in needs:
                 features[i] = hidden
@@ -239,7 +253,7 @@ class Transformer:
     def _finish(self, layer: Layer, spec: LayerSpec, hidden: Tensor, read: Tensor, after: Tensor) -> Tensor:
         """The stream behind a layer, from what it is behind attention."""
         scale, mlp = spec.residual_scale, layer.mlp
-        if mlp is None:
+        if mlp is None or spec.mlp is None:
             return after
         if not spec.wiring.parallel:
             read = after if layer.mlp_norm is None else layer.mlp_norm(after)
@@ -293,32 +307,39 @@ class _Run:
 
     def __init__(self, model: Transformer, batch: ForwardBatch, cache: Pages) -> None:
         self._model, self._slots = model, batch.slots
-        self._cache, self._cached = cache, iter(model.cached)
+        self._cache = cache
         shapes = {_shape(spec.attention) for spec in model.specs if spec.attention is not None}
         self._plans = {shape: plan_attention(batch, cache, shape) for shape in shapes}
         self._rotations = {turn: model.rotations(rotary, batch) for turn, rotary in model.rotaries.items()}
         self._recurrences = Recurrences(batch, cache.states) if model.config.recurrent else None
-        self._numbers = itertools.count()
 
     @property
     def staged(self) -> StagedTrees | None:
         """What recurrent layers have made of rows that are not committed."""
         return None if self._recurrences is None else self._recurrences.staged
 
-    def attention(self, layer: AttentionWeights, spec: AttentionSpec, read: Tensor) -> Tensor:
-        """What the next layer with attention mixes, keys and values written. [N, hidden] -> [N, H * D]."""
+    def attention(self, i: int, layer: AttentionWeights, spec: AttentionSpec, read: Tensor) -> Tensor:
+        """What the `i`-th layer with attention mixes, keys and values written. [N, hidden] -> [N, H * D]."""
         turn = _turning(spec)
         rotation = None if turn is None else self._rotations[turn]
         query, key_value = self._model.project(layer, spec, read, rotation)
-        i = next(self._cached)
         self._cache.write(i, self._slots, key_value)
         mixed = _attend(self._plans[_shape(spec)], i, query, layer.sinks)
         return mixed if layer.gate is None else mixed * torch.sigmoid(layer.gate(read))
 
-    def recurrence(self, mixer: Mixer, read: Tensor) -> Tensor:
-        """What the next recurrent layer mixes. [N, hidden] -> [N, width]."""
+    def recurrence(self, i: int, mixer: Mixer, read: Tensor) -> Tensor:
+        """What the `i`-th recurrent layer mixes. [N, hidden] -> [N, width]."""
         assert self._recurrences is not None
-        return self._recurrences.run(next(self._numbers), mixer, read)
+        return self._recurrences.run(i, mixer, read)
+
+
+def _without_attention(layer: Layer) -> Layer:
+    return replace(layer, attention=None, attention_norm=layer.attention_norm if layer.mixer else None)
+
+
+def _numbered(parts: Sequence[object | None]) -> list[int]:
+    """How many there are before each."""
+    return [sum(part is not None for part in parts[:i]) for i in range(len(parts))]
 
 
 def _added(hidden: Tensor, part: Linear | Experts, x: Tensor, norm: Norm | None, scale: float) -> Tensor:

@@ -22,6 +22,7 @@ from draftwood.cache.kv import KVCache
 from draftwood.errors import CheckpointError, InvalidRequest
 from draftwood.model.self_check import LENGTHS, NODES, PAGE, SEQUENCES, worst_difference
 from draftwood.model.universal_folder import UniversalCheckpoint, UniversalConfig, hf_config
+from draftwood.model.universal_ranks import split
 from draftwood.model.universal_rows import CALLED, GATHERED, Layout, PagesCache, RowsCache, Step, running
 from draftwood.model.weights import FORMATS
 
@@ -56,7 +57,12 @@ class UniversalModel:
         self._modules = loaded(AutoModelForCausalLM, checkpoint, dtype)
         accepted = inspect.signature(self._modules.forward).parameters
         self._keeps, self._takes_positions = "logits_to_keep" in accepted, "position_ids" in accepted
+        self._whole: dict[tuple[int, ...], Tensor] = {}  # texts and their logits, before anything was split
         self.config, self.route, self._layout = self._settled(checkpoint)
+        if checkpoint.ranks.size > 1:
+            split(self._modules, checkpoint.ranks)
+            self.config, self.route, self._layout = self._settled(checkpoint)
+        self._whole.clear()
         set_attention(self._modules, self.route.attention)
 
     @property
@@ -102,7 +108,8 @@ class UniversalModel:
                 return config, route, layout
             reasons.append(f"{route.says}: logits differ by {worst:.1g} of their spread")
         raise CheckpointError(
-            f"{checkpoint.name} ({checkpoint.config.model_type}) cannot be run: with our pages and masks, "
+            f"{checkpoint.name} ({checkpoint.config.model_type}) cannot be run: with our pages and masks"
+            f"{f', over {checkpoint.ranks.size} ranks' if checkpoint.ranks.size > 1 else ''}, "
             "transformers' modules do not compute what they compute by themselves, so answers would be wrong "
             f"({'; '.join(reasons)}). "
             "Use another model, or a family that our decoder knows (docs/models.md)."
@@ -129,8 +136,11 @@ class UniversalModel:
             return ForwardOutput(self._run(Step(batch, memory, layout), route), {})
 
         def reference(tokens: Tensor, _: Source | None) -> Tensor:
-            with attending(self._modules, "eager", route.attention), torch.inference_mode():
-                return self._modules(tokens[None], use_cache=False).logits[0]
+            text = tuple(tokens.tolist())
+            if text not in self._whole:
+                with attending(self._modules, "eager", route.attention), torch.inference_mode():
+                    self._whole[text] = self._modules(tokens[None], use_cache=False).logits[0]
+            return self._whole[text]
 
         return worst_difference(forward, reference, cache, config.vocab_size)
 

@@ -6,6 +6,7 @@ Only transformers' own classes are used, found by `model_type`; nothing in a fol
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import CheckpointError, InvalidRequest
+from ..ranks import ALONE, Ranks
 from .config import ModelConfig
 from .encoders import encoder_of, modules_of
 from .families import FAMILIES
@@ -65,6 +67,7 @@ class UniversalCheckpoint:
         from .tokenizer import folder_eos_ids
 
         self.name = name or str(folder)
+        self.ranks: Ranks = ALONE
         self.folder = folder
         self.stated = readable(folder, stated)
         self._files = tensor_files(folder)
@@ -81,6 +84,12 @@ class UniversalCheckpoint:
         """What its configuration says of windows, chunks or local attention, its defaults included."""
         stated = hf_config(self.stated).get_text_config(decoder=True).to_dict()
         return {key: value for key, value in stated.items() if any(word in key for word in _WINDOWS)}
+
+    def shared(self, ranks: Ranks) -> UniversalCheckpoint:
+        """The same as one of these ranks reads it."""
+        part = copy(self)
+        part.ranks = ranks
+        return part
 
     def _encoder(self, config: Any) -> EncoderSpec | None:
         if not config.is_encoder_decoder:

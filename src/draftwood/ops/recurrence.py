@@ -12,6 +12,9 @@ attention over ancestors with a decay. Keeping the path to row l folds it into S
 A delta rule's values depend on what the memory holds before them, x_i = β_i (v_i - a_i S_parent b_i): a triangular
 system, since rows lie behind their parents. Text is the same with rows that lie behind each other, a block at a time.
 
+Where each number of S has a decay of its own (Mamba), pairs of rows would be as many numbers as a state each: there the
+states of a block's rows are made one after the other (`scanned`). What is kept of a path is folded in as above.
+
 Sums of logarithms are taken in float64: their differences must not depend on what has decayed long ago.
 Shapes: S sequences, R rows of each, H heads in G groups, P numbers of a value, N of a key.
 """
@@ -33,36 +36,45 @@ def tree_block(batch: ForwardBatch) -> Block:
     rows = len(batch.tokens) if batch.max_rows is None else batch.max_rows
     index, there = _rows(batch, 0, rows)
     if batch.linear:
-        return _chain(index, there)
-    node = torch.arange(rows - 1, device=index.device)  # the bit of row 1 + node; the root needs none
-    words = batch.ancestors[index]
-    word = (node // BITS).clamp(max=words.shape[-1] - 1)
-    bits = (words.index_select(2, word) >> (node % BITS)) & 1
-    known = bits.bool() & (node < words.shape[-1] * BITS)
-    above = torch.nn.functional.pad(known, (1, 0), value=True) | torch.eye(rows, dtype=torch.bool, device=index.device)
-    sees = above.tril() & there[:, :, None] & there[:, None, :]
-    return Block(index, there, sees, (sees.sum(-1) - 1).clamp(min=0))
+        return _chain(batch, index, there)
+    columns = _columns(batch, index)
+    bit, words = columns.clamp(min=0)[:, None].expand(-1, rows, -1), batch.ancestors[index]
+    bits = (words.gather(2, (bit // BITS).clamp(max=words.shape[-1] - 1)) >> (bit % BITS)) & 1
+    known = bits.bool() & (bit < words.shape[-1] * BITS) & (columns >= 0)[:, None]
+    before = (columns < 0)[:, None] & (columns[:, None] <= columns[:, :, None])  # the text, which has no bits
+    return _block(index, there, columns, known | before | torch.eye(rows, dtype=torch.bool, device=index.device))
 
 
 def text_blocks(batch: ForwardBatch) -> list[Block]:
     """Rows of text, cut into blocks."""
     rows = len(batch.tokens) if batch.max_rows is None else batch.max_rows
     starts = range(0, rows, BLOCK)
-    return [_chain(*_rows(batch, start, min(BLOCK, rows - start))) for start in starts]
+    return [_chain(batch, *_rows(batch, start, min(BLOCK, rows - start))) for start in starts]
 
 
 def _rows(batch: ForwardBatch, start: int, count: int) -> tuple[Tensor, Tensor]:
     """Up to `count` rows of each sequence from its row `start` on, and which of them there are. Twice [S, R]."""
     offsets = batch.row_offsets
     index = offsets[:-1, None] + torch.arange(start, start + count, device=offsets.device)
-    return index.clamp(max=len(batch.tokens) - 1), index < offsets[1:, None]
+    there, index = index < offsets[1:, None], index.clamp(max=len(batch.tokens) - 1)
+    return index, there if batch.taken_in is None else there & ~batch.taken_in[index]
 
 
-def _chain(index: Tensor, there: Tensor) -> Block:
-    count = index.shape[1]
-    depth = torch.arange(count, device=index.device).expand_as(index)
-    behind = torch.ones(count, count, dtype=torch.bool, device=index.device).tril()
-    return Block(index, there, behind & there[:, :, None] & there[:, None, :], depth)
+def _columns(batch: ForwardBatch, index: Tensor) -> Tensor:
+    """Places behind the text of rows `index` [S, R]."""
+    if batch.columns is not None:
+        return batch.columns[index]
+    return torch.arange(-1, index.shape[1] - 1, device=index.device).expand_as(index)
+
+
+def _chain(batch: ForwardBatch, index: Tensor, there: Tensor) -> Block:
+    every = torch.ones(index.shape[1], index.shape[1], dtype=torch.bool, device=index.device)
+    return _block(index, there, _columns(batch, index), every)
+
+
+def _block(index: Tensor, there: Tensor, columns: Tensor, above: Tensor) -> Block:
+    sees = above.tril() & there[:, :, None] & there[:, None, :]
+    return Block(index, there, columns, sees, (sees.sum(-1) - 1).clamp(min=0))
 
 
 def convolved(tail: Tensor, inputs: Tensor, block: Block, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -120,14 +132,37 @@ def delta_values(memory: Tensor, total: Tensor, block: Block, keys: Tensor, valu
     return torch.linalg.solve_triangular(overlap, surprise, upper=False, unitriangular=True)
 
 
+def scanned(memory: Tensor, deposit: Deposit, steps: Tensor, block: Block, queries: Tensor) -> Tensor:
+    """y where L = rates · the sum of `steps` [S, R, H] on a path. [S, H, 1, N], queries [S, 1, R, N] -> [S, R, H]."""
+    assert deposit.rates is not None
+    sequences, rows = block.there.shape
+    decay = (steps[..., None] * deposit.rates).exp()  # [S, R, H, N]
+    gained = deposit.values.transpose(1, 2) * deposit.keys.transpose(1, 2)
+    parent = ((block.sees.tril(-1)) * torch.arange(1, rows + 1, device=steps.device)).amax(2)  # [S, R] 0: none
+    first = torch.arange(sequences, device=steps.device)
+    states = memory.new_empty(rows + 1, sequences, *decay.shape[2:])
+    states[0] = memory[:, :, 0]
+    flat = states.view(-1, *decay.shape[2:])
+    for row in range(rows):
+        before = states[row] if row == 0 else flat.index_select(0, parent[:, row] * sequences + first)
+        torch.addcmul(gained[:, row], before, decay[:, row], out=states[row + 1])
+    return (states[1:].transpose(0, 1) @ queries.transpose(1, 2).transpose(-1, -2))[..., 0]
+
+
+def _decays(deposit: Deposit, apart: Tensor, dtype: torch.dtype) -> Tensor:
+    """Decays over `apart` of the totals. [S, H, R] -> [S, H, R, 1], or of each number of a key [S, H, R, N]."""
+    if deposit.rates is None:
+        return apart.exp().to(dtype)[..., None]
+    return (apart.to(dtype)[..., None] * deposit.rates[:, None]).exp()
+
+
 def _folded(memory: Tensor, deposit: Deposit, path: Tensor, last: Tensor) -> Tensor:
     """S behind the rows in `path` [S, R] bool, of which `last` [S] is the last one."""
     heads = deposit.total.shape[1]
     end = deposit.total.gather(2, last[:, None, None].expand(-1, heads, 1)).masked_fill(~path.any(1)[:, None, None], 0)
-    left = (end - deposit.total).masked_fill(~path[:, None], -torch.inf).exp().to(memory.dtype)
+    left = _decays(deposit, end - deposit.total, memory.dtype).masked_fill(~path[:, None, :, None], 0)
     keys = deposit.keys[:, :, None].expand(-1, -1, heads // deposit.keys.shape[1], -1, -1).flatten(1, 2)
-    gained = (deposit.values * left[..., None]).transpose(-1, -2) @ keys
-    return memory * end.exp().to(memory.dtype)[..., None] + gained
+    return memory * _decays(deposit, end, memory.dtype) + deposit.values.transpose(-1, -2) @ (keys * left)
 
 
 def advanced(states: Carried, staged: StagedRows, block: Block, last: Tensor) -> Carried:

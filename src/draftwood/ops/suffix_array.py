@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_left
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +41,7 @@ class SuffixArray:
         self.tokens, self.order, self.depth = tokens, order, depth
         self._memory = tokens.ctypes.data, order.ctypes.data, len(tokens)
         self._range, self._found, self._counts = ((ctypes.c_int64 * n)() for n in (2, WIDEST, WIDEST))
+        self._text = (ctypes.c_int32 * depth)()
         self._kernels = kernels()
 
     def narrow(self, low: int, high: int, offset: int, token: int) -> tuple[int, int]:
@@ -63,7 +65,27 @@ class SuffixArray:
         number = self._kernels.dw_successors(*self._memory, low, high, offset, WIDEST, self._found, self._counts)
         return dict(zip(self._found[:number], self._counts[:number], strict=True))
 
+    def longest_end(self, text: Sequence[int], shortest: int) -> tuple[int, int, int]:
+        """The longest end of a text, of `shortest` to `depth` tokens, that begins some place: its
+        length, 0 if there is none, and the ranks of these places.
+        """
+        text = text[-self.depth :]
+        if self._kernels is None:
+            return self._longest_end(text, shortest)
+        self._text[: len(text)] = text
+        length = self._kernels.dw_longest_end(*self._memory, self._text, len(text), shortest, self._range)
+        return length, self._range[0], self._range[1]
+
     # The reference.
+
+    def _longest_end(self, text: Sequence[int], shortest: int) -> tuple[int, int, int]:
+        for length in range(len(text), shortest - 1, -1):
+            low, high = 0, len(self.order)
+            for offset, token in enumerate(text[len(text) - length :]):
+                low, high = self._narrow(low, high, offset, token)
+            if low < high:
+                return length, low, high
+        return 0, 0, 0
 
     def _token(self, rank: int, offset: int) -> int:
         place = int(self.order[rank])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 
-IMBALANCE = 8  # requests that a replica may have more than the least busy one
+IMBALANCE = 2  # requests that a replica may have more than the least busy one, or a quarter of what that one has
 
 
 def favourite(prefix: str, replicas: Sequence[str]) -> str:
@@ -20,4 +20,4 @@ def ranked(prefix: str, busy: Mapping[str, int]) -> list[list[str]]:
     if not prefix:
         return [idle, list(busy)]
     first = favourite(prefix, sorted(busy))
-    return [[first], idle] if busy[first] - least < IMBALANCE else [idle, [first]]
+    return [[first], idle] if busy[first] - least < max(IMBALANCE, least // 4) else [idle, [first]]

@@ -71,6 +71,7 @@ class Figures:
             "law": self.stats.law,
             "lossless": self.stats.lossless,
             "reproducible": self.stats.reproducible,
+            "members": dict(self.stats.members),
         }
         if detailed:
             block |= {"per_step_accepted": self.accepted, "per_step_drafted": self.drafted}

@@ -19,7 +19,7 @@ from draftwood.server.errors import ApiError, log
 from draftwood.server.middleware import OPEN_PATHS
 
 DESCRIPTORS = 64  # kept for everything that is not a connection
-RESERVED = 16  # connections beyond the limit that may ask for /health
+RESERVED = 16  # connections beyond the limit that may ask for /health and /ready
 IMPATIENT = 2.0  # seconds in which they must have asked
 
 
@@ -62,7 +62,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._began = False  # something of that head has arrived
         self._head_bytes = 0  # of it in chunks of their own
         self._field_bytes = 0  # of its request line and headers, as far as they are complete
-        self._extra = False  # a connection beyond the limit: it gets /health and nothing else
+        self._extra = False  # a connection beyond the limit: it gets /health, /ready and nothing else
         self._reading: asyncio.TimerHandle | None = None
         self._writing: asyncio.TimerHandle | None = None
 

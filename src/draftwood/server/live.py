@@ -152,6 +152,7 @@ class Live:
                 "reason": pulse.reason,
                 "expected_gain": _rounded(pulse.expected_gain),
                 "measured_gain": _rounded(pulse.measured_gain),
+                "drafted_by": dict(pulse.drafted_by),
             },
             "last_step": _told(pulse.last_step),
             "status": self._status(),

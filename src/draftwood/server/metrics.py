@@ -29,6 +29,7 @@ class _Course:
 
     steps: int = 0
     drafted: int = 0
+    members: dict[str, tuple[int, int]] = field(default_factory=dict)
     last: float = field(default_factory=time.perf_counter)
 
 
@@ -109,6 +110,10 @@ class Metrics:
         self._position = self._counter(
             "spec_decode_num_accepted_tokens_per_pos", "Accepted draft tokens by their place.", "position"
         )
+        self._by_member = [
+            self._counter(f"spec_decode_num_{kind}_tokens_per_member", f"{text} of a combination's part.", "drafter")
+            for kind, text in (("draft", "Draft tokens"), ("accepted", "Accepted draft tokens"))
+        ]
         self._promises = {
             kept: self._counter(f"slo_{'kept' if kept else 'violated'}", text, "promise")
             for kept, text in ((True, "Promises that were kept."), (False, "Promises that were broken."))
@@ -166,6 +171,7 @@ class Metrics:
         self.totals.steps += 1
         self.totals.emitted += count
         self._count_guesses(event, event.stats.drafted - course.drafted)
+        self._count_members(event, course)
         course.steps, course.drafted, course.last = course.steps + 1, event.stats.drafted, now
 
     def _count_prompt(self, event: Event) -> None:
@@ -185,6 +191,12 @@ class Metrics:
         self._counts["spec_decode_num_accepted_tokens"].inc(accepted)
         for position in range(accepted):
             self._position.labels(self._model, str(position)).inc()
+
+    def _count_members(self, event: Event, course: _Course) -> None:
+        for name, told in event.stats.members.items():
+            for counter, now, before in zip(self._by_member, told, course.members.get(name, (0, 0)), strict=True):
+                counter.labels(self._model, name).inc(now - before)
+            course.members[name] = told
 
     def _count_end(self, event: Event, reason: FinishReason) -> None:
         stats = event.stats
@@ -252,9 +264,15 @@ class _Load(Collector):
         why = CounterMetricFamily(
             f"{PREFIX}controller_decisions", "Steps by the reason for their size.", labels=("model_name", "reason")
         )
-        for kind, count in pulse.decisions:
-            why.add_metric((self._model, kind), count)
-        yield why
+        who = CounterMetricFamily(
+            f"{PREFIX}drafter_choices",
+            "Steps of sequences by the drafter that was chosen for them, or that their request names.",
+            labels=("model_name", "drafter"),
+        )
+        for family, counts in ((why, pulse.decisions), (who, pulse.drafted_by)):
+            for kind, count in counts:
+                family.add_metric((self._model, kind), count)
+            yield family
         told = {"expected": pulse.expected_gain, "measured": pulse.measured_gain}
         for name, gain in told.items():
             text = f"Tokens a second with drafts, of those without, as {name}; nan: not known."

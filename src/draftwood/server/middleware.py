@@ -23,7 +23,7 @@ from draftwood.server.errors import ApiError
 from draftwood.server.keys import Caller, KeyRing
 
 access = logging.getLogger("draftwood.access")
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = frozenset({"/health", "/ready"})
 PAGE = re.compile(r"/|/page/.*", re.DOTALL)
 QUIET = re.compile(r"/health|/ready|/metrics|/live|/page/.*", re.DOTALL)  # asked for again and again
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
@@ -31,7 +31,7 @@ FORWARDED = ("forwarded", "x-real-ip", "via")  # and whatever begins with x-forw
 
 
 class ApiKeys:
-    """A key for everything but /health; whom it belongs to is in the request's state from then on.
+    """A key for everything but /health and /ready; whom it belongs to is in the request's state from then on.
 
     Programs send `Bearer KEY`. A browser that opens the page asks its user, and from then on sends the key by itself as
     the password of `Basic`, whatever the name.
@@ -119,7 +119,7 @@ class AllowedHosts:
     """Requests for names that are this server's: a page of another site may have its own name lead here.
 
     That trick (DNS rebinding) needs a name, so addresses are allowed, and so are localhost and this machine's own name.
-    /health tells nothing and is open to all.
+    /health and /ready tell nothing else and are open to all.
     """
 
     def __init__(self, app: ASGIApp, names: Sequence[str]) -> None:

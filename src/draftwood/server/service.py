@@ -11,6 +11,7 @@ from typing import Any
 from fastapi import Request
 from fastapi.responses import Response
 
+from draftwood.drafters.lookups import chosen_from
 from draftwood.engine.images import Conversation
 from draftwood.engine.intake import Prompt
 from draftwood.engine.requests import EngineRequest
@@ -44,7 +45,7 @@ class Service:
     def __init__(self, llm: ServedEngine, config: ServerConfig, drafter: str, offers: Sequence[str]) -> None:
         self.llm = llm
         self.config = config
-        self.drafters = list(dict.fromkeys((drafter, "none", *offers)))
+        self.drafters = list(dict.fromkeys((drafter, *chosen_from(drafter), "none", *offers)))
         self.keys = KeyRing(config.keys)
         self.metrics = Metrics(llm, config.model_name, vllm_names=config.vllm_names)
         self.admission = Admission(llm, config, self.metrics.heard, sole_caller=len(self.keys.callers) == 1)

@@ -66,6 +66,7 @@ class Tracer:
             "p": [_rounded(p) for p in tree.p],
             "q": [_rounded(q) for q in tree.q],
             "accepted": tree.accepted,
+            "members": tree.members,
         }
 
 

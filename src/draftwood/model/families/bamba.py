@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from ..config import ModelConfig
+from ..mixer_spec import RecurrentSpec
 from ..rope import require, shown
-from ..spec import MLP_NORM, LayerSpec, RecurrentSpec
+from ..spec import MLP_NORM, LayerSpec
 from .base import Family, PlainChoices, plain, with_layers_changed
 from .mamba2 import HYBRID, mamba2_mixer, mamba2_tensors
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from ..config import ModelConfig
+from ..mixer_spec import Gating, Mamba2Spec
 from ..reading import number, optional_integer
 from ..rope import require, shown
-from ..spec import AttentionSpec, Gating, LayerSpec, Mamba2Spec, MlpSpec, StreamSpec
+from ..spec import AttentionSpec, LayerSpec, MlpSpec, StreamSpec
 from .bamba import TENSORS
 from .base import Family, PlainChoices, plain, with_layers_changed
 from .mamba2 import HYBRID, mamba2_mixer

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..config import ModelConfig
+from ..mixer_spec import ShortConvSpec
 from ..reading import integer, layer_count, number
 from ..rope import require, shown
-from ..spec import ATTENTION_NORM, MLP_NORM, ShortConvSpec
+from ..spec import ATTENTION_NORM, MLP_NORM
 from .bamba import recurrent_layers, with_mixers
 from .base import Family, PlainChoices, plain, renamed
 from .mamba2 import convolution

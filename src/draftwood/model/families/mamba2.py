@@ -10,9 +10,10 @@ from typing import Any
 from torch import Tensor
 
 from ..config import ModelConfig
+from ..mixer_spec import Gating, Mamba2Spec, RecurrentSpec
 from ..reading import integer, number
 from ..rope import require, shown
-from ..spec import Gating, LayerSpec, Mamba2Spec
+from ..spec import LayerSpec
 from .base import Family, PlainChoices, Spelling, Stored, plain, renamed, with_layers_changed
 
 DEFAULTS = {
@@ -53,10 +54,14 @@ _LONGEST = 1 << 17  # tokens: nothing in the model ends there, but the token tab
 
 def _read(config: Mapping[str, Any]) -> ModelConfig:
     config = renamed({**DEFAULTS, **config}, USUAL)
+    return mixers_alone(config, "mamba2", mamba2_mixer(config))
+
+
+def mixers_alone(config: Mapping[str, Any], family: str, mixer: RecurrentSpec) -> ModelConfig:
+    """A model whose layers are mixers and nothing else."""
     inner = integer(config, "mamba_expand") * integer(config, "hidden_size")
     sizes = {"intermediate_size": inner, "max_position_embeddings": _LONGEST, **_usual_heads(config)}
-    decoder = plain({**config, **sizes}, "mamba2", PlainChoices())
-    mixer = replace(mamba2_mixer(config), output_bias=bool(config["mamba_proj_bias"]))
+    decoder = plain({**config, **sizes}, family, PlainChoices())
 
     def change(i: int, layer: LayerSpec) -> LayerSpec:
         return replace(layer, attention=None, mlp=None, recurrent=mixer)

@@ -34,13 +34,13 @@ def _as_it_is(config: ModelConfig, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def expert_tensors(apart: Mapping[str, str]) -> dict[str, Spelling | tuple[Spelling, ...]]:
+def expert_tensors(apart: Mapping[str, str], module: str = "mlp") -> dict[str, Spelling | tuple[Spelling, ...]]:
     """Where experts lie: each part apart, as checkpoints have them, or all in one, as transformers 5 writes them."""
     fused = {"gate": ("gate_up_proj", upper_half), "up": ("gate_up_proj", lower_half), "down": ("down_proj", _as_it_is)}
     return {
         f"mlp.experts.*.{part}_proj.weight": (
             apart[part],
-            Stored((f"mlp.experts.{name}",), change, of_expert=True),
+            Stored((f"{module}.experts.{name}",), change, of_expert=True),
         )
         for part, (name, change) in fused.items()
     }

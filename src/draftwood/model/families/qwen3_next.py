@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from ..config import ModelConfig
+from ..mixer_spec import GatedDeltaSpec
 from ..reading import integer, layer_count
 from ..rope import require, shown
-from ..spec import GatedDeltaSpec, LayerSpec, MlpSpec
+from ..spec import LayerSpec, MlpSpec
 from .bamba import recurrent_layers, with_mixers
 from .base import Change, Family, PlainChoices, Stored, plain, with_layers_changed
 from .mamba2 import as_it_is, convolution

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from draftwood.errors import CheckpointError
 from draftwood.model import checkpoint
-from draftwood.model.folder import open_safetensors, tensor_files
+from draftwood.model.folder import from_hub, open_safetensors, tensor_files
 
 PICKLES = ("*.pt", "*.bin", "*.pth")
 
@@ -82,7 +82,7 @@ def _folder_of(path: str | Path) -> Path:
     if folder.is_file():
         raise CheckpointError(f"{path} is a single file; give the folder it lies in, with its config.json.")
     if isinstance(path, str) and checkpoint.HUB_ID.fullmatch(path) and path[0] not in "./":
-        return checkpoint._from_hub(path)
+        return from_hub(path)
     raise CheckpointError(
         f"There is no drafter {str(path)!r} here. Give a folder with config.json and *.safetensors, or a Hugging Face "
         "id such as org/name."

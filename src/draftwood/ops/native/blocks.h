@@ -6,6 +6,7 @@
 #pragma once
 
 #include "products.h"
+#include "simd.h"
 
 #define SPAN 256 /* inputs decoded at a time: the largest block */
 
@@ -15,12 +16,16 @@ enum Kind {
     KIND_Q2_K = 10, KIND_Q3_K = 11, KIND_Q4_K = 12, KIND_Q5_K = 13, KIND_Q6_K = 14, KIND_IQ4_NL = 20,
     KIND_IQ4_XS = 23, KIND_BF16 = 30, KIND_MXFP4 = 39,
     /* Our own, for what safetensors hold in groups: a float16 or bfloat16 scale, a byte of zero and 32 codes from 0 to
-       15; a float32 scale and 32 signed bytes; the same with 8-bit floats (e4m3). */
-    KIND_INT4_F16 = 64, KIND_INT4_BF16 = 65, KIND_INT8 = 66, KIND_FP8 = 67, NUM_KINDS = 68
+       15; a float32 scale and 32 signed bytes; the same with 8-bit floats (e4m3); a float32 scale and 32 indices of a
+       table of bitsandbytes'. */
+    KIND_INT4_F16 = 64, KIND_INT4_BF16 = 65, KIND_INT8 = 66, KIND_FP8 = 67, KIND_NF4 = 68, KIND_FP4 = 69, NUM_KINDS = 70
 };
 
 /* Decode `count` weights of a row from number `start` on, both multiples of 32 and of the block. */
 void decode_blocks(int64_t kind, const uint8_t *row, int64_t start, int64_t count, float *out);
+
+/* Products of the same weights with as many numbers, summed by lanes in their order. AVX-512 alone. */
+vf sum_blocks(int64_t kind, const uint8_t *row, int64_t start, int64_t count, const float *x);
 
 /* Products with 1, 2 ... MAX_ROWS rows. */
 extern Tile *const block_tiles[];

@@ -55,3 +55,39 @@ __attribute__((visibility("default"))) int64_t dw_successors(
     }
     return number;
 }
+
+/* The first rank whose next `n` tokens are not below those of `text`, or, `past` 1, not below or equal to them. */
+static int64_t bound(const Store *s, const int32_t *text, int64_t n, int past) {
+    int64_t low = 0, high = s->count;
+    while (low < high) {
+        int64_t middle = low + (high - low) / 2, k = 0, token = -1;
+        while (k < n && (token = token_at(s, middle, k)) == text[k])
+            k++;
+        if (k == n ? past : token < text[k])
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+/* The longest end of `text` [n] that begins some place, no shorter than `shortest` (0: none); range: [2] its ranks.
+ * Lengths are halved: where a text begins, its ends do elsewhere. */
+__attribute__((visibility("default"))) int64_t dw_longest_end(
+    const int32_t *tokens, const int32_t *order, int64_t count, const int32_t *text, int64_t n, int64_t shortest,
+    int64_t *range) {
+    Store s = {tokens, order, count};
+    int64_t low = shortest - 1, high = n, best = 0;
+    range[0] = range[1] = 0;
+    while (low < high) {
+        int64_t length = (low + high + 1) / 2;
+        int64_t first = bound(&s, text + n - length, length, 0), end = bound(&s, text + n - length, length, 1);
+        if (first < end) {
+            low = best = length;
+            range[0] = first;
+            range[1] = end;
+        } else
+            high = length - 1;
+    }
+    return best;
+}

@@ -2,7 +2,7 @@
 #include "blocks.h"
 #include "simd.h"
 
-#define AHEAD 8192 /* bytes to fetch ahead of those that are decoded; the next rows lie behind a row */
+#define AHEAD 2048 /* bytes to fetch ahead of those that are decoded; the next rows lie behind a row */
 #define UNROLL _Pragma("GCC unroll 16")
 
 /* Sixteen bytes as whole numbers. Written out, for compilers take vectors of bytes apart one by one. */
@@ -76,7 +76,16 @@ INLINE float half(const uint8_t *p) {
 #endif
 }
 
-INLINE void put(float *out, float scale, vi codes) { store(out, splat(scale) * to_float(codes)); }
+/* The same in all lanes. */
+INLINE vf halves(const uint8_t *p) {
+#ifdef __AVX512F__
+    return (vf)_mm512_cvtph_ps(_mm256_set1_epi16((short)half_word(p)));
+#else
+    return splat(half(p));
+#endif
+}
+
+INLINE void put(float *out, vf scale, vi codes) { store(out, scale * to_float(codes)); }
 INLINE void put_above(float *out, float scale, vi codes, float minimum) {
     store(out, fma16(splat(scale), to_float(codes), splat(minimum)));
 }
@@ -121,11 +130,18 @@ INLINE void q4_0(const uint8_t *b, float *out) {
 INLINE void q4_1(const uint8_t *b, float *out) { put_nibbles(out, half(b), half(b + 2), codes16(b + 4)); }
 
 INLINE void q5_0(const uint8_t *b, float *out) {
-    const float d = half(b);
+    const vf d = halves(b);
     const uint32_t high = word(b + 2);
     const vi q = codes16(b + 6);
+#ifdef __AVX512F__
+    const vf codes = {-16, -15, -14, -13, -12, -11, -10, -9, -8, -7, -6, -5, -4, -3, -2, -1}, table = d * codes;
+    const vf low = look_up(table, q), rest = look_up(table, q >> 4), step = d * 16.0f; /* sums of both are exact */
+    store(out, (vf)_mm512_mask_add_ps((__m512)low, (__mmask16)high, (__m512)low, (__m512)step));
+    store(out + 16, (vf)_mm512_mask_add_ps((__m512)rest, (__mmask16)(high >> 16), (__m512)rest, (__m512)step));
+#else
     put(out, d, unless(high, q & 15, 16));
     put(out + 16, d, unless(high >> 16, q >> 4, 16));
+#endif
 }
 
 INLINE void q5_1(const uint8_t *b, float *out) {
@@ -137,7 +153,7 @@ INLINE void q5_1(const uint8_t *b, float *out) {
 }
 
 INLINE void q8_0(const uint8_t *b, float *out) {
-    const float d = half(b);
+    const vf d = halves(b);
     put(out, d, signed16(b + 2));
     put(out + 16, d, signed16(b + 18));
 }
@@ -161,8 +177,21 @@ INLINE void int4(const uint8_t *b, float scale, float *out) {
 INLINE void int4_f16(const uint8_t *b, float *out) { int4(b, half(b), out); }
 INLINE void int4_bf16(const uint8_t *b, float *out) { int4(b, number((uint32_t)half_word(b) << 16), out); }
 
+static const float NF4[] = {
+    -1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f, -0.18477343022823334f,
+    -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f, 0.24611230194568634f, 0.33791524171829224f,
+    0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f,
+};
+static const float FP4[] = {
+    0, 0.0625f / 12, 8.0f / 12, 1, 4.0f / 12, 0.5f, 2.0f / 12, 0.25f,
+    0, -0.0625f / 12, -8.0f / 12, -1, -4.0f / 12, -0.5f, -2.0f / 12, -0.25f,
+};
+
+INLINE void nf4(const uint8_t *b, float *out) { put_steps(out, number(word(b)), NF4, b + 4); }
+INLINE void fp4(const uint8_t *b, float *out) { put_steps(out, number(word(b)), FP4, b + 4); }
+
 INLINE void int8(const uint8_t *b, float *out) {
-    const float d = number(word(b));
+    const vf d = splat(number(word(b)));
     put(out, d, signed16(b + 4));
     put(out + 16, d, signed16(b + 20));
 }
@@ -180,7 +209,9 @@ INLINE void fp8(const uint8_t *b, float *out) {
 INLINE void f32(const uint8_t *b, float *out) { memcpy(out, b, 32 * sizeof(float)); }
 
 INLINE void f16(const uint8_t *b, float *out) {
-#if defined(__F16C__) && defined(__AVX__)
+#if defined(__AVX512F__)
+    for (int i = 0; i < 32; i += LANES) store(out + i, load_half((const uint16_t *)(b + 2 * i)));
+#elif defined(__F16C__) && defined(__AVX__)
     for (int i = 0; i < 32; i += 8) {
         const __m256 v = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(b + 2 * i)));
         memcpy(out + i, &v, sizeof v);
@@ -220,7 +251,7 @@ INLINE void q3_k(const uint8_t *b, float *out) {
     UNROLL for (int part = 0; part < 16; part++) {
         const vi codes = codes16(q + part / 8 * 32 + part % 2 * 16) >> (part % 8 / 2 * 2) & 3;
         const vi third = (codes16(b + part % 2 * 16) >> (part / 2) & 1) << 2;
-        put(out + part * 16, scale[part], codes + third - 4);
+        put(out + part * 16, splat(scale[part]), codes + third - 4);
     }
 }
 
@@ -265,7 +296,7 @@ INLINE void q6_k(const uint8_t *b, float *out) {
         const int side = part / 8, quarter = part % 8 / 2, at = part % 2 * 16;
         const vi low = codes16(b + side * 64 + quarter % 2 * 32 + at) >> (quarter / 2 * 4) & 15;
         const vi high = (codes16(b + 128 + side * 32 + at) >> (quarter * 2) & 3) << 4;
-        put(out + part * 16, scale[part], (low | high) - 32);
+        put(out + part * 16, splat(scale[part]), (low | high) - 32);
     }
 }
 
@@ -283,31 +314,58 @@ INLINE void iq4_xs(const uint8_t *b, float *out) {
 #define SPANS(name, values, size) \
     static void name##s(const uint8_t *b, int64_t count, float *out) { \
         for (; count > 0; count -= values, b += size, out += values) name(b, out); \
+    } \
+    SUMS(name, values, size)
+#ifdef __AVX512F__
+/* Products of one row with weights that stay in registers. */
+#define SUMS(name, values, size) \
+    static vf name##_sum(const uint8_t *b, int64_t count, const float *x) { \
+        vf sum = {0}; \
+        for (; count > 0; count -= values, b += size, x += values) { \
+            float w[values]; \
+            name(b, w); \
+            UNROLL for (int i = 0; i < values; i += LANES) sum = fma16(load(w + i), load(x + i), sum); \
+        } \
+        return sum; \
     }
+#define SUM_OF(name) name##_sum
+#else
+#define SUMS(name, values, size)
+#define SUM_OF(name) NULL
+#endif
 #define EACH_FORMAT(DO) \
     DO(KIND_F32, f32, 32, 128) DO(KIND_F16, f16, 32, 64) DO(KIND_BF16, bf16, 32, 64) DO(KIND_Q4_0, q4_0, 32, 18) \
     DO(KIND_Q4_1, q4_1, 32, 20) DO(KIND_Q5_0, q5_0, 32, 22) DO(KIND_Q5_1, q5_1, 32, 24) DO(KIND_Q8_0, q8_0, 32, 34) \
     DO(KIND_IQ4_NL, iq4_nl, 32, 18) DO(KIND_MXFP4, mxfp4, 32, 17) DO(KIND_Q2_K, q2_k, 256, 84) \
     DO(KIND_Q3_K, q3_k, 256, 110) DO(KIND_Q4_K, q4_k, 256, 144) DO(KIND_Q5_K, q5_k, 256, 176) \
     DO(KIND_Q6_K, q6_k, 256, 210) DO(KIND_IQ4_XS, iq4_xs, 256, 136) DO(KIND_INT4_F16, int4_f16, 32, 19) \
-    DO(KIND_INT4_BF16, int4_bf16, 32, 19) DO(KIND_INT8, int8, 32, 36) DO(KIND_FP8, fp8, 32, 36)
+    DO(KIND_INT4_BF16, int4_bf16, 32, 19) DO(KIND_INT8, int8, 32, 36) DO(KIND_FP8, fp8, 32, 36) \
+    DO(KIND_NF4, nf4, 32, 20) DO(KIND_FP4, fp4, 32, 20)
 #define SPANS_OF(kind, name, values, size) SPANS(name, values, size)
-#define ENTRY(kind, name, values, size) [kind] = {name##s, values, size},
+#define ENTRY(kind, name, values, size) [kind] = {name##s, SUM_OF(name), values, size},
 
 EACH_FORMAT(SPANS_OF)
 
 static const struct {
     void (*decode)(const uint8_t *, int64_t, float *);
+    vf (*sum)(const uint8_t *, int64_t, const float *);
     int64_t values, bytes; /* of a block */
 } FORMATS[NUM_KINDS] = {EACH_FORMAT(ENTRY)};
 
-void decode_blocks(int64_t kind, const uint8_t *row, int64_t start, int64_t count, float *out) {
+/* Where weights begin that are needed now; what comes after them is fetched. */
+INLINE const uint8_t *blocks_at(int64_t kind, const uint8_t *row, int64_t start, int64_t count) {
     const uint8_t *first = row + start / FORMATS[kind].values * FORMATS[kind].bytes;
-    for (int64_t i = 0; i < count / FORMATS[kind].values * FORMATS[kind].bytes; i += 64) {
-        __builtin_prefetch(first + i + AHEAD, 0, 2);
-        __builtin_prefetch(first + i + AHEAD / 4, 0, 3);
-    }
-    FORMATS[kind].decode(first, count, out);
+    for (int64_t i = 0; i < count / FORMATS[kind].values * FORMATS[kind].bytes; i += 64)
+        __builtin_prefetch(first + i + AHEAD, 0, 3);
+    return first;
+}
+
+void decode_blocks(int64_t kind, const uint8_t *row, int64_t start, int64_t count, float *out) {
+    FORMATS[kind].decode(blocks_at(kind, row, start, count), count, out);
+}
+
+vf sum_blocks(int64_t kind, const uint8_t *row, int64_t start, int64_t count, const float *x) {
+    return FORMATS[kind].sum(blocks_at(kind, row, start, count), count, x);
 }
 
 /* Rows one behind the other, `bytes` apart, to numbers [count, inputs]. */

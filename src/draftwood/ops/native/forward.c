@@ -228,9 +228,12 @@ static void run_down(const Model *m, const Batch *b, const Scratch *s, int64_t i
 static void run_layer(const Model *m, const Batch *b, const Scratch *s, int64_t index, const Team *team) {
     const Layer *layer = &m->layers[index];
     const Place at = {b, layer->cached, OUTPUT};
-    run_attention(m, b, s, index, team);
-    if (layer->parallel) run_up(m, b, s, index, team);
-    added_product(m, &at, layer, &layer->output, &layer->attention_output_norm, s->mixed, s, b->num_rows, team);
+    if (layer->output.outputs) { /* drafts leave attention or MLPs of some layers out */
+        run_attention(m, b, s, index, team);
+        if (layer->parallel) run_up(m, b, s, index, team);
+        added_product(m, &at, layer, &layer->output, &layer->attention_output_norm, s->mixed, s, b->num_rows, team);
+    }
+    if (!layer->down.outputs && !layer->mixture) return;
     if (!layer->parallel) run_up(m, b, s, index, team);
     run_down(m, b, s, index, team);
 }
@@ -246,7 +249,8 @@ static void begin_row(const Model *m, const Batch *b, int64_t row, float *begin)
         return;
     }
     const float scale = (float)m->embedding_scale;
-    read_output(&m->embedding, b->tokens[row], begin);
+    if (b->words) memcpy(begin, b->words + row * m->hidden, m->hidden * sizeof(float));
+    else read_output(&m->embedding, b->tokens[row], begin);
     if (scale != 1.0f)
         for (int64_t i = 0; i < m->hidden; i++) begin[i] *= scale;
     if (m->positions)

@@ -113,6 +113,7 @@ typedef struct {
     const int64_t *turns;       /* [3, num_rows] what rotation goes by; NULL: positions */
     const int64_t *which;       /* [num_rows] which of `embeds` a row begins with, -1: its token's; NULL: all tokens' */
     const float *embeds;        /* [any, hidden] */
+    const float *words;         /* [num_rows, hidden] the tokens' embeddings; NULL: the model has them */
 } Batch;
 
 /* What products with matrices in groups read of rows, beside the rows. */

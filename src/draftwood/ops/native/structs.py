@@ -87,7 +87,7 @@ class Batch(Structure):
         ("adapters", c_void_p), ("low_ranks", c_void_p), ("adapted_layers", c_int64), ("most_ranks", c_int64),
         ("shrunk", c_void_p), ("added", c_void_p),
         ("packing", c_int64), ("unpacked", c_void_p), ("unpacked_size", c_int64),
-        ("turns", c_void_p), ("which", c_void_p), ("embeds", c_void_p),
+        ("turns", c_void_p), ("which", c_void_p), ("embeds", c_void_p), ("words", c_void_p),
     ]  # fmt: skip
 
 
@@ -139,6 +139,7 @@ SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "dw_block_product": (None, [c_void_p, c_void_p, c_int64, c_void_p]),
     "dw_narrow": (None, [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64]),
     "dw_successors": (c_int64, [c_void_p, c_void_p, *[c_int64] * 5, c_void_p, c_void_p]),
+    "dw_longest_end": (c_int64, [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p]),
     "dw_pack_codes": (None, [c_int64, *[c_void_p] * 3, c_int64, c_int64, *[c_void_p] * 3, c_int64]),
 }
 
