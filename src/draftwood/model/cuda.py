@@ -26,6 +26,7 @@ from draftwood.model.rope import RopeConfig
 from draftwood.model.sharding import ranks_of, share_of
 from draftwood.model.spec import LayerSpec, Wiring
 from draftwood.model.streaming import ResidentLayers, load_layers
+from draftwood.model.transformer import shape_of
 from draftwood.model.weights import FORMATS, ON_ACCELERATORS, WeightFormat
 from draftwood.ops import cuda
 from draftwood.ops.cuda.attention import Apart, TreeAttention
@@ -146,7 +147,7 @@ class CudaTransformer:
         self, batch: ForwardBatch, cache: Pages, needs: frozenset[int] = frozenset(), given: GivenRows | None = None
     ) -> ForwardOutput:
         """Run the rows of `batch`, writing their keys and values to `cache`. Logits are float32."""
-        shapes = [AttentionShape(a.window, a.scale, a.softcap) for a in (s.only_attention for s in self._specs)]
+        shapes = [shape_of(spec.only_attention) for spec in self._specs]
         attention = {shape: self._plan(batch, cache, shape) for shape in set(shapes)}
         first = self._begin(batch) if given is None else given.residual
         stream = Stream(first, self._norms[0])
@@ -174,22 +175,21 @@ class CudaTransformer:
         next_norm, following = self._behind(i)
         ahead = ONE_ROW if len(stream.hidden) == 1 and not self.strict else SEVERAL_ROWS
         query = layer.qkv.turned(read, turning, layer.output.beginning(ahead.output))
-        mixed = attention.run(self._cached[i], query)
-        then = layer.gate_up.beginning(ahead.gate_up, gated=True)
+        mixed = attention.run(self._cached[i], query, sinks=layer.sinks)
+        then = layer.mlp.beginning(ahead.gate_up)
         stream = layer.output.add_to(stream.hidden, mixed, layer.mlp_norm, then)
-        wide = layer.gate_up.gated(stream, self.config.activation, layer.down.beginning(ahead.down))
         then = None if following is None else following.beginning(ahead.next_layer)
-        return layer.down.add_to(stream.hidden, wide, next_norm, then)
+        return layer.mlp.add_to(stream, next_norm, ahead.down, then)
 
     def _run_apart(
         self, i: int, layer: Layer, stream: Stream, read: Stream, turning: Turning, attention: _Attention
     ) -> Stream:
         """A layer with norms, a scale or a sum over ranks behind its products."""
         scale = self._specs[i].residual_scale
-        mixed = attention.run(self._cached[i], layer.qkv.turned(read, turning))
+        mixed = attention.run(self._cached[i], layer.qkv.turned(read, turning), sinks=layer.sinks)
         made = self._ranks.sum(layer.output(Stream(mixed)))
         stream = Stream(_added(stream.hidden, made, layer.attention_output_norm, scale), layer.mlp_norm)
-        made = self._ranks.sum(layer.down(Stream(layer.gate_up.gated(stream, self.config.activation))))
+        made = self._ranks.sum(layer.mlp(stream))
         return Stream(_added(stream.hidden, made, layer.mlp_output_norm, scale), self._behind(i)[0])
 
     def _behind(self, i: int) -> tuple[Norm | None, CudaLinear | None]:

@@ -294,7 +294,7 @@ class _Run:
     def __init__(self, model: Transformer, batch: ForwardBatch, cache: Pages) -> None:
         self._model, self._slots = model, batch.slots
         self._cache, self._cached = cache, iter(model.cached)
-        shapes = {_shape(spec.attention) for spec in model.specs if spec.attention is not None}
+        shapes = {shape_of(spec.attention) for spec in model.specs if spec.attention is not None}
         self._plans = {shape: plan_attention(batch, cache, shape) for shape in shapes}
         self._rotations = {turn: model.rotations(rotary, batch) for turn, rotary in model.rotaries.items()}
         self._recurrences = Recurrences(batch, cache.states) if model.config.recurrent else None
@@ -312,7 +312,7 @@ class _Run:
         query, key_value = self._model.project(layer, spec, read, rotation)
         i = next(self._cached)
         self._cache.write(i, self._slots, key_value)
-        mixed = _attend(self._plans[_shape(spec)], i, query, layer.sinks)
+        mixed = _attend(self._plans[shape_of(spec)], i, query, layer.sinks)
         return mixed if layer.gate is None else mixed * torch.sigmoid(layer.gate(read))
 
     def recurrence(self, mixer: Mixer, read: Tensor) -> Tensor:
@@ -333,7 +333,8 @@ def _attend(attention: Attention, layer: int, query: Tensor, sinks: Tensor | Non
     return attention.run(layer, query) if sinks is None else attention.run(layer, query, sinks=sinks)
 
 
-def _shape(attention: AttentionSpec) -> AttentionShape:
+def shape_of(attention: AttentionSpec) -> AttentionShape:
+    """What kernels need to know of it."""
     return AttentionShape(attention.window, attention.scale, attention.softcap, attention.sinks)
 
 
