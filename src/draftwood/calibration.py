@@ -30,7 +30,6 @@ from draftwood.engine.text import TextStream
 from draftwood.errors import InvalidRequest
 from draftwood.machine import advise_home, home, processor_features
 from draftwood.model.runner import ModelRunner
-from draftwood.model.spec import ExpertsSpec
 from draftwood.protocols import Controller, StepMode
 from draftwood.request import FinishReason, SamplingParams
 from draftwood.rng import KeyedRng
@@ -76,7 +75,7 @@ def assumed_costs(target: ModelRunner) -> StepCosts:
     """Of another machine of the kind; for a mixture also what its rows read of experts of their own."""
     table = LIKE_OTHER_GPUS if target.device.type == "cuda" else LIKE_OTHER_CPUS
     config = target.model.config
-    mixtures = [layer.mlp for layer in config.layers if isinstance(layer.mlp, ExpertsSpec)]
+    mixtures = config.mixtures
     if not mixtures:
         return table
     one, hidden = mixtures[0], config.hidden_size

@@ -327,3 +327,9 @@ class HostVerdict:
             [self.drift[b] for b in rows],
             [self.usable[b] for b in rows],
         )
+
+
+def nodes_on(tree: TokenTree, path: Tensor, there: Tensor) -> Tensor:
+    """Nodes on `path` [B, D + 1], where it is `there`. [M] int64, 1 or 0."""
+    marks = torch.zeros(tree.num_nodes + 1, dtype=torch.int64, device=path.device)
+    return marks.index_fill_(0, torch.where(there, path, tree.num_nodes).view(-1), 1)[:-1]

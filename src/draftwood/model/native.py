@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftwood.batch import ForwardBatch, ForwardOutput, GivenRows, Pages
+from draftwood.batch import ROUTES, ForwardBatch, ForwardOutput, GivenRows, Pages
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.config import ModelConfig
 from draftwood.model.layers import Rotary
@@ -60,6 +60,7 @@ class NativeTransformer:
     device = torch.device("cpu")
     strict = True
     _whole: NativeTransformer | None = None  # what it is a part of, whose memory its layers point to
+    _allowed: tuple[Tensor, ...] = ()  # what its routers point to
 
     def __init__(
         self, library: Kernels, checkpoint: Checkpoint, weights: WeightFormat, progress: Progress = lambda *_: None
@@ -89,6 +90,17 @@ class NativeTransformer:
         part._layers = (structs.Layer * len(layers))(*(self._layers[i] for i in layers))
         part._model.layers, part._model.num_layers = part._layers, len(layers)
         part._whole = self
+        return part
+
+    def narrowed(self, allowed: Sequence[Tensor], top_k: int) -> NativeTransformer:
+        """The same with routers that pick `top_k` of each mixture's experts that are allowed."""
+        part, each = self.part(range(self.config.num_layers)), iter(allowed)
+        for layer in part._layers:
+            if layer.mixture:
+                mixture = structs.Mixture.from_buffer_copy(layer.mixture.contents)
+                mixture.allowed, mixture.top_k = next(each).data_ptr(), top_k
+                layer.mixture = ctypes.pointer(mixture)
+        part._allowed = tuple(allowed)
         return part
 
     def adapt(self, adapters: Sequence[Adapter]) -> None:
@@ -137,6 +149,8 @@ class NativeTransformer:
         """Run the rows of `batch`, writing their keys and values to `cache`."""
         num_keys = int(batch.num_keys.max())
         num_nodes = num_keys - int(batch.tree_base.min())
+        routes = self._room_for_routes(len(batch.tokens)) if ROUTES in needs else None
+        needs -= {ROUTES}
         wanted = torch.tensor(sorted(needs), dtype=torch.int64)
         logits = torch.empty(len(batch.logit_rows), self.config.vocab_size)
         features = torch.empty(len(needs), len(batch.tokens), self.config.hidden_size)
@@ -152,11 +166,16 @@ class NativeTransformer:
             cache.store.data_ptr(), cache.store.shape[3], cache.page_size, logits.data_ptr(), wanted.data_ptr(),
             len(needs), features.data_ptr(), address(given and given.residual), address(given and given.wide),
             *adapted, cache.packed_as, address(unpacked), 0 if unpacked is None else unpacked.shape[1],
-            address(turns), address(which), address(embeds),
+            address(turns), address(which), address(embeds), address(routes),
         )  # fmt: skip
         scratch = self._scratch.fit(len(batch.tokens), num_keys, num_nodes)
         self._library.dw_forward(ctypes.byref(self._model), ctypes.byref(struct), ctypes.byref(scratch))
-        return ForwardOutput(logits, dict(zip(sorted(needs), features, strict=True)))
+        found = dict(zip(sorted(needs), features, strict=True))
+        return ForwardOutput(logits, found if routes is None else found | {ROUTES: routes})
+
+    def _room_for_routes(self, rows: int) -> Tensor:
+        mixtures = self.config.mixtures
+        return torch.empty(rows, len(mixtures), mixtures[0].top_k, dtype=torch.int64)
 
     def products_alone(self, rows: int) -> None:
         """The matrix products of a forward and nothing else, on whatever numbers there are: a yardstick."""

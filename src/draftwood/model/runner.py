@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from draftwood.batch import ForwardBatch, ForwardOutput, GivenRows, Pages
 from draftwood.cache.kv import STATES, KVCache
@@ -71,6 +72,17 @@ class Sliceable(Model, Protocol):
     def part(self, layers: Sequence[int]) -> Sliceable:
         """Some of its layers, rising, and its last norm and head as a model, in the same memory. It reads and writes a
         layer's keys and values where the whole model does.
+        """
+        ...
+
+
+@runtime_checkable
+class Narrowable(Sliceable, Protocol):
+    """A model whose routers can be told which experts to choose from."""
+
+    def narrowed(self, allowed: Sequence[Tensor], top_k: int) -> Narrowable:
+        """The same, in the same memory, with routers that pick `top_k` of each mixture's experts that are allowed, each
+        [count] uint8; which these are may change between forwards.
         """
         ...
 

@@ -8,7 +8,7 @@ sums are taken in an order that a row's neighbours do not change.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -33,11 +33,14 @@ class CudaMlp:
     down: CudaLinear
     activation: str
 
-    def __call__(self, x: Stream) -> Tensor:
+    def __call__(self, x: Stream, routes: list[Tensor] | None = None) -> Tensor:
         """[N, in] -> [N, out]."""
         return self.down(Stream(self.gate_up.gated(x, self.activation)))
 
-    def add_to(self, x: Stream, norm: Norm | None, ahead: int = 0, then: Beginning | None = None) -> Stream:
+    def add_to(
+        self, x: Stream, norm: Norm | None, ahead: int = 0, then: Beginning | None = None,
+        routes: list[Tensor] | None = None,
+    ) -> Stream:  # fmt: skip
         """The stream with it added, to be read through `norm`; asks for `ahead` bytes of its second product early."""
         wide = self.gate_up.gated(x, self.activation, self.down.beginning(ahead))
         return self.down.add_to(x.hidden, wide, norm, then)
@@ -71,13 +74,20 @@ class CudaExperts:
     strength: CudaLinear | None = None  # -> [1]
     allowed: Tensor | None = None  # [count] uint8 which experts may be chosen; None: all
 
-    def __call__(self, x: Stream) -> Tensor:
-        """[N, in] -> [N, out]."""
-        return self._run(x, None, None)[0]
+    def narrowed(self, allowed: Tensor, top_k: int) -> CudaExperts:
+        """The same with a router that picks `top_k` of those allowed."""
+        return replace(self, allowed=allowed, spec=replace(self.spec, top_k=top_k))
 
-    def add_to(self, x: Stream, norm: Norm | None, ahead: int = 0, then: Beginning | None = None) -> Stream:
-        """The stream with it added, to be read through `norm`."""
-        hidden, normed = self._run(x, x.hidden, norm)
+    def __call__(self, x: Stream, routes: list[Tensor] | None = None) -> Tensor:
+        """[N, in] -> [N, out]; `routes` gets what was chosen."""
+        return self._run(x, None, None, routes)[0]
+
+    def add_to(
+        self, x: Stream, norm: Norm | None, ahead: int = 0, then: Beginning | None = None,
+        routes: list[Tensor] | None = None,
+    ) -> Stream:  # fmt: skip
+        """The stream with it added, to be read through `norm`; `routes` gets what was chosen."""
+        hidden, normed = self._run(x, x.hidden, norm, routes)
         return Stream(hidden, norm, normed)
 
     def beginning(self, size: int) -> Beginning | None:
@@ -96,6 +106,8 @@ class CudaExperts:
 
         shares = torch.empty(n, top_k, dtype=torch.float32, device=read.device)
         found = Routes(numbers(n, top_k), shares, numbers(places), numbers(most, RECORD.value), numbers(1), rows)
+        if not n:
+            return found
         choose_kernel[(n,)](
             self.router(Stream(read), torch.float32), self.allowed, found.chosen, shares, found.num_tiles,
             spec.count, triton.next_power_of_2(spec.count), top_k, triton.next_power_of_2(top_k), spec.normalised,
@@ -107,12 +119,16 @@ class CudaExperts:
         )
         return found
 
-    def _run(self, x: Stream, residual: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor | None]:
+    def _run(
+        self, x: Stream, residual: Tensor | None, norm: Norm | None, told: list[Tensor] | None
+    ) -> tuple[Tensor, Tensor | None]:
         read = x.read()
         out = torch.empty_like(x.hidden)
+        routes = self.routes(read)
+        if told is not None:
+            told.append(routes.chosen)
         if not len(out):
             return out, None
-        routes = self.routes(read)
         wide = self._product(self.gate_up, read, routes, read.dtype, self.spec.expert.activation)
         made = self._product(self.down, wide, routes, torch.float32, None)
         shared = strength = None

@@ -210,6 +210,7 @@ static void run_up(const Model *m, const Batch *b, const Scratch *s, int64_t ind
     if (layer->mixture) {
         mlp_product(m, NULL, layer, &layer->mixture->router, s, count, routes_target(m, layer, s, count), team);
         choose_experts(m, layer, s, count, team);
+        if (b->routes) tell_routes(m, index, s, count, b->routes, team);
         run_experts_up(m, layer, layer->mlp_norm.weight || layer->parallel ? s->input : s->hidden, s, count, team);
         return;
     }
