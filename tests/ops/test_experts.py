@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from draftwood.model.experts import Experts, ExpertWeights, SharedExpert
 from draftwood.model.spec import CLAMPED, ExpertsSpec, MlpSpec
 from draftwood.model.weights import Storage, as_numbers, quantise_float8, store_as
-from draftwood.ops.cuda.experts import CudaExperts, CudaMlp
+from draftwood.ops.cuda.experts import CudaExperts, CudaMlp, run_grouped
 from draftwood.ops.cuda.linear import CudaLinear, Stream, pack
 from draftwood.ops.cuda.products import Norm
 from draftwood.ops.linear import make_linear
@@ -123,3 +123,23 @@ def test_a_narrowed_router_chooses_among_those_allowed() -> None:
     chosen = replace(ours, allowed=allowed).routes(x).chosen
     logits = ours.router(Stream(x), torch.float32).masked_fill(allowed == 0, -torch.inf)
     assert torch.equal(chosen.long(), logits.topk(2).indices)
+
+
+def test_matrices_of_others_are_run_as_they_lie() -> None:
+    """With choices of another router, and what stands between the products in torch."""
+    ours, _ = both()
+    x, weights = random(5, WIDE, seed=5), ours.gate_up.weight.codes.view(COUNT, 2 * INNER, WIDE)
+    downs = ours.down.weight.codes.view(COUNT, WIDE, INNER)
+    shares, chosen = torch.softmax(ours.router(Stream(x), torch.float32), -1).topk(3)
+
+    def gate(wide: Tensor) -> Tensor:
+        return torch.nn.functional.silu(wide[:, :INNER]) * wide[:, INNER:]
+
+    with no_looking():
+        got = run_grouped(x, chosen, shares, weights, downs, gate)
+    for row in range(5):
+        want = sum(
+            share * (gate((weights[e] @ x[row])[None])[0] @ downs[e].t())
+            for e, share in zip(chosen[row].tolist(), shares[row], strict=True)
+        )
+        assert (got[row] - want).abs().max() <= 1e-5

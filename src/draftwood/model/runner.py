@@ -161,7 +161,7 @@ def load_model(
 def _universal(
     checkpoint: UniversalCheckpoint, dtype: torch.dtype, device: torch.device, weights: WeightFormat
 ) -> Model:
-    require_supported(checkpoint.name, dtype, device, weights)
+    require_supported(checkpoint.name, dtype, device, weights, checkpoint.config.encoder is not None)
     if checkpoint.config.encoder is not None:
         from draftwood.model.universal_seq2seq import Seq2SeqModel  # transformers is an extra
 
@@ -174,7 +174,8 @@ def _universal(
 def implementations(config: ModelConfig) -> dict[str, str]:
     """What would run a model on a CPU and on a GPU, in words."""
     if isinstance(config, UniversalConfig):
-        return {"CPU": RUN_BY_TRANSFORMERS, "GPU": "not yet: use --device cpu"}
+        gpu = "not yet: use --device cpu" if config.encoder else "the same, in float32 (--dtype float32)"
+        return {"CPU": RUN_BY_TRANSFORMERS, "GPU": gpu}
     ours, torch_only = "our own kernels", "torch's own operations: our kernels do not know"
     reasons = {"CPU": native.refuses(config), "GPU": gpu_refuses(config)}
     return {device: ours if reason is None else f"{torch_only} {reason}" for device, reason in reasons.items()}

@@ -8,6 +8,7 @@ sums are taken in an order that a row's neighbours do not change.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from draftwood.model.spec import ExpertsSpec
 from draftwood.ops.cuda.expert_kernels import RECORD, choose_kernel, experts_kernel, group_kernel, mix_kernel
-from draftwood.ops.cuda.linear import CudaLinear, Stream
+from draftwood.ops.cuda.linear import CudaLinear, Stream, pack
 from draftwood.ops.cuda.pdl import OVERLAPPING
 from draftwood.ops.cuda.prefetch import Beginning
 from draftwood.ops.cuda.product_kernels import DENSE
@@ -61,6 +62,27 @@ class Routes:
     num_tiles: Tensor  # [1] int32 of which so many are there
     rows: int  # places of a tile, at most
 
+    @classmethod
+    def room(cls, n: int, top_k: int, count: int, device: torch.device) -> Routes:
+        """Memory for those of so many rows among `count` experts."""
+        places = n * top_k
+        rows = min(max(FEWEST_ROWS, triton.next_power_of_2(triton.cdiv(places, count))), LARGEST_TILE)
+        most = min(count, places) + places // rows
+
+        def numbers(*shape: int) -> Tensor:
+            return torch.empty(shape, dtype=torch.int32, device=device)
+
+        shares = torch.empty(n, top_k, dtype=torch.float32, device=device)
+        return cls(numbers(n, top_k), shares, numbers(places), numbers(most, RECORD.value), numbers(1), rows)
+
+    def group(self, count: int) -> None:
+        """Fill in the order and the tiles of what was chosen; there are none yet."""
+        places = self.chosen.numel()
+        block = min(1024, max(32, triton.next_power_of_2(places)))
+        group_kernel[(count,)](
+            self.chosen, self.order, self.tiles, self.num_tiles, places, self.rows, block, **OVERLAPPING
+        )
+
 
 @dataclass(frozen=True)
 class CudaExperts:
@@ -96,27 +118,15 @@ class CudaExperts:
 
     def routes(self, read: Tensor) -> Routes:
         """The choices of rows that are normed already."""
-        spec, (n, top_k) = self.spec, (len(read), self.spec.top_k)
-        places = n * top_k
-        rows = min(max(FEWEST_ROWS, triton.next_power_of_2(triton.cdiv(places, spec.count))), LARGEST_TILE)
-        most = min(spec.count, places) + places // rows
-
-        def numbers(*shape: int) -> Tensor:
-            return torch.empty(shape, dtype=torch.int32, device=read.device)
-
-        shares = torch.empty(n, top_k, dtype=torch.float32, device=read.device)
-        found = Routes(numbers(n, top_k), shares, numbers(places), numbers(most, RECORD.value), numbers(1), rows)
-        if not n:
-            return found
-        choose_kernel[(n,)](
-            self.router(Stream(read), torch.float32), self.allowed, found.chosen, shares, found.num_tiles,
-            spec.count, triton.next_power_of_2(spec.count), top_k, triton.next_power_of_2(top_k), spec.normalised,
-            **OVERLAPPING,
-        )  # fmt: skip
-        block = min(1024, max(32, triton.next_power_of_2(places)))
-        group_kernel[(spec.count,)](
-            found.chosen, found.order, found.tiles, found.num_tiles, places, rows, block, **OVERLAPPING
-        )
+        spec, n = self.spec, len(read)
+        found = Routes.room(n, spec.top_k, spec.count, read.device)
+        if n:
+            choose_kernel[(n,)](
+                self.router(Stream(read), torch.float32), self.allowed, found.chosen, found.shares, found.num_tiles,
+                spec.count, triton.next_power_of_2(spec.count), spec.top_k, triton.next_power_of_2(spec.top_k),
+                spec.normalised, **OVERLAPPING,
+            )  # fmt: skip
+            found.group(spec.count)
         return found
 
     def _run(
@@ -129,8 +139,8 @@ class CudaExperts:
             told.append(routes.chosen)
         if not len(out):
             return out, None
-        wide = self._product(self.gate_up, read, routes, read.dtype, self.spec.expert.activation)
-        made = self._product(self.down, wide, routes, torch.float32, None)
+        wide = _product(self.gate_up, read, routes, self.spec.count, read.dtype, self.spec.expert.activation)
+        made = _product(self.down, wide, routes, self.spec.count, torch.float32, None)
         shared = strength = None
         if self.shared is not None and self.strength is not None:
             shared, strength = self.shared(Stream(read)), self.strength(Stream(read), torch.float32)
@@ -143,21 +153,41 @@ class CudaExperts:
         )  # fmt: skip
         return out, normed
 
-    def _product(
-        self, linear: CudaLinear, x: Tensor, routes: Routes, dtype: torch.dtype, activation: str | None
-    ) -> Tensor:
-        """Each place times the matrix of its expert. [N or N * top_k, in] -> [N * top_k, out]."""
-        weight, gated, places = linear.weight, activation is not None, routes.chosen.numel()
-        outputs = weight.outputs // self.spec.count // (2 if gated else 1)
-        cut = fitting(expert_tiles(weight.storage, gated), routes.rows, gated)
-        out = torch.empty(places, outputs, dtype=dtype, device=x.device)
-        experts_kernel[(len(routes.tiles), triton.cdiv(outputs, cut.block_out))](
-            x, weight.codes, weight.scale, weight.minimum, linear.bias, routes.order, routes.tiles, routes.num_tiles,
-            out, places, outputs, weight.inputs, weight.stride, places // len(x), routes.rows, cut.block_out,
-            cut.padded, cut.block_k, weight.storage, ACTIVATIONS[activation],
-            num_warps=cut.warps, num_stages=cut.stages, **OVERLAPPING,
-        )  # fmt: skip
-        return out
+
+def _product(
+    linear: CudaLinear, x: Tensor, routes: Routes, count: int, dtype: torch.dtype, activation: str | None
+) -> Tensor:
+    """Each place times the matrix of its expert, of `count` that lie one below the other. [N or N * top_k, in] ->
+    [N * top_k, out].
+    """
+    weight, gated, places = linear.weight, activation is not None, routes.chosen.numel()
+    outputs = weight.outputs // count // (2 if gated else 1)
+    cut = fitting(expert_tiles(weight.storage, gated), routes.rows, gated)
+    out = torch.empty(places, outputs, dtype=dtype, device=x.device)
+    experts_kernel[(len(routes.tiles), triton.cdiv(outputs, cut.block_out))](
+        x, weight.codes, weight.scale, weight.minimum, linear.bias, routes.order, routes.tiles, routes.num_tiles,
+        out, places, outputs, weight.inputs, weight.stride, places // len(x), routes.rows, cut.block_out,
+        cut.padded, cut.block_k, weight.storage, ACTIVATIONS[activation],
+        num_warps=cut.warps, num_stages=cut.stages, **OVERLAPPING,
+    )  # fmt: skip
+    return out
+
+
+def run_grouped(
+    x: Tensor, chosen: Tensor, shares: Tensor, gate_up: Tensor, down: Tensor, gate: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """The same for choices [N, top_k] of another router and matrices [count, out, in]. [N, in] -> [N, out]."""
+    n, top_k = chosen.shape
+    if not n:
+        return torch.empty_like(x)
+    routes = Routes.room(n, top_k, len(gate_up), x.device)
+    routes.chosen.copy_(chosen)
+    routes.num_tiles.zero_()
+    routes.group(len(gate_up))
+    first, second = (CudaLinear(pack([part.flatten(0, 1)], part.shape[2])) for part in (gate_up, down))
+    wide = _product(first, x.contiguous(), routes, len(gate_up), x.dtype, None)
+    made = _product(second, gate(wide).contiguous(), routes, len(gate_up), torch.float32, None)
+    return (made.view(n, top_k, -1) * shares[..., None]).sum(1).to(x.dtype)
 
 
 def expert_tiles(storage: int, gated: bool) -> Tiles:

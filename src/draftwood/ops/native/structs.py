@@ -120,6 +120,7 @@ SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "dw_attention_scores": (c_int64, [c_void_p, c_int64, c_int64]),
     "dw_mixture_bytes": (c_int64, [c_void_p, c_int64]),
     "dw_products": (None, [c_void_p, c_void_p, c_int64, c_void_p]),
+    "dw_linear": (None, [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p]),
     "dw_pack_floats": (None, [c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64]),
     "dw_residual_mass": (None, [c_void_p, c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 6]),
     "dw_kseq_bar": (None, [c_void_p, c_void_p, c_int64, c_int64, *[c_void_p] * 5]),
