@@ -78,9 +78,9 @@ def llama_cpp(file: Path, peers: Path, threads: int) -> Callable[[Sequence[int],
     with tempfile.TemporaryDirectory() as folder:
         places = Environments(Path(folder), threads)
         try:
-            python = Environments(peers, threads).python("llamacpp")
-            (Path(folder) / "bin").mkdir()
-            (Path(folder) / "bin" / "python").symlink_to(python)
+            Environments(peers, threads).python("llamacpp")
+            for part in ("bin", "lib", "pyvenv.cfg"):  # an environment is known by what lies beside its programs
+                (Path(folder) / part).symlink_to((peers / part).resolve())
             places.models.mkdir()
             (places.models / "file.gguf").symlink_to(file.resolve())
             process = Process(Key("llamacpp", "file", PLAIN), places)
