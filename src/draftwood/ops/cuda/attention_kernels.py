@@ -279,8 +279,7 @@ def scan_linear(
     last, tile_end = tl.max(open_chunk, 0), tl.minimum(tl.max(end, 0) + nodes, table_width * PAGE)
     words = _words_of(ancestors, row, real, num_words, tl.load(tree_base + sequence).to(tl.int32), MASKED)
     tile_begin = tl.min(tl.where(real, begin, 1 << 30), 0) // _BLOCK * _BLOCK
-    first = tl.minimum(tile_begin // _CHUNK, last)
-    pages = table + sequence.to(tl.int64) * table_width
+    first, pages = tl.minimum(tile_begin // _CHUNK, last), table + sequence.to(tl.int64) * table_width
     keys, values, splits = keys + head * num_slots * DIM, values + head * num_slots * DIM, tl.num_programs(2)
     own = first + (tl.program_id(2) + splits - first % splits) % splits  # the first chunk of this program
     if own > last:  # others have all there is, and need the room
@@ -290,19 +289,17 @@ def scan_linear(
     if row_begin >= row_end:
         return
     q = _load_queries(query, line, real, DIM, DIM_PADDED)
-    sink = None
-    if sinks is not None:
-        sink = tl.load(sinks + head * GROUP + member, mask=real, other=0.0).to(tl.float32)
+    sink = None if sinks is None else tl.load(sinks + head * GROUP + member, mask=real, other=0.0).to(tl.float32)
     if SPLIT:
         _take_chunks(
             q, own, first, last, splits, tile_begin, begin, end, tile_end, pages, keys, values, scale, words, real,
             out, states, sums, line, num_states, sink, DIM, DIM_PADDED, PAGE, LINES, MASKED, HAS_TREE, CAP,
         )  # fmt: skip
         if not HAS_TREE:
+            arrived += tl.program_id(0) * KV_HEADS + head
             _join_chunks(
-                arrived + tl.program_id(0) * KV_HEADS + head, splits, out, states, sums, line, real, num_states,
-                first, last, sink, DIM, DIM_PADDED, LINES,
-            )  # fmt: skip
+                arrived, splits, out, states, sums, line, real, num_states, first, last, sink, DIM, DIM_PADDED, LINES
+            )
     elif MASKED:  # no bits are asked for: no chunks
         highest, total, acc = _blocks(
             q, tile_begin, tile_end, begin, end, tile_end, pages, keys, values,
@@ -359,7 +356,5 @@ def finish_rows(
             highest, wide, acc = attend(q, k, v, seen, highest, widened(total, _ROW_LINES), acc, scale, CAP)
             total = tl.max(wide, 1)
     all_highest, all_total, all_acc = combine(all_highest, all_total, all_acc, highest, total, acc)
-    sink = None
-    if sinks is not None:
-        sink = tl.load(sinks + head * GROUP + i, mask=real, other=0.0).to(tl.float32)
+    sink = None if sinks is None else tl.load(sinks + head * GROUP + i, mask=real, other=0.0).to(tl.float32)
     store_rows(out, line, real, all_highest, all_total, all_acc, sink, DIM, DIM_PADDED)
