@@ -328,6 +328,7 @@ def test_targets_that_have_no_parts_are_refused() -> None:
     ("spec", "words"),
     [
         ("window:recent=0", "at least one recent token"),
+        ("hot-experts:experts=-1", "experts counts those of each layer"),
         ("early-exit:window=-1", "window counts tokens"),
         ("layer-skip:skip=ax2", "another kind of value"),
         ("self-int8:bits=4", "no setting 'bits' .it has: window"),

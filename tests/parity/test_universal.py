@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from draftwood.drafters.none import NoDrafter
 from draftwood.drafters.scripted import ScriptedDrafter
 from draftwood.drafting import Drafter
 from draftwood.engine.llm import LLM
+from draftwood.engine.memory import weight_bytes
 from draftwood.errors import CheckpointError, InvalidRequest
 from draftwood.growers import Best, Levels
 from draftwood.model import universal_rows
@@ -178,9 +180,8 @@ def test_nothing_waits_for_a_device(
     runner.cache.tables.open(0, ())
     runner.cache.tables.reserve(0, len(text) + 8)
     plans = []
-    monkeypatch.setattr(
-        universal_rows, "plan_attention", lambda *a: plans.append(a[2]) or TreeAttention.plan(*a, exact=False)
-    )
+    planned = SimpleNamespace(plan=lambda *a: plans.append(a[2]) or TreeAttention.plan(*a, exact=False))
+    monkeypatch.setattr(universal_rows, "DenseAttention", planned)
     want = tree_logits(runner, [Span(0, text, 0, len(text))], tree)
     assert not plans
     batches, forward = [], runner.forward
@@ -467,4 +468,5 @@ def test_models_says_what_runs_it(made: Made) -> None:
     assert "the same, in float32" in text
     config = open_checkpoint(made("deepseek_v3")[1]).config
     assert isinstance(config, UniversalConfig)
+    assert weight_bytes(config, "stored", torch.float32) == 4 * config.parameters
     assert config.parameters == sum(weight.numel() for weight in made("deepseek_v3")[0].state_dict().values())

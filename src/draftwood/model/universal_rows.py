@@ -30,7 +30,7 @@ from draftwood.errors import CheckpointError
 from draftwood.links import may_look
 from draftwood.model.reading import SIZES
 from draftwood.ops import Attention, plan_attention
-from draftwood.ops.reference import visible_keys
+from draftwood.ops.reference import DenseAttention, visible_keys
 
 Law = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -116,7 +116,8 @@ class Step:
             planes, one = self.pages.store.flatten(0, 2), self.layout.shapes[0]
             count = len(self.layout.shapes)
             store = planes[: 2 * count * one.kv_heads].view(count, 2, one.kv_heads, *planes.shape[1:])
-            self.plans[shape] = plan_attention(self.batch, Pages(store, self.pages.page_size), shape)
+            plan = DenseAttention.plan if store.device.type == "cpu" else plan_attention  # a CPU's own looks at sizes
+            self.plans[shape] = plan(self.batch, Pages(store, self.pages.page_size), shape)
         return self.plans[shape]
 
     @cached_property

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from draftwood.batch import AttentionShape, ForwardBatch, Pages
-from draftwood.links import may_look
 from draftwood.ops.cpu import SegmentedAttention
 from draftwood.ops.reference import DenseAttention
 
@@ -23,7 +22,7 @@ class Attention(Protocol):
 
 def plan_attention(batch: ForwardBatch, cache: Pages, shape: AttentionShape) -> Attention:
     """The fastest attention there is for the batch's device."""
-    if batch.tokens.device.type == "cpu" and may_look(batch.tokens):
+    if batch.tokens.device.type == "cpu":
         return SegmentedAttention.plan(batch, cache, shape)
     if batch.tokens.device.type == "cuda" and cache.dtype != torch.float64:
         from draftwood.ops.cuda.attention import TreeAttention  # Triton is there where CUDA is
