@@ -102,7 +102,7 @@ def window_of(law: MaskLaw | Tensor | None, longest: int) -> tuple[bool, int | N
     return bool(same.all()), None if width == longest else width
 
 
-def _attend_one(step: Step, call: int, i: int, query: Tensor, law: MaskLaw | None, scale: float, *_: None) -> Tensor:
+def _attend_one(step: Step, call: int, i: int, query: Tensor, law: MaskLaw | None, scale: float, *_: Any) -> Tensor:
     """The rows of one sequence, by torch's kernel. [H, n, Dv]."""
     low, high = step.offsets[i], step.offsets[i + 1]
     keys, values = step.read(call, step.runs[i])

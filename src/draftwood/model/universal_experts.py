@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 from torch import Tensor, nn
 from transformers.integrations.moe import ExpertsInterface, batched_mm_experts_forward
@@ -12,7 +13,7 @@ from draftwood.links import may_look
 EXPERTS = "draftwood_experts"  # as experts implementation
 
 
-def _run_experts(module: nn.Module, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+def _run_experts(module: Any, hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
     """Expert by expert as the module itself does where the host may look; on a GPU by our grouped products."""
     if may_look(hidden):
         return inspect.unwrap(type(module).forward)(module, hidden, chosen, shares)

@@ -52,6 +52,7 @@ def _products(modules: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
             owners[id(weight)] = owners.get(id(weight), 0) + 1
     for parent in list(modules.modules()):
         for name, child in parent.named_children():
-            fits = type(child) is nn.Linear and child.in_features % GROUP == 0
-            if fits and owners[id(child.weight)] == 1 and not (child._forward_hooks or child._forward_pre_hooks):
+            if not isinstance(child, nn.Linear) or type(child) is not nn.Linear or child.in_features % GROUP:
+                continue  # subclasses compute something else
+            if owners[id(child.weight)] == 1 and not (child._forward_hooks or child._forward_pre_hooks):
                 yield parent, name, child
