@@ -99,6 +99,8 @@ def prompts_of(data: Path | None, tokenizer: Tokenizer, count: int) -> list[list
     if data is not None:
         lines = [line for line in data.read_text().splitlines() if line.strip()]
         texts = [json.loads(line)["turns"][0] for line in lines[:: max(1, len(lines) // count)][:count]]
+    if not tokenizer.has_chat_template:
+        return [tokenizer.encode(text) for text in texts]
     chats = [[{"role": "user", "content": text}] for text in texts]
     return [tokenizer.encode(tokenizer.render_chat(chat), special=False) for chat in chats]
 

@@ -14,6 +14,7 @@ from coverage import Coverage
 from draftwood.engine.worker import ComputeThread
 from draftwood.faults import DrafterHealth
 from draftwood.model.isa import avoid_broken_amx
+from draftwood.ops import kseq
 from draftwood.ops.native import kernels, library
 
 # Of children: tests run side by side, and threads that spin would fight over the cores.
@@ -136,3 +137,10 @@ def thorough(request: pytest.FixtureRequest) -> bool:
 def _one_thread() -> None:
     """Tiny models gain nothing from a second core, and spinning threads of two tests' engines would fight over it."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture
+def quick_bars(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever the search for K-SEQ's bar ends, the bar is lossless; thousands of rounds need not go to its end."""
+    monkeypatch.setattr(kseq, "ROUNDS", 2)
+    monkeypatch.setattr(kseq, "HALVINGS", 5)

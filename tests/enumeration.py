@@ -35,7 +35,7 @@ from draftwood.protocols import BatchView, Randomness, Verifier
 from draftwood.tree import DraftLaw, Draw, TokenTree
 from draftwood.verifiers import NodeLaw, Odds
 from no_sync import looking, no_looking
-from trees import pack
+from trees import gained, pack
 
 Row = tuple[float, ...]
 Prefix = tuple[int, ...]
@@ -289,7 +289,7 @@ def target_rows(tree: TokenTree, p: Rows) -> Tensor:
 
 
 def emitted(tree: TokenTree, verdict) -> Prefix:
-    return tuple(verdict.to_host(tree).tokens[0])
+    return tuple(gained(tree, verdict)[0])
 
 
 @dataclass

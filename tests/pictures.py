@@ -45,6 +45,19 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "text_config": {**_TEXT, "rope_parameters": _ROPE}, "vision_config": _QWEN_EYE, **_TOKENS,
         "tie_word_embeddings": False,
     },
+    "gemma3": {
+        "text_config": {
+            **_TEXT, "model_type": "gemma3_text", "head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "tie_word_embeddings": False,
+        },
+        "vision_config": {
+            "model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+            "num_attention_heads": 2, "image_size": 16, "patch_size": 4,
+        },
+        "mm_tokens_per_image": 4, "boi_token_index": 10, "eoi_token_index": 9, "image_token_index": IMAGE,
+        "tie_word_embeddings": False,
+    },
     "qwen2_5_vl": {
         "text_config": {**_TEXT, "rope_parameters": _ROPE}, "vision_config": _QWEN_EYE, **_TOKENS,
         "tie_word_embeddings": False,
@@ -60,6 +73,7 @@ _PROCESSORS: dict[str, dict[str, Any]] = {
         "size": {"shortest_edge": 64, "longest_edge": 1024},
     },
 }  # fmt: skip
+_PROCESSORS["gemma3"] = {"image_processor_type": "Gemma3ImageProcessor", "size": {"height": 16, "width": 16}}
 _PROCESSORS["qwen2_5_vl"] = _PROCESSORS["qwen2_vl"]
 SIZES = [(16, 16), (24, 16), (16, 32)]  # widths and heights of the images
 
@@ -76,7 +90,7 @@ def image(i: int, kind: str = "PNG") -> bytes:
 
 def model_of(name: str, folder: Path, vocabulary: int = VOCABULARY, token: int = IMAGE) -> Any:
     """A model with sharp random weights in float64, saved to a folder with its image processor."""
-    stated = {**CONFIGS[name], "image_token_id": token}
+    stated = {**CONFIGS[name], **_image_tokens(name, token)}
     stated["text_config"] = {**stated["text_config"], "vocab_size": vocabulary, "eos_token_id": None}
     config = AutoConfig.for_model(name, **stated)
     torch.manual_seed(1)
@@ -94,11 +108,20 @@ def model_of(name: str, folder: Path, vocabulary: int = VOCABULARY, token: int =
     return model
 
 
+def _image_tokens(name: str, token: int) -> dict[str, int]:
+    """Entries of a configuration, where `token` stands for a piece and what frames an image comes before it."""
+    if "boi_token_index" not in CONFIGS[name]:
+        return {"image_token_id": token}
+    return {"image_token_index": token, "eoi_token_index": token - 1, "boi_token_index": token - 2}
+
+
 def seeing_folder(path: Path, name: str) -> Path:
     """A folder that reads and writes bytes and sees images where its chat template puts them."""
-    vocabulary = save_tokenizer(path, special=("<|end|>", "<image>"))
+    vocabulary = save_tokenizer(path, special=("<|end|>", "<begin>", "<finish>", "<image>"))
     model_of(name, path, vocabulary, vocabulary - 1)
-    content = "{% for p in m.content %}{% if p.type == 'image' %}<image>{% else %}{{ p.text }}{% endif %}{% endfor %}"
+    mark = "<begin>" if "boi_token_index" in CONFIGS[name] else "<image>"
+    content = "{% for p in m.content %}{% if p.type == 'image' %}" + mark
+    content += "{% else %}{{ p.text }}{% endif %}{% endfor %}"
     either = "{% if m.content is string %}{{ m.content }}{% else %}" + content + "{% endif %}"
     template = "{% for m in messages %}{{ m.role }}: " + either + "\n{% endfor %}assistant:"
     (path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template, "eos_token": "<|end|>"}))

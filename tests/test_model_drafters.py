@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 import captured
 from captured import GPU, CapturedHarness
-from draftwood.cache.batch_state import BatchState, RowSettings, StepInputs, input_numbers
+from draftwood.cache.batch_state import BatchState, StepInputs, input_numbers
+from draftwood.cache.row_settings import RowSettings
 from draftwood.drafters.kangaroo import ShallowDrafter
 from draftwood.drafters.model import ModelDrafter
 from draftwood.drafters.none import NoDrafter

@@ -40,8 +40,15 @@ def told(answers: list[Answer]) -> list[tuple[list[int], int, int, int]]:
 
 
 @pytest.mark.skipif(GPU, reason="graphs are captured there: that shows it")
-@pytest.mark.parametrize("name", list(GROWERS))
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (kind, name)
+        for i, kind in enumerate(KINDS)
+        for j, name in enumerate(GROWERS)
+        if (i + j) % 3 == 0 or kind == "eagle3" or name == "best-first"  # the one whose forwards mix depths
+    ],
+)
 def test_where_values_may_not_be_looked_at_nothing_does(kind: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what is drafted is the same, captured or not."""
     monkeypatch.setattr(features, "plan_attention", DenseAttention.plan)  # kernels for a CPU look

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from draftwood.cache.batch_state import BatchState, RowSettings, StepInputs, edits_on_device, input_numbers
+from draftwood.cache.batch_state import BatchState, StepInputs, input_numbers
+from draftwood.cache.row_settings import RowSettings, edits_on_device
 from draftwood.protocols import BatchView, HostView, LogitEdits, NodeMasks, StepMode
 from draftwood.request import SamplingParams
 from draftwood.sampling import (

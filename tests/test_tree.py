@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from draftwood.drafting import Proposal
 from draftwood.shape import TreeShape
 from draftwood.tree import Draw, TokenTree, Verdict
+from draftwood.verifiers.block import distinct
 from no_sync import no_looking
+from trees import gained, pruned, tree_of
 from trees import padded as with_absent
-from trees import tree_of
 
 #   tree 0:  t ── a ── c         tree 1:  u        tree 2:  w ── x ── y ── z
 #            └── b  └── d
@@ -136,28 +137,12 @@ def test_laws_of_nodes() -> None:
     assert tree.law_rows(nodes, torch.zeros(2, 3)).tolist() == [pytest.approx([0.2, 0.3, 0.5]), [0, 1, 0]]
 
 
-def test_select_renumbers_and_keeps_roots(tree: TokenTree) -> None:
-    kept = tree.select(torch.tensor([0, 1, 0, 0, 1, 0, 0, 1, 0, 0], dtype=torch.bool), judged=False)
+def test_a_part_is_renumbered(tree: TokenTree) -> None:
+    kept = pruned(tree, torch.tensor([0, 1, 0, 0, 1, 0, 0, 1, 0, 0], dtype=torch.bool))
     kept.validate()
     assert kept.tokens.tolist() == [9, 1, 4, 8, 7, 5]
     assert kept.parents.tolist() == [-1, 0, 1, -1, -1, 4]
     assert kept.offsets.tolist() == [0, 3, 4, 6]
-
-
-def test_select_after_looking_forgets_every_draw() -> None:
-    everything = torch.ones(3, dtype=torch.bool)
-    assert drawn_tree().select(everything, judged=False).q is not None
-    forgotten = drawn_tree().select(everything, judged=True)
-    forgotten.validate()
-    assert forgotten.q is None
-    assert forgotten.draw.tolist() == [0, 0, 0]
-
-
-def test_select_refuses_orphans(tree: TokenTree) -> None:
-    keep = torch.zeros(10, dtype=torch.bool)
-    keep[4] = True
-    with pytest.raises(ValueError, match="parent it drops"):
-        tree.select(keep, judged=True)
 
 
 @pytest.mark.parametrize(
@@ -188,18 +173,6 @@ def test_validate_notices_a_parent_in_another_tree() -> None:
         replace(tree, shape=replace(tree.shape, parents=torch.tensor([-1, 0, -1, 0]))).validate()
 
 
-def test_a_verdict_on_the_host(tree: TokenTree) -> None:
-    verdict = Verdict(
-        path=torch.tensor([[0, 1, 4, -1], [5, -1, -1, -1], [6, 7, -1, -1]]),
-        length=torch.tensor([2, 0, 1]),
-        bonus=torch.tensor([11, 12, 13]),
-    )
-    host = verdict.to_host(tree)
-    assert host.tokens == [[1, 4, 11], [12], [5, 13]]
-    assert host.accepted == [2, 0, 1]
-    assert host.drafted == [4, 0, 3]
-
-
 # --- draws that came twice
 
 Q = torch.tensor([[0.5, 0.2, 0.3], [0.1, 0.6, 0.3], [0.25, 0.25, 0.5]], dtype=torch.float64)
@@ -225,7 +198,7 @@ def test_a_draw_that_repeats_a_node_is_tried_again() -> None:
 
 def test_what_is_left_of_repeated_draws_are_draws_without_replacement() -> None:
     for drawn in ([A, B, A], [A, A, B], [A, B, B]):
-        tree = of_draws(drawn).distinct()
+        tree = distinct(of_draws(drawn))
         tree.validate()
         assert not tree.shape.repeats
         assert without_padding(tree.tries[0]) == [1, 2]
@@ -233,7 +206,7 @@ def test_what_is_left_of_repeated_draws_are_draws_without_replacement() -> None:
         rows = tree.law_rows(torch.tensor([1, 2]), torch.zeros(2, 3, dtype=torch.float64))
         assert rows[0].tolist() == pytest.approx([0.5, 0.2, 0.3])
         assert rows[1].tolist() == pytest.approx([0, 0.4, 0.6]), "the first token cannot come again"
-    assert without_padding(of_draws([A, A, A]).distinct().tries[0]) == [1]
+    assert without_padding(distinct(of_draws([A, A, A])).tries[0]) == [1]
 
 
 def test_twins_that_were_not_merged_stay_independent() -> None:
@@ -241,19 +214,19 @@ def test_twins_that_were_not_merged_stay_independent() -> None:
     tokens, parents, rows = [9, A, A, 8, B, C], [-1, 0, 0, -1, 3, 3], [-1, 0, 0, -1, 1, 1]
     tree = tree_of(tokens, parents, [0, 3, 6], q_row=rows, q=Q, drawn=[0, 1, 2, 3, 4, 5, 4])
     tree.validate()
-    distinct = tree.distinct()
-    distinct.validate()
+    unrepeated = distinct(tree)
+    unrepeated.validate()
     without, independent = Draw.WITHOUT_REPLACEMENT, Draw.IID
-    assert distinct.draw.tolist() == [Draw.POINT, independent, independent, Draw.POINT, without, without]
-    rows = distinct.law_rows(torch.tensor([1, 2, 4, 5]), torch.zeros(4, 3, dtype=torch.float64))
+    assert unrepeated.draw.tolist() == [Draw.POINT, independent, independent, Draw.POINT, without, without]
+    rows = unrepeated.law_rows(torch.tensor([1, 2, 4, 5]), torch.zeros(4, 3, dtype=torch.float64))
     assert rows[:3].tolist() == [Q[0].tolist(), Q[0].tolist(), Q[1].tolist()]
     assert rows[3].tolist() == pytest.approx([0.25, 0, 0.75])
 
 
 def test_without_repeats_there_is_nothing_to_do(tree: TokenTree) -> None:
-    assert tree.distinct() is tree
+    assert distinct(tree) is tree
     unrepeated = drawn_tree()
-    assert unrepeated.distinct() is unrepeated
+    assert distinct(unrepeated) is unrepeated
 
 
 def test_what_distinct_says_is_how_repeated_draws_fall() -> None:
@@ -262,7 +235,7 @@ def test_what_distinct_says_is_how_repeated_draws_fall() -> None:
     stated: dict[tuple[int, ...], list[float]] = {}
     for drawn in itertools.product((A, B, C), repeat=3):
         chance = Q[0, drawn[0]] * Q[0, drawn[1]] * Q[0, drawn[2]]
-        tree = of_draws(list(drawn)).distinct()
+        tree = distinct(of_draws(list(drawn)))
         tokens = tree.tokens[1:].tolist()
         for place, token in enumerate(tokens):
             before = tuple(tokens[:place])
@@ -345,7 +318,7 @@ def test_every_draw_is_tried_in_the_order_drawn(trees: list[Grown]) -> None:
 @given(BATCHES)
 @settings(max_examples=60, deadline=None)
 def test_distinct_draws_one_by_one(trees: list[Grown]) -> None:
-    batch = packed(trees).distinct()
+    batch = distinct(packed(trees))
     batch.validate()
     for b, tree in enumerate(trees):
         start = int(batch.offsets[b])
@@ -390,7 +363,7 @@ def test_kept_nodes_keep_their_draws(trees: list[Grown], data: st.DataObject) ->
     keep = [True] * batch.num_nodes
     for node, parent in enumerate(batch.parents.tolist()):
         keep[node] = parent < 0 or (keep[parent] and data.draw(st.booleans()))
-    kept = batch.select(torch.tensor(keep), judged=False)
+    kept = pruned(batch, torch.tensor(keep))
     kept.validate()
     old = [node for node, stays in enumerate(keep) if stays]  # new number -> old number
     assert kept.tokens.tolist() == batch.tokens[old].tolist()
@@ -399,7 +372,7 @@ def test_kept_nodes_keep_their_draws(trees: list[Grown], data: st.DataObject) ->
         assert [old[c] for c in without_padding(kept.tries[new])] == [
             c for c in without_padding(batch.tries[node]) if keep[c]
         ]
-    forgotten = batch.select(torch.tensor(keep), judged=True)
+    forgotten = kept.forget_draws()
     assert not forgotten.shape.repeats
     forgotten.validate()
 
@@ -425,9 +398,9 @@ def test_absent_nodes_change_nothing(trees: list[Grown], more: int, seed: int) -
     assert_alike(again, batch)
     if nodes is not None:
         assert nodes.whole.tolist() == place.tolist()
-    unrepeated = whole.distinct()
+    unrepeated = distinct(whole)
     unrepeated.validate()
-    plain = batch.distinct()
+    plain = distinct(batch)
     at = torch.arange(batch.num_nodes)
     like = torch.zeros(len(at), 3, dtype=torch.float64)
     assert torch.allclose(unrepeated.law_rows(place, like), plain.law_rows(at, like), atol=1e-15)
@@ -453,7 +426,7 @@ def test_dropped_nodes_become_absent_with_all_behind_them(trees: list[Grown], da
     less.validate()
     assert (less.tokens < 0).tolist() == gone
     assert less.num_drafted == batch.num_drafted
-    assert_alike(less.packed()[0], batch.select(~torch.tensor(gone), judged=False))
+    assert_alike(less.packed()[0], pruned(batch, ~torch.tensor(gone)))
     assert less.shape.levels[0].tolist() == batch.offsets[:-1].tolist()
 
 
@@ -464,13 +437,11 @@ def test_a_verdict_on_trees_with_absent_nodes(tree: TokenTree) -> None:
         length=torch.tensor([2, 0, 0]),
         bonus=torch.tensor([11, 12, 13]),
     )
-    host = verdict.to_host(whole)
-    assert host.tokens[0] == [1, 4, 11]
-    assert host.drafted == [4, 0, 3]
+    assert gained(whole, verdict)[0] == [1, 4, 11]
     part, nodes = whole.take(torch.tensor([0, 2]))
     assert part.num_nodes == 14
-    inside = nodes.in_part(replace(verdict, path=verdict.path[:1]))
-    assert nodes.in_whole(inside).path.tolist() == verdict.path[:1].tolist()
+    root = Verdict(torch.tensor([[7, -1]]), torch.tensor([0]), torch.tensor([11]))
+    assert nodes.in_whole(root).path.tolist() == [[14, -1]]
 
 
 def test_shapes_side_by_side(tree: TokenTree) -> None:

@@ -13,8 +13,7 @@ from draftwood.drafters.lookup import LookupDrafter
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.none import NoDrafter
 from draftwood.drafting import Drafter
-from draftwood.engine.captured import CapturedStep
-from draftwood.engine.graph_runner import READINGS
+from draftwood.engine.captured import READINGS, CapturedStep
 from draftwood.growers import Beam
 from draftwood.request import SamplingParams
 from tiny import Ask, generated, tiny_config

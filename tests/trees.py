@@ -9,7 +9,7 @@ from torch import Tensor
 
 from draftwood.joining import join
 from draftwood.shape import TreeShape
-from draftwood.tree import Draw, TokenTree
+from draftwood.tree import Draw, TokenTree, Verdict
 
 
 def tree_of(
@@ -73,3 +73,14 @@ def pack(trees: Sequence[TokenTree]) -> TokenTree:
     """Several batches as one, in this order."""
     every = torch.arange(sum(tree.num_trees for tree in trees))
     return join(trees, every.split([tree.num_trees for tree in trees]))[0]
+
+
+def pruned(tree: TokenTree, keep: Tensor) -> TokenTree:
+    """Its roots and the nodes in `keep` [M]."""
+    return tree.part(keep | (tree.parents < 0))[0]
+
+
+def gained(tree: TokenTree, verdict: Verdict) -> list[list[int]]:
+    """The tokens of each sequence: accepted ones, then the bonus."""
+    paths = zip(verdict.path.tolist(), verdict.length.tolist(), verdict.bonus.tolist(), strict=True)
+    return [[*tree.tokens[path[1 : 1 + length]].tolist(), bonus] for path, length, bonus in paths]

@@ -46,6 +46,11 @@ class Images:
     turns: Tensor | None  # [3, prompt] int64 time, height and width that rotation goes by; None: by positions
     shift: int  # what is to be added to the positions of tokens behind the prompt for that
     key: str  # a name for what is seen; the same for the same images only
+    blocks: tuple[tuple[int, int], ...] = ()  # [start, end) of rows that see each other, whichever comes first
+
+    def whole(self, end: int) -> int:
+        """Where a piece of the prompt that would end at `end` has to end: not within rows that see each other."""
+        return next((stop for start, stop in self.blocks if start < end < stop), end)
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,6 @@ class ForwardBatch:
     num_keys: Tensor  # [S] int64 keys in use once this batch is written, tree included
     block_table: Tensor  # [S, P] int64 pages, -1 padded
     logit_rows: Tensor  # [K] int64 rows whose logits are wanted
-    text_rows: Tensor | None = None  # [T] int64 rows of committed tokens; None: all
     max_rows: int | None = None  # the most rows a sequence has; None: as many as there are
     linear: bool = False  # no row is a tree node: `ancestors` is empty everywhere
     max_nodes: int | None = None  # keys staged behind a sequence's text; None: as many as `ancestors` has bits

@@ -209,16 +209,6 @@ class SamplingParams:
         return not self.greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
     @property
-    def edits_logits(self) -> bool:
-        """Whether something comes between the model's logits and the temperature."""
-        return bool(self.logit_bias or self.bad_words or self.grammar) or self.penalises
-
-    @property
-    def steers_guesses(self) -> bool:
-        """Whether it wants other drafts than the engine's default."""
-        return bool(self.drafter or self.prediction) or self.max_nodes is not None or self.max_depth is not None
-
-    @property
     def penalises(self) -> bool:
         """Whether a token's logit depends on the tokens before it."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0

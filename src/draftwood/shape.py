@@ -253,10 +253,6 @@ class NodeMap:
         """A verdict about the part in the whole's numbers."""
         return replace(verdict, path=follow(self.whole, verdict.path))
 
-    def in_part(self, verdict: Verdict) -> Verdict:
-        """A verdict about the whole in the part's numbers; -1 where it is about other nodes."""
-        return replace(verdict, path=follow(self.part, verdict.path))
-
 
 def follow(links: Tensor, at: Tensor) -> Tensor:
     """Where `links` lead from the nodes `at`; from no node (-1) to none."""

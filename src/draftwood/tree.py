@@ -143,39 +143,10 @@ class TokenTree:
         return self.num_nodes - self.num_trees
 
     @property
-    def _first_tries(self) -> Tensor:
+    def first_tries(self) -> Tensor:
         """`tries`, with -1 where a node comes again. [M, C]."""
         again = (self.tries[:, :, None] == self.tries[:, None, :]).tril(-1).any(-1)
         return self.tries.masked_fill(again, -1)
-
-    @property
-    def _merged_siblings(self) -> Tensor:
-        """Independently drawn nodes no sibling of which holds their token: repeats were merged. [M] bool."""
-        tokens = torch.where(self.tries >= 0, self.tokens[self.tries.clamp(min=0)], -1)
-        twins = (tokens[:, :, None] == tokens[:, None, :]) & (self.tries[:, :, None] != self.tries[:, None, :])
-        apart = (twins & (self.tries >= 0)[:, :, None]).any(-1).any(-1)  # [M] has children with the same token
-        siblings = (self.draw == Draw.IID) & ~apart[self.parents.clamp(min=0)]
-        return siblings if self.shape.merged is None else siblings & self.shape.merged[self.owner]
-
-    def distinct(self) -> TokenTree:
-        """Every node tried once: what is left of repeated independent draws are draws without replacement.
-
-        Whether another different token comes at all depends only on the draws before it, so this is admissible.
-        """
-        if not self.shape.repeats or self.q is None:
-            return self
-        rows = torch.where(self.q_row[:, None] >= 0, self.q[self.q_row.clamp(min=0)], 0)  # [M, V] a law of its own each
-        merged, first = self._merged_siblings, self._first_tries
-        for place, child in enumerate(self.tries.unbind(1)):
-            token = torch.where(child >= 0, self.tokens[child.clamp(min=0)], 0)
-            for later in first[:, place + 1 :].unbind(1):
-                at = (later.clamp(min=0), token)  # no node twice, but for the first root, whose row is empty
-                rows[at] = torch.where((later >= 0) & merged[at[0]], 0, rows[at])
-        rows = rows / rows.sum(-1, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny)
-        draw = torch.where(merged, int(Draw.WITHOUT_REPLACEMENT), self.draw)
-        own = torch.arange(self.num_nodes, device=self.tokens.device)
-        shape = replace(self.shape.linked(packed_left(first), self.parents), repeats=False)
-        return TokenTree(self.tokens, shape, draw, torch.where(self.q_row >= 0, own, -1), rows)
 
     def drawn_probability(self, nodes: Tensor, dtype: torch.dtype) -> Tensor:
         """q(x) of each node's own token, one for a point mass. [k] -> [k]."""
@@ -214,19 +185,6 @@ class TokenTree:
         wanted[trees] = True
         return self.part(wanted[self.owner], trees)
 
-    def select(self, keep: Tensor, *, judged: bool) -> TokenTree:
-        """The tree of the nodes in `keep` [M]; roots always stay, and no node may outlive its parent.
-
-        `judged`: the choice looked at drawn tokens. Then no sampled node is a fair draw any more, kept ones
-        included, and all of them become point masses; that is exact again (see docs/adr/0002).
-        """
-        keep = keep | (self.parents < 0)
-        orphaned = keep & (self.parents >= 0) & ~keep[self.parents]
-        if bool(orphaned.any()):
-            raise ValueError("select() would keep a node whose parent it drops")
-        kept = self.part(keep)[0]
-        return kept.forget_draws() if judged else kept
-
     def without(self, absent: Tensor) -> TokenTree:
         """The same batch with the nodes in `absent` [M] absent, and all behind them; without looking at values.
 
@@ -249,12 +207,8 @@ class TokenTree:
         """The same tokens as point masses."""
         shape = self.shape
         if shape.repeats:
-            shape = replace(shape.linked(packed_left(self._first_tries), shape.parents), repeats=False)
+            shape = replace(shape.linked(packed_left(self.first_tries), shape.parents), repeats=False)
         return TokenTree.chosen(self.tokens, shape)
-
-    def refilled(self, tokens: Tensor, q: Tensor | None = None) -> TokenTree:
-        """The same trees with other tokens and laws."""
-        return replace(self, tokens=tokens, q=q)
 
     def validate(self) -> None:
         """Raise ValueError unless the packed arrays describe B well-formed trees."""
@@ -293,19 +247,10 @@ class Verdict:
         """Nothing was guessed, so nothing is accepted."""
         return cls(tree.offsets[:-1, None], torch.zeros_like(bonus), bonus)
 
-    def to_host(self, tree: TokenTree) -> HostVerdict:
-        """The tokens each sequence gains, as lists; waits for them."""
-        safe = self.path[:, 1:].clamp(min=0)
-        there = ((tree.tokens >= 0) & (tree.parents >= 0)).long()
-        drafted = torch.zeros_like(self.length).index_add_(0, tree.owner, there)
-        packed = torch.cat([self.length[:, None], self.bonus[:, None], drafted[:, None], tree.tokens[safe]], 1).tolist()
-        return HostVerdict(
-            tokens=[[*row[3 : 3 + row[0]], row[1]] for row in packed],
-            accepted=[row[0] for row in packed],
-            drafted=[row[2] for row in packed],
-            drift=[0.0] * len(packed) if self.drift is None else self.drift.tolist(),
-            usable=[True] * len(packed),
-        )
+    @property
+    def ends(self) -> Tensor:
+        """The last accepted node of each tree. [B]."""
+        return self.path.gather(1, self.length[:, None])[:, 0]
 
 
 @dataclass(frozen=True)

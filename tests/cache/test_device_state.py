@@ -5,16 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from draftwood.cache.batch_state import (
-    BIASES,
-    STOPS,
-    BatchState,
-    RowSettings,
-    StepInputs,
-    edits_on_device,
-    input_numbers,
-)
+from draftwood.cache.batch_state import BatchState, StepInputs, input_numbers
 from draftwood.cache.kv import KVCache, stage_trees
+from draftwood.cache.row_settings import BIASES, STOPS, RowSettings, edits_on_device
 from draftwood.protocols import BatchView, StepMode
 from draftwood.request import SamplingParams
 from draftwood.tree import TokenTree, Verdict

@@ -11,7 +11,7 @@ import torch
 
 from captured import DEVICE, GPU, CapturedHarness, runner
 from draftwood.assembly import offer
-from draftwood.cache.batch_state import BIASES, STOPS
+from draftwood.cache.row_settings import BIASES, STOPS
 from draftwood.drafters.cascade import CascadeDrafter
 from draftwood.drafters.combined import CombinedDrafter
 from draftwood.drafters.intersection import Bridge, IntersectionDrafter

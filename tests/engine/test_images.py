@@ -74,6 +74,37 @@ def test_what_is_no_image_is_refused(llm: LLM, parts: list[dict[str, Any]], word
     assert llm.chat(asked(words("still here")), PARAMS).stats.num_tokens == 8
 
 
+def test_an_image_is_framed_as_the_model_knows_it(tmp_path: Path) -> None:
+    """Gemma 3: templates write what begins an image; pieces, end and blank lines around it come of themselves."""
+    with LLM(seeing_folder(tmp_path, "gemma3"), drafter="ngram:shortest=1", config=SMALL) as llm:
+        asking = asked(words("see "), data_url(image(0)), words(" well?"))
+        answer = llm.chat(asking, PARAMS)
+        assert answer.prompt == "user: see \n\n<begin><image><finish>\n\n well?assistant:"
+        plain = llm.chat(asked(words("see "), words(" well?")), PARAMS)
+        assert answer.stats.prompt_tokens == plain.stats.prompt_tokens + len("\n\n" * 2) + 2 + 4
+        with serving(llm) as running:
+            parts = [
+                {"type": "input_text", "text": "see "},
+                {"type": "input_image", "image_url": data_url(image(0))["image_url"]["url"]},
+                {"type": "input_text", "text": " well?"},
+            ]
+            settings = {"max_output_tokens": 8, "temperature": 0.8, "seed": 3}
+            body = {"model": "tiny", "input": [{"role": "user", "content": parts}], **settings}
+            said = running.post("/v1/responses", body).json()
+            assert said["output"][0]["content"][0]["text"] == answer.text
+            parts[1] = {"type": "input_image", "file_id": "file-1"}
+            assert "data URL" in running.post("/v1/responses", body).text
+
+
+def test_text_runs_where_images_cannot_be_read(tmp_path: Path) -> None:
+    folder = seeing_folder(tmp_path, "gemma3")
+    (folder / "preprocessor_config.json").unlink()
+    with LLM(folder, config=SMALL) as llm:
+        assert llm.chat(asked(words("hello")), PARAMS).stats.num_tokens == 8
+        with pytest.raises(InvalidRequest, match=r"preprocessor_config\.json"):
+            llm.chat(asked(data_url(image(0)), words("?")), PARAMS)
+
+
 def test_a_model_without_eyes_says_so(tmp_path: Path) -> None:
     with LLM(tiny_folder(tmp_path), config=SMALL) as llm:
         with pytest.raises(InvalidRequest, match="sees no images"):

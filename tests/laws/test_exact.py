@@ -56,7 +56,7 @@ from enumeration import (
     view_of,
 )
 from no_sync import no_looking
-from trees import tree_of
+from trees import pruned, tree_of
 
 SEEDS = 30
 
@@ -216,6 +216,7 @@ def test_the_optimal_law_where_tokens_are_rarer_than_a_solver_cares_for(
     Case(Levels(widths, Independent()), vocabulary).assert_lossless("optimal", [(p, q)])
 
 
+@pytest.mark.usefixtures("quick_bars")
 @pytest.mark.parametrize(("tree", "law"), [(tree, law) for tree, law in PAIRS if tree in SMALL and law != "optimal"])
 def test_every_draw_of_a_round_one_by_one(tree: str, law: str) -> None:
     """The shipped `verify` and its keys, two pairs of rows; for laws told by their odds also that both ways agree."""
@@ -228,6 +229,7 @@ def test_every_draw_of_a_round_one_by_one(tree: str, law: str) -> None:
             assert law_distance(h, node_law(shipped, case.drafts(q), p)) <= 1e-14
 
 
+@pytest.mark.usefixtures("quick_bars")
 @pytest.mark.parametrize(
     ("tree", "law"),
     [(tree, law) for tree, law in PAIRS if law == "match" and tree in SMALL]
@@ -345,7 +347,8 @@ def test_an_edit_that_looked_at_drawn_tokens_is_exact_once_it_forgets_the_draws(
         def run(rng: Enumerator, judged: bool = judged) -> tuple[int, ...]:
             tree = grower.grow(TableModel(q), view_of(), 2, rng).tree.packed()[0]
             likely = torch.tensor([1.0, *(q(())[t] for t in tree.tokens[1:].tolist())]) > 0.3
-            tree = tree.select(likely, judged=judged)
+            tree = pruned(tree, likely)
+            tree = tree.forget_draws() if judged else tree
             return emitted(tree, LAWS["walk"]().verify(tree, target_rows(tree, p), view_of(), rng))
 
         errors[judged] = law_error(law_of(run), p, 3)

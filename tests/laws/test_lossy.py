@@ -580,7 +580,7 @@ def test_drift_of_a_verdict(law: str) -> None:
     if LAWS[law]().refuses(DraftLaw(frozenset({Draw.IID}), chain=True, paths=True)) is not None:
         grown = TokenTree.of_points([([0, 1, 2], [-1, 0, 1])])
     verdict = LAWS[law]().verify(grown, p, view_of(), KeyedRng())
-    (drift,) = verdict.to_host(grown).drift
+    (drift,) = [0.0] if verdict.drift is None else verdict.drift.tolist()
     if law == "mixture":
         assert 0 < drift < 3
     elif law in LOSSY:

@@ -53,6 +53,7 @@ from enumeration import (
     target_rows,
     view_of,
 )
+from trees import pruned
 
 CHAIN = Levels((1, 1), Independent())
 PAIR = Levels((2,), Independent())
@@ -252,7 +253,7 @@ def test_dropping_a_drawn_token_of_low_confidence(law: str) -> None:
         keep = tree.drawn_probability(torch.arange(tree.num_nodes), torch.float64) > 0.3
         for nodes in tree.levels[1:]:
             keep[nodes] &= (keep | (tree.parents < 0))[tree.parents[nodes]]
-        return edited(drafts, tree.select(keep, judged=False))
+        return edited(drafts, pruned(tree, keep))
 
     assert worst_error(LAWS[law](), CHAIN, drop) > 1e-2
 
@@ -266,7 +267,7 @@ def test_reranking_a_drawn_tree(law: str) -> None:
         whole = tree.q[tree.q_row[tree.tries[tree.parents.clamp(min=0), 0].clamp(min=0)].clamp(min=0)]
         chance = whole.gather(1, tree.tokens[:, None]).view(-1, 3)  # under the law of the first of two
         keep = chance >= chance[:, 1:].max(1, keepdim=True).values
-        return edited(drafts, tree.select(keep.flatten(), judged=False))
+        return edited(drafts, pruned(tree, keep.flatten()))
 
     assert worst_error(LAWS[law](), Levels((2,), WithoutReplacement()), rerank) > 1e-2
 

@@ -398,7 +398,6 @@ def test_mutated_tokenizers_fail_in_one_way_only(tmp_path: Path, capfd: pytest.C
             tokenizer = Tokenizer.from_folder(tmp_path)
             tokenizer.decode(tokenizer.encode("Hello <|im_start|> world é " * 20))
             tokenizer.max_bytes(4)
-            assert tokenizer.longest_piece < 10_000
             read += 1
         except (TokenizerError, CheckpointError):
             continue

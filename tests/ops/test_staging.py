@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from draftwood.cache.batch_state import BatchState, RowSettings, StepInputs
+from draftwood.cache.batch_state import BatchState, StepInputs
+from draftwood.cache.row_settings import RowSettings
 from draftwood.drafters.ngram import NgramDrafter
 from draftwood.drafters.points import PointTree
 from draftwood.ops.cuda.batch_state import closed, opened
@@ -103,7 +106,7 @@ def test_a_step_opens_and_closes_as_torch_says(tree: TokenTree, absent: list[int
     tokens[absent] = -1
     verdict = Verdict(torch.tensor(path), GIVEN, torch.tensor([11, 12, 13, 14, 15]))
     usable = torch.tensor([True, True, False, True, True])
-    tree, view = tree.refilled(tokens), view_of(want, rows)
+    tree, view = replace(tree, tokens=tokens), view_of(want, rows)
     before = view.lengths.tolist()
     outcome = want.advance(view, tree, verdict, usable)
     parts = (rows, view.lengths, tokens, tree.offsets, verdict.path, verdict.length, verdict.bonus, usable)

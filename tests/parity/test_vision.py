@@ -59,6 +59,8 @@ def theirs(model: Any, folder: Path, tokens: list[int], numbers: list[int]) -> t
         given["image_grid_thw"] = torch.cat([own["image_grid_thw"] for own in made])
         given["mm_token_type_ids"] = (ids == IMAGE).int()
         model.model.rope_deltas = None
+    elif model.config.model_type == "gemma3":
+        given["token_type_ids"] = (ids == IMAGE).int()
     with everything_wide(), torch.inference_mode():
         return model(input_ids=ids, **given, use_cache=False).logits[0]
 
@@ -68,8 +70,9 @@ def ours(runner: ModelRunner, tokens: list[int], images: Images, chunk: int) -> 
     tables.open(0, [])
     assert tables.reserve(0, len(tokens))
     found = []
-    for start in range(0, len(tokens), chunk):
-        end = min(start + chunk, len(tokens))
+    end = 0
+    while end < len(tokens):
+        start, end = end, images.whole(min(end + chunk, len(tokens)))
         batch = runner.cache.stage_text([Span(0, tokens, start, end, None, images)], torch.arange(end - start))
         found.append(runner.forward(batch).logits)
     tables.close(0)

@@ -97,6 +97,22 @@ def assert_refused(result: Any, *words: str) -> None:
         assert word in result.stderr
 
 
+@pytest.fixture(scope="module")
+def finished(target: str, prompts: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of `medusa`, and the target's answers."""
+    out = tmp_path_factory.mktemp("finished")
+    assert train("medusa", target, prompts, out).exit_code == 0
+    return out
+
+
+def answered(finished: Path, folder: Path) -> Path:
+    """`folder` with the target's answers in it, where a test is about what comes after them."""
+    folder.mkdir(exist_ok=True)
+    for path in finished.glob("answers-*.safetensors"):
+        shutil.copy(path, folder)
+    return folder
+
+
 def weights(out: Path, method: str = "eagle3") -> bytes:
     return (out / method / "drafter" / "model.safetensors").read_bytes()
 
@@ -157,9 +173,9 @@ def test_a_finished_run_says_so_and_exports_again_only_what_is_missing(
 
 
 def test_ctrl_c_saves_and_the_same_command_goes_on(
-    target: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: Path
 ) -> None:
-    assert train("block", target, prompts, tmp_path / "whole").exit_code == 0
+    assert train("block", target, prompts, answered(finished, tmp_path / "whole")).exit_code == 0
     take_step, steps = Trainer._take_step, iter(range(100))
 
     def interrupted(self: Trainer, stream: Any) -> dict[str, float]:
@@ -181,8 +197,10 @@ def test_ctrl_c_saves_and_the_same_command_goes_on(
 
 
 def test_a_killed_run_ends_in_the_same_weights(
-    target: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: Path
 ) -> None:
+    for folder in (tmp_path / "whole", tmp_path / "parts"):
+        answered(finished, folder)
     config = TrainConfig(steps=6, save_every=2, evaluate_every=2)
     job = TrainJob(
         "eagle3", target, (Path(prompts),), tmp_path / "whole", {}, config, rows=2, length=64, answers=16, device="cpu"
@@ -207,8 +225,10 @@ def test_a_killed_run_ends_in_the_same_weights(
 
 
 def test_checkpoints_come_as_often_as_asked(
-    target: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    target: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: Path
 ) -> None:
+    for folder in (tmp_path / "whole", tmp_path / "parts"):
+        answered(finished, folder)
     more = ("--steps", "12", "--checkpoint-every", "2")
     assert train("medusa", target, prompts, tmp_path / "whole", "--steps", "12").exit_code == 0
     take_step, steps = Trainer._take_step, iter(range(100))
@@ -256,18 +276,13 @@ WRITERS = {
 }
 
 
-@pytest.fixture(scope="module")
-def undisturbed(target: str, prompts: str, tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    out = tmp_path_factory.mktemp("undisturbed")
-    assert train("medusa", target, prompts, out).exit_code == 0
-    return weights(out, "medusa")
-
-
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_full_disk_is_a_sentence_and_the_same_command_goes_on(
-    name: str, target: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: bytes
+    name: str, target: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: Path
 ) -> None:
     writer = WRITERS[name]
+    if writer.kept.startswith(("Training", "training")):
+        answered(finished, tmp_path)
     real, calls = getattr(writer.place, writer.name), iter(range(1000))
 
     def write(*arguments: Any, **named: Any) -> Any:
@@ -282,14 +297,14 @@ def test_a_full_disk_is_a_sentence_and_the_same_command_goes_on(
     assert_refused(stopped, "the disk is full", writer.kept, "run the same command again to go on")
     assert not list(tmp_path.rglob("*.partial")), "what is half written only takes room"
     assert train("medusa", target, prompts, tmp_path, *often).exit_code == 0
-    assert weights(tmp_path, "medusa") == undisturbed
+    assert weights(tmp_path, "medusa") == weights(finished, "medusa")
 
 
 def test_a_disk_that_stays_full_costs_nothing_that_was_written(
-    target: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: bytes
+    target: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: Path
 ) -> None:
     """Files that a resumed run writes again are replaced, never emptied first."""
-    assert train("medusa", target, prompts, tmp_path, "--checkpoint-every", "2").exit_code == 0
+    assert train("medusa", target, prompts, answered(finished, tmp_path), "--checkpoint-every", "2").exit_code == 0
     shutil.rmtree(tmp_path / "medusa" / "drafter")
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     write_text = Path.write_text
@@ -303,7 +318,7 @@ def test_a_disk_that_stays_full_costs_nothing_that_was_written(
         assert_refused(train("medusa", target, prompts, tmp_path, "--checkpoint-every", "2"), "the disk is full")
     assert {path: path.read_bytes() for path in before} == before
     assert train("medusa", target, prompts, tmp_path, "--checkpoint-every", "2").exit_code == 0
-    assert weights(tmp_path, "medusa") == undisturbed
+    assert weights(tmp_path, "medusa") == weights(finished, "medusa")
 
 
 def test_answers_are_kept_wave_by_wave(

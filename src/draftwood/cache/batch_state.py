@@ -14,38 +14,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from draftwood.protocols import BatchView, LogitEdits, StepMode, Truncation
-from draftwood.request import SamplingParams
+from draftwood.cache.row_settings import EditTables, RowSettings
+from draftwood.protocols import BatchView, StepMode, Truncation
 from draftwood.tree import TokenTree, Verdict
 
-NO_EDITS = (1.0, 0.0, 0.0)  # repetition, presence and frequency penalty
-BIASES, STOPS = 1024, 128  # of one request that tables have room for: as many as the server takes. More move them
 NUM_FACTS = 4  # numbers of an outcome before its tokens
-
-
-@dataclass(frozen=True)
-class RowSettings:
-    """What a sequence's row holds besides its tokens."""
-
-    params: SamplingParams
-    seed: int
-    prompt_length: int
-    max_length: int  # tokens of prompt and answer together
-    max_depth: int  # draft tokens one behind the other
-    stop_ids: frozenset[int] = frozenset()  # that its `min_tokens` defers
-    adapter: int = -1  # of the target; -1: none
-    source_length: int = 0  # first tokens that an encoder reads
-    turn_shift: int = 0  # what images add to the positions of the tokens behind them, for rotation
-
-    @property
-    def edits(self) -> bool:
-        """Whether its logits are edited on the device."""
-        return edits_on_device(self.params)
-
-
-def edits_on_device(params: SamplingParams) -> bool:
-    """Whether a request has biases, penalties or a minimum length; grammars and bad words are masks of the host."""
-    return bool(params.logit_bias or params.min_tokens) or params.penalises
 
 
 @dataclass(frozen=True)
@@ -88,55 +61,6 @@ def salt_number(salt: str) -> int:
     return int.from_bytes(hashlib.blake2b(salt.encode(), digest_size=8).digest(), "little") >> 2
 
 
-class _EditTables:
-    """Logit edits of every row, as wide as the widest request so far."""
-
-    def __init__(self, rows: int, device: torch.device) -> None:
-        self._rows, self._device = rows, device
-        self.bias_tokens, self.bias = self._room(BIASES, torch.int64), self._room(BIASES, torch.float64)
-        self.stop_tokens = self._room(STOPS, torch.int64)
-        self.penalties = torch.tensor([NO_EDITS] * rows, dtype=torch.float64, device=device)
-        self.lengths = torch.zeros(rows, 3, dtype=torch.int64, device=device)  # minimum, of the prompt, of the source
-        self.version = 0  # changes when a table moves: captured steps know addresses
-        self._dirty: set[int] = set()
-
-    def _room(self, width: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(self._rows, width, dtype=dtype, device=self._device)
-
-    def write(self, row: int, settings: RowSettings) -> None:
-        """The edits of a new occupant; clears those of the one before."""
-        if not settings.edits and row not in self._dirty:
-            return
-        params, stops = settings.params, sorted(settings.stop_ids)
-        self._widen(len(params.logit_bias), len(stops))
-        for table, values in (
-            (self.bias_tokens, list(params.logit_bias)),
-            (self.bias, list(params.logit_bias.values())),
-            (self.stop_tokens, stops + stops[:1] * (self.stop_tokens.shape[1] - len(stops))),
-            (self.penalties, [params.repetition_penalty, params.presence_penalty, params.frequency_penalty]),
-            (self.lengths, _bounds(settings, deferring=bool(stops))),
-        ):
-            table[row] = 0
-            table[row, : len(values)] = torch.tensor(values, dtype=table.dtype)
-        (self._dirty.add if settings.edits else self._dirty.discard)(row)
-
-    def _widen(self, biases: int, stops: int) -> None:
-        if biases > self.bias.shape[1]:
-            extra = max(biases, 2 * self.bias.shape[1]) - self.bias.shape[1]
-            self.bias_tokens = torch.nn.functional.pad(self.bias_tokens, (0, extra))
-            self.bias = torch.nn.functional.pad(self.bias, (0, extra))
-            self.version += 1
-        if stops > self.stop_tokens.shape[1]:
-            more = self.stop_tokens[:, :1].expand(-1, stops - self.stop_tokens.shape[1])
-            self.stop_tokens = torch.cat([self.stop_tokens, more], 1)
-            self.version += 1
-
-
-def _bounds(settings: RowSettings, *, deferring: bool) -> list[int]:
-    shortest = settings.prompt_length + settings.params.min_tokens if deferring else 0
-    return [shortest, settings.prompt_length, settings.source_length]
-
-
 class BatchState:
     """Device state of `capacity` sequences, and a padding row for batches that are not full."""
 
@@ -168,7 +92,7 @@ class BatchState:
         self.source_length = torch.zeros(rows, dtype=torch.int64, device=device) if has_sources else None
         # What is added to positions for rotation; None: images have no rows and columns.
         self.turn_shift = torch.zeros(rows, dtype=torch.int64, device=device) if has_turns else None
-        self.edits = _EditTables(rows, device)
+        self.edits = EditTables(rows, device)
         kept = scratch_state is not None  # the model has recurrent layers
         self.states = torch.full((rows,), scratch_state, dtype=torch.int64, device=device) if kept else None
         self._scratch_page = scratch_page
@@ -259,7 +183,7 @@ class BatchState:
             law=law if len(mode.laws) > 1 else None,
             drafter=drafter if len(mode.drafters) > 1 else None,
             adapters=self.adapter[rows] if mode.adapted else None,
-            edits=self._edits(rows[inputs.edited], inputs.edited, lengths) if len(inputs.edited) else None,
+            edits=self.edits.view(inputs.edited, rows, lengths, self.history) if len(inputs.edited) else None,
             source_lengths=None if self.source_length is None else self.source_length[rows],
             turn_shifts=None if self.turn_shift is None else self.turn_shift[rows],
         )
@@ -267,22 +191,6 @@ class BatchState:
     def _max_depth(self, rows: Tensor, lengths: Tensor) -> Tensor:
         longest, deepest = self.limits[rows].unbind(1)
         return torch.minimum(longest - lengths - 1, deepest).clamp(min=0)
-
-    def _edits(self, rows: Tensor, which: Tensor, lengths: Tensor) -> LogitEdits:
-        tables = self.edits
-        min_lengths, prompt_lengths, source_lengths = tables.lengths[rows].unbind(1)
-        return LogitEdits(
-            which=which,
-            bias_tokens=tables.bias_tokens[rows],
-            bias=tables.bias[rows],
-            penalties=tables.penalties[rows],
-            stop_tokens=tables.stop_tokens[rows],
-            min_lengths=min_lengths,
-            source_lengths=source_lengths,
-            prompt_lengths=prompt_lengths,
-            lengths=lengths[which],
-            history=self.history[rows],
-        )
 
     def _gathered(self, rows: Tensor, pages: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Length, seed, last token and top k [4, B]; top p and min p [2, B]; temperature [B]; pages [B, P]."""

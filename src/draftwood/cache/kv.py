@@ -134,7 +134,7 @@ class KVCache:
             tokens=tokens,
             positions=index,
             slots=self.slots(table, owner, index),
-            visible=index + 1,
+            visible=_visible(spans, index, ends),
             ancestors=torch.zeros(len(tokens), 1, dtype=torch.int64, device=device),
             row_offsets=torch.tensor(ends, device=device),
             tree_base=base,
@@ -376,6 +376,16 @@ def _given_embeddings(
     if not rows:
         return None, None
     return torch.cat(rows).to(device), torch.cat(embeds).to(device)
+
+
+def _visible(spans: Sequence[Span], index: Tensor, begins: Sequence[int]) -> Tensor:
+    """Keys that each row sees: all up to its own, and in images that it belongs to those behind it. [N]."""
+    visible = index + 1
+    for span, begin in zip(spans, begins, strict=False):
+        for start, end in span.images.blocks if span.images is not None else ():
+            if start < span.end and span.start < end:
+                visible[begin + max(start, span.start) - span.start : begin + end - span.start] = end
+    return visible
 
 
 def _source_lengths(spans: Sequence[Span], device: torch.device) -> Tensor | None:

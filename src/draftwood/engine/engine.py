@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from draftwood.cache.batch_state import edits_on_device
+from draftwood.cache.row_settings import edits_on_device
 from draftwood.drafting import Drafter, padded_batch
 from draftwood.engine.decode_step import Parts
 from draftwood.engine.graph_runner import GraphRunner, batch_state_for

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +13,12 @@ from typing import Any
 import torch
 
 from draftwood.batch import Images
-from draftwood.errors import InvalidRequest
+from draftwood.errors import CheckpointError, InvalidRequest
 from draftwood.model.checkpoint import Checkpoint, SafetensorsCheckpoint
+from draftwood.model.tokenizer import Tokenizer
 from draftwood.model.vision import VisionTower, placed
+
+log = logging.getLogger(__name__)
 
 MAX_IMAGES = 64  # of one request
 _DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,", re.ASCII)
@@ -34,6 +38,7 @@ class ImageReader:
     """What reads a request's images; the tower is None where the model sees none."""
 
     tower: VisionTower | None
+    missing: str = "This model sees no images here: send text, or load one that does, on a CPU."
 
     @classmethod
     def of(cls, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> ImageReader:
@@ -41,13 +46,27 @@ class ImageReader:
         spec = checkpoint.config.images
         if spec is None or not isinstance(checkpoint, SafetensorsCheckpoint) or device.type != "cpu":
             return cls(None)
-        return cls(VisionTower(checkpoint.folder, spec, dtype))
+        try:
+            return cls(VisionTower(checkpoint.folder, spec, dtype))
+        except CheckpointError as error:  # its text can be had all the same
+            log.warning("Images are refused: %s", error)
+            return cls(None, str(error))
 
     def apart(self, messages: Messages) -> tuple[list[dict[str, Any]], list[bytes]]:
         """Messages as chat templates want them, and the files of their images."""
         files: list[bytes] = []
         said = [{**message, "content": self.content(message.get("content"), files)} for message in messages]
         return said, files
+
+    def framed(self, text: str, files: Sequence[bytes], tokenizer: Tokenizer) -> str:
+        """A rendered conversation with an image token for each image, where templates write what comes before it."""
+        if not files or self.tower is None or self.tower.spec.frame is None:
+            return text
+        begin, end, piece = (
+            tokenizer.piece(token, skip_special=False).decode()
+            for token in (*self.tower.spec.frame, self.tower.spec.token)
+        )
+        return text.replace(begin, f"\n\n{begin}{piece}{end}\n\n")
 
     def place(self, tokens: list[int], files: Sequence[bytes]) -> tuple[list[int], Images | None]:
         """A prompt with its images where the template has left one token for each."""
@@ -70,7 +89,7 @@ class ImageReader:
             return {"type": "text", "text": part["text"]}
         if isinstance(part, Mapping) and kind == "image_url":
             if self.tower is None:
-                raise InvalidRequest("This model sees no images here: send text, or load one that does, on a CPU.")
+                raise InvalidRequest(self.missing)
             if len(files) >= MAX_IMAGES:
                 raise InvalidRequest(f"A conversation has at most {MAX_IMAGES} images.")
             files.append(_file_of(part.get("image_url")))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from draftwood.engine.answers import decided_by_seed, stop_ids
@@ -106,7 +106,7 @@ class Intake:
         """The prompt as a text, where it is one, and the request that `tenant` makes with it."""
         source = self.sources.read(prompt)
         plain, files = self._without_images(prompt)
-        text, tokens = self._text(plain)
+        text, tokens = self._text(plain, files)
         tokens, images = self.images.place(tokens, files)
         self._check_tokens(tokens, params, 0 if source is None else len(source))
         self._check_adapter(params.adapter)
@@ -130,7 +130,7 @@ class Intake:
             return prompt, []
         return self.images.apart([item for item in prompt if isinstance(item, Mapping)])
 
-    def _text(self, prompt: PlainPrompt | WithSource) -> tuple[str | None, list[int]]:
+    def _text(self, prompt: PlainPrompt | WithSource, files: Sequence[bytes]) -> tuple[str | None, list[int]]:
         """What the decoder begins with; behind an encoder, the token that its texts begin with goes before all else."""
         begun = prompt.prompt if isinstance(prompt, WithSource) else prompt
         spec = self._config.encoder
@@ -138,17 +138,17 @@ class Intake:
             return "" if begun == "" else None, list(spec.opening)
         assert begun is not None
         if spec is None:
-            return self.encode(begun)
+            return self.encode(begun, files)
         text, tokens = (begun, self.encode_text(begun, special=False)) if isinstance(begun, str) else self.encode(begun)
         return text, tokens if tokens[:1] == [spec.start] else [spec.start, *tokens]
 
-    def encode(self, prompt: PlainPrompt) -> tuple[str | None, list[int]]:
-        """The tokens of a text, of a conversation, or themselves."""
+    def encode(self, prompt: PlainPrompt, files: Sequence[bytes] = ()) -> tuple[str | None, list[int]]:
+        """The tokens of a text, of a conversation with the images `files`, or themselves."""
         if isinstance(prompt, str):
             return prompt, self.encode_text(prompt)
         messages = [item for item in prompt if isinstance(item, Mapping)]
         if messages and len(messages) == len(prompt):
-            text = self.tokenizer.render_chat(messages)
+            text = self.images.framed(self.tokenizer.render_chat(messages), files, self.tokenizer)
             return text, self.encode_text(text, special=False)
         if all(isinstance(item, int) for item in prompt):
             return None, [item for item in prompt if isinstance(item, int)]

@@ -135,8 +135,7 @@ class Scheduler:
             if rows < 1 or seq.id not in self.tables or (seq.id in ahead and length + 1 >= seq.max_length):
                 continue  # no room, preempted, or certain to end with what it has gained already
             ready = start == length - 1
-            # An encoder reads a source as a whole, whatever rows there are.
-            last = max(min(start + rows, length - 1), seq.source_length)
+            last = seq.piece_end(min(start + rows, length - 1))
             end = length if ready else self.tables.piece_end(seq.id, last)
             room = min(end + ahead.get(seq.id, 0) + (seq.id in ahead), seq.max_length)
             if end > start and self._make_room(seq, room, items):

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 from draftwood.batch import Images, Source
-from draftwood.cache.batch_state import RowSettings
+from draftwood.cache.row_settings import RowSettings
 from draftwood.engine.text import TextStream
 from draftwood.errors import GrammarError
 from draftwood.protocols import PREDICTED, Constraint, Pace
@@ -73,6 +73,12 @@ class Sequence:
     def source_length(self) -> int:
         """First tokens that an encoder reads, all of them together."""
         return 0 if self.source is None else len(self.source)
+
+    def piece_end(self, end: int) -> int:
+        """Where a piece of it that could end at `end` ends: a source is read as a whole, and so are rows of an image
+        that see each other, whatever room there is.
+        """
+        return max(end if self.images is None else self.images.whole(end), self.source_length)
 
     @property
     def prefix_salt(self) -> str:

@@ -174,7 +174,7 @@ class SafetensorsCheckpoint:
         self.config = dataclasses.replace(config, eos_token_ids=folder_eos_ids(folder))
         self._family = FAMILIES[config.family]
         found = tensor_files(folder)
-        known_as = text_name if self.config.images else str  # in files of models that see images
+        known_as = text_name if self._family.within else str  # in files of models that see images
         self._names = {known_as(name): name for name in found}
         self._files = {known_as(name): path for name, path in found.items()}
         self._opened: dict[Path, Any] = {}

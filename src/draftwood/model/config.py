@@ -209,6 +209,11 @@ def gguf_eos_ids(fields: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(sorted({index for index in (*named, *known) if index is not None}))
 
 
+_OF_IMAGES = (
+    "image_token_id", "image_token_index", "boi_token_index", "eoi_token_index", "mm_tokens_per_image", "vision_config",
+)  # fmt: skip
+
+
 def _text_of(config: Mapping[str, Any], within: str | None) -> Mapping[str, Any]:
     """The part of a configuration that describes a text model."""
     if within is None:
@@ -217,7 +222,7 @@ def _text_of(config: Mapping[str, Any], within: str | None) -> Mapping[str, Any]
         return config  # older files have both in one table
     text = config.get(within)
     require(isinstance(text, Mapping), f"its {within} is {shown(text)} where a table is needed")
-    shared = ("eos_token_id", "bos_token_id", "tie_word_embeddings", "image_token_id", "image_token_index")
+    shared = ("eos_token_id", "bos_token_id", "tie_word_embeddings", *_OF_IMAGES)
     return {**{key: config[key] for key in shared if key in config}, **text}  # pyright: ignore[reportGeneralTypeIssues]
 
 

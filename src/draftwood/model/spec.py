@@ -378,6 +378,8 @@ class ImageSpec:
     """What a model that sees images has in its prompts for them."""
 
     token: int  # stands for a piece of an image
+    frame: tuple[int, int] | None = None  # tokens in front of an image and behind it; templates write the first alone
+    sees_ahead: bool = False  # pieces of an image see each other, whichever comes first
 
 
 @dataclass(frozen=True, slots=True)

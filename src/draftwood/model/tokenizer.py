@@ -149,12 +149,6 @@ class Tokenizer:
                 return self._backend.encode(text, add_special_tokens=special).ids
             return self._backend.encode_batch_fast([text], add_special_tokens=special)[0].ids
 
-    @cached_property
-    def longest_piece(self) -> int:
-        """Bytes of the longest token of the vocabulary, markers included."""
-        ids = self._backend.get_vocab(with_added_tokens=True).values()
-        return max((len(self._piece(token, False)) for token in ids), default=0)
-
     def max_bytes(self, tokens: int) -> int | None:
         """The longest text, in bytes of UTF-8, that can have this many tokens or fewer; None if there is no longest.
 

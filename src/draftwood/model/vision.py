@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -105,10 +106,12 @@ def placed(tokens: Sequence[int], seen: Sequence[Seen], spec: ImageSpec) -> tupl
         turns.append(own + position)
         position += size
     by_rows = any(image.grid is not None for image in seen)
+    ends = list(itertools.accumulate((len(image.embeds) for image in seen), initial=0)) if spec.sees_ahead else []
+    blocks = tuple((rows[start], rows[end - 1] + 1) for start, end in itertools.pairwise(ends))
     key = hashlib.blake2b(" ".join(image.key for image in seen).encode(), digest_size=32).hexdigest()
     return spread, Images(
         torch.tensor(rows), torch.cat([image.embeds for image in seen]), torch.cat(turns, 1) if by_rows else None,
-        position - len(spread) if by_rows else 0, key,
+        position - len(spread) if by_rows else 0, key, blocks,
     )  # fmt: skip
 
 
@@ -166,7 +169,10 @@ def _processor(folder: Path) -> Any:
     try:
         from transformers import AutoImageProcessor
 
-        return AutoImageProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False, backend="pil")
+        made = AutoImageProcessor.from_pretrained(folder, local_files_only=True, trust_remote_code=False, backend="pil")
+        if made.to_dict().get("do_pan_and_scan"):
+            raise ValueError("it cuts images into several (do_pan_and_scan), which is not known here")
+        return made
     except Exception as error:
         raise CheckpointError(
             f"The images of {folder} cannot be prepared ({error!s:.300}). It needs Pillow (pip install "

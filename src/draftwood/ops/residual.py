@@ -2,7 +2,7 @@
 
 `Residual` is what is left of a target's row once draft laws were taken from it: U_0 = weight p, and in turn
 U_i = (U_{i-1} - scale_i q_i)+. `reject` tries draws one after the other, each against what those before it left. A
-point mass is a law without a row. On a CPU C kernels, on CUDA Triton kernels read the rows and write little but sums.
+point mass is a law without a row. On a CPU C kernels read the rows and write little but sums.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from draftwood.ops.native import Kernels, kernels
 
-WIDEST_ON_CUDA = 8  # draws behind a node that the CUDA kernel is unrolled for
+WIDEST_ON_CUDA = 8  # draws behind a node that the CUDA kernels are unrolled for
 
 
 @dataclass(frozen=True)
@@ -43,10 +43,6 @@ class Residual:
 
     def written_out(self) -> Tensor:
         """U_k. [n, V]."""
-        if on_cuda(self.p, self.q):
-            from draftwood.ops.cuda.residual import residual_rows
-
-            return residual_rows(self)
         library = native_for(self.p, self.q)
         if library is None:
             return self.written_out_reference()
@@ -69,10 +65,6 @@ class Residual:
 
     def mass(self) -> Tensor:
         """The sum of U_k. [n] float64."""
-        if on_cuda(self.p, self.q):
-            from draftwood.ops.cuda.residual import residual_mass
-
-            return residual_mass(self)
         library = native_for(self.p, self.q)
         if library is None:
             return self.mass_reference()
@@ -102,10 +94,6 @@ class Rejected:
 
 def reject(p: Tensor, q: Tensor | None, nodes: Tensor, weight: Tensor, draws: Draws, tried: int) -> Rejected:
     """Try the first `tried` draws behind `nodes` [n] against weight · p there, one after the other."""
-    if on_cuda(p, q) and draws.tokens.shape[1] <= WIDEST_ON_CUDA:
-        from draftwood.ops.cuda.residual import reject as launch
-
-        return launch(p, q, nodes, weight, draws, tried)
     library = native_for(p, q)
     if library is not None:
         return _reject_native(library, p, q, nodes, weight, draws, tried)

@@ -32,15 +32,22 @@ class Rule(IntEnum):
     RELAXED = 6
 
 
-def walk(tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor, tried: int | None) -> Verdict | None:
-    """Top down, at each node one of the first `tried` draws (None: all) or what is left after them."""
+def walk(
+    tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor, tried: int | None = None, lenience: float | None = None
+) -> Verdict | None:
+    """Top down, at each node one of the first `tried` draws (None: all) or what is left after them. `lenience`: what
+    chances are divided by, where the law is not lossless.
+    """
     tried = tried or tree.tries.shape[1]
     if _for_cuda(tree, p):
         from draftwood.ops.cuda.verdict import walk as launch
 
-        return launch(tree, p, seeds, lengths, tried)
+        return launch(tree, p, seeds, lengths, tried, lenience)
     library = _for_c(tree, p)
-    return None if library is None else _call(library.dw_verdict_walk, tree, p, seeds, lengths, tried=tried)
+    if library is None:
+        return None
+    rule, settings = (Rule.REJECTION, ()) if lenience is None else (Rule.LENIENT, (lenience,))
+    return _call(library.dw_verdict_walk, tree, p, seeds, lengths, tried=tried, rule=rule, settings=settings)
 
 
 def search(tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor) -> Verdict | None:
@@ -82,7 +89,7 @@ def pooled_layers(tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor) ->
 def kseq_walk(tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor) -> Verdict | None:
     """Top down, all draws behind a node at the same lowered bar."""
     if _one_path(tree):
-        return walk(tree, p, seeds, lengths, None)
+        return walk(tree, p, seeds, lengths)
     if _for_cuda(tree, p) and tree.q is not None:
         from draftwood.ops.cuda.verdict import kseq_walk as launch
 
@@ -108,16 +115,6 @@ def _one_path(tree: TokenTree) -> bool:
     return tree.tries.shape[1] == 1
 
 
-def greatest_path(tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor) -> Verdict | None:
-    """The greatest of several independent paths as a block."""
-    if _for_cuda(tree, p) and tree.q is not None:
-        from draftwood.ops.cuda.gbv import greatest_path as launch
-
-        return launch(tree, p, seeds, lengths)
-    library = None if tree.q is None else _for_c(tree, p)
-    return None if library is None else _call(library.dw_verdict_greatest, tree, p, seeds, lengths)
-
-
 def match(tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor) -> Verdict | None:
     """Down along the tokens the target itself draws with the noise of each position; on a CPU."""
     library = _for_c(tree, p)
@@ -127,11 +124,7 @@ def match(tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor) -> Verdict
 def loosened(
     tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor, rule: Rule, *settings: float
 ) -> Verdict | None:
-    """By a rule that is not lossless: a walk down, or the longest path of tokens that are good enough."""
-    if _for_cuda(tree, p):
-        from draftwood.ops.cuda.lossy import VERDICTS
-
-        return VERDICTS[rule](tree, p, seeds, lengths, *settings)
+    """By a rule that is not lossless: a walk down, or the longest path of tokens that are good enough; on a CPU."""
     library = _for_c(tree, p)
     if library is None:
         return None

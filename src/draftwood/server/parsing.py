@@ -231,7 +231,7 @@ def chat_text(
     if toolbox is not None and not knows:
         said = _with_instructions(said, toolbox.instructions)
     tools = None if toolbox is None or not knows else toolbox.descriptions
-    return tokenizer.render_chat(said, tools=tools), files
+    return images.framed(tokenizer.render_chat(said, tools=tools), files, tokenizer), files
 
 
 def _content(content: str | Sequence[ContentPart] | None, images: ImageReader, files: list[bytes]) -> Any:

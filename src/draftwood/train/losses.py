@@ -273,12 +273,6 @@ def agreement(p: Tensor, q: Tensor) -> Tensor:
     return p.argmax(-1) == q.argmax(-1)
 
 
-def smooth_l1(features: Tensor, teacher: Tensor, beta: float = 1.0) -> Tensor:
-    """[N]: mean over a row's features of d² / 2 beta where d < beta, else d - beta / 2 (EAGLE's regression)."""
-    teacher = teacher.detach().float()
-    return functional.smooth_l1_loss(features.float(), teacher, reduction="none", beta=beta).mean(-1)
-
-
 def confidence_loss(logit: Tensor, acceptance: Tensor) -> Tensor:
     """[N]: binary cross-entropy of a predicted against the real chance of acceptance, which gets no gradient."""
     chance = acceptance.detach().float().clamp(0, 1)

@@ -15,12 +15,15 @@ depth-first search is left to arithmetic.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from draftwood.ops.verdict import search
 from draftwood.protocols import BatchView
-from draftwood.tree import TokenTree, Verdict
+from draftwood.shape import packed_left
+from draftwood.tree import Draw, TokenTree, Verdict
 from draftwood.verifiers.law import NodeLaw, Odds, Scope, by_tree, ratio
 from draftwood.verifiers.rules import Rejection
 
@@ -32,7 +35,7 @@ class Traversal(NodeLaw):
 
     def odds(self, tree: TokenTree, p: Tensor) -> Odds:
         """The weight of every node, then the order of search."""
-        tree = tree.distinct()
+        tree = distinct(tree)
         weight, taken = self._weights(tree, p)
         # The root has nothing above it to fall back to; an absent node is never taken.
         taken = torch.where(tree.parents < 0, 1, taken).masked_fill(tree.tokens < 0, 0)
@@ -99,3 +102,33 @@ def _children(tree: TokenTree, nodes: Tensor, values: Tensor) -> Tensor:
     """The values of the children of `nodes`, one where there is none. [n, W]."""
     tries = tree.tries[nodes]
     return torch.where(tries >= 0, values[tries], 1.0)
+
+
+def distinct(tree: TokenTree) -> TokenTree:
+    """Every node tried once: what is left of repeated independent draws are draws without replacement.
+
+    Whether another different token comes at all depends only on the draws before it, so this is admissible.
+    """
+    if not tree.shape.repeats or tree.q is None:
+        return tree
+    rows = torch.where(tree.q_row[:, None] >= 0, tree.q[tree.q_row.clamp(min=0)], 0)  # [M, V] a law of its own each
+    merged, first = _merged_siblings(tree), tree.first_tries
+    for place, child in enumerate(tree.tries.unbind(1)):
+        token = torch.where(child >= 0, tree.tokens[child.clamp(min=0)], 0)
+        for later in first[:, place + 1 :].unbind(1):
+            at = (later.clamp(min=0), token)  # no node twice, but for the first root, whose row is empty
+            rows[at] = torch.where((later >= 0) & merged[at[0]], 0, rows[at])
+    rows = rows / rows.sum(-1, keepdim=True).clamp(min=torch.finfo(rows.dtype).tiny)
+    draw = torch.where(merged, int(Draw.WITHOUT_REPLACEMENT), tree.draw)
+    own = torch.arange(tree.num_nodes, device=tree.tokens.device)
+    shape = replace(tree.shape.linked(packed_left(first), tree.parents), repeats=False)
+    return TokenTree(tree.tokens, shape, draw, torch.where(tree.q_row >= 0, own, -1), rows)
+
+
+def _merged_siblings(tree: TokenTree) -> Tensor:
+    """Independently drawn nodes no sibling of which holds their token: repeats were merged. [M] bool."""
+    tokens = torch.where(tree.tries >= 0, tree.tokens[tree.tries.clamp(min=0)], -1)
+    twins = (tokens[:, :, None] == tokens[:, None, :]) & (tree.tries[:, :, None] != tree.tries[:, None, :])
+    apart = (twins & (tree.tries >= 0)[:, :, None]).any(-1).any(-1)  # [M] has children with the same token
+    siblings = (tree.draw == Draw.IID) & ~apart[tree.parents.clamp(min=0)]
+    return siblings if tree.shape.merged is None else siblings & tree.shape.merged[tree.owner]

@@ -23,9 +23,7 @@ import torch
 from torch import Tensor
 
 from draftwood.links import may_look
-from draftwood.ops.verdict import greatest_path
-from draftwood.protocols import BatchView
-from draftwood.tree import Draw, TokenTree, Verdict
+from draftwood.tree import Draw, TokenTree
 from draftwood.verifiers.law import NodeLaw, Odds, Scope, mass_of, ratio, value_at
 from draftwood.verifiers.walk import without_children
 
@@ -71,10 +69,6 @@ class GreedyPaths(NodeLaw):
                 taken[inner] = ratio(mass, mass + (1 - at.weight[inner]))
                 _share_residual(tree, at, inner, residual, mass, hits)
         return Odds(_stops(tree, at, taken, hits), lambda nodes: self._left(tree, p, at, nodes))
-
-    def at_once(self, tree: TokenTree, p: Tensor, view: BatchView) -> Verdict | None:
-        """There are kernels for it."""
-        return greatest_path(tree, p, view.seeds, view.lengths)
 
     def _settle(self, tree: TokenTree, p: Tensor, at: _Standing, nodes: Tensor) -> Tensor:
         """Choose the kept child of `nodes`, and set where it and its siblings stand; returns its law. [n, V]."""
@@ -158,16 +152,18 @@ def _law_of_greatest(q: Tensor, lower: Tensor, at: _Standing, nodes: Tensor, mos
         most = int(paths.max())
     if most == 1:
         return q
-    paths = paths.clamp(min=1)
     # a^K - b^K = (a - b) sum_i a^i b^(K-1-i): no difference of nearly equal powers.
-    above = torch.zeros_like(low)
-    whole = torch.zeros_like(below)
-    for i in range(most):
-        counts = i < paths
-        others = (paths - 1 - i).clamp(min=0)
-        above += torch.where(counts, high**i * low**others, 0)
-        whole += torch.where(counts, (below + joint) ** i * below**others, 0)
-    return (q.double() * above / whole).to(q.dtype)
+    above = _sum_of_powers(high, low, paths, most)
+    return (q.double() * above / _sum_of_powers(below + joint, below, paths, most)).to(q.dtype)
+
+
+def _sum_of_powers(a: Tensor, b: Tensor, counts: Tensor, most: int) -> Tensor:
+    """sum_i a^i b^(K-1-i) for i < K, K being `counts`: at least 1 and at most `most`."""
+    total, power = torch.ones_like(a), torch.ones_like(b)
+    for i in range(1, most):
+        power = power * b
+        total = torch.where(i < counts, total * a + power, total)
+    return total
 
 
 def _share_residual(

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from draftwood.ops.verdict import Rule, loosened
+from draftwood.ops.verdict import Rule, loosened, walk
 from draftwood.protocols import BatchView
 from draftwood.tree import TokenTree, Verdict
 from draftwood.verifiers.law import NodeLaw, Odds, Scope
@@ -27,8 +27,7 @@ class LossyLaw(NodeLaw):
     def odds(self, tree: TokenTree, p: Tensor) -> Odds:
         """Unknown drift wherever there was something to judge."""
         odds = self.lossy_odds(tree, p)
-        guessed = (tree.tries[tree.offsets[:-1], 0] >= 0)[tree.owner]
-        return Odds(odds.stop, odds.left, torch.where(guessed, torch.nan, 0.0).double())
+        return Odds(odds.stop, odds.left, _unknown(tree)[tree.owner])
 
     def lossy_odds(self, tree: TokenTree, p: Tensor) -> Odds:
         """Where the path ends."""
@@ -153,7 +152,8 @@ class Lenient(LossyLaw):
 
     def at_once(self, tree: TokenTree, p: Tensor, view: BatchView) -> Verdict | None:
         """There are kernels for it."""
-        return loosened(tree, p, view.seeds, view.lengths, Rule.LENIENT, self.lenience)
+        verdict = walk(tree, p, view.seeds, view.lengths, lenience=self.lenience)
+        return None if verdict is None else replace(verdict, drift=_unknown(tree))
 
 
 @dataclass(frozen=True)
@@ -179,17 +179,32 @@ class Mixture(NodeLaw):
 
     def odds(self, tree: TokenTree, p: Tensor) -> Odds:
         """Lossless with respect to the mixture; how far that is from p is added up along the path."""
+        mixed, drift = self.mixed(tree, p)
+        odds = self._walk.odds(tree, mixed)
+        return Odds(odds.stop, odds.left, drift)
+
+    def mixed(self, tree: TokenTree, p: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows that are verified against [M, V], and how far from p the way to each node is [M]."""
         first = tree.tries[:, 0]
         q = tree.law_rows(first.clamp(min=0), p)
         step = torch.where(first >= 0, (1 - self.weight) * (p - q).abs().sum(-1, dtype=torch.float64) / 2, 0)
         mixed = torch.where(first[:, None] >= 0, torch.lerp(q, p, self.weight), p)
-        drift = torch.where(tree.paths >= 0, step[tree.paths.clamp(min=0)], 0).sum(1)
-        odds = self._walk.odds(tree, mixed)
-        return Odds(odds.stop, odds.left, drift)
+        return mixed, torch.where(tree.paths >= 0, step[tree.paths.clamp(min=0)], 0).sum(1)
 
     def at_once(self, tree: TokenTree, p: Tensor, view: BatchView) -> Verdict | None:
-        """There are kernels for it."""
-        return loosened(tree, p, view.seeds, view.lengths, Rule.MIXTURE, self.weight)
+        """On a CPU as one kernel; else the walk's, on rows that were mixed before."""
+        verdict = loosened(tree, p, view.seeds, view.lengths, Rule.MIXTURE, self.weight)
+        if verdict is not None or not p.is_cuda:
+            return verdict
+        mixed, drift = self.mixed(tree, p)
+        verdict = walk(tree, mixed, view.seeds, view.lengths)
+        return None if verdict is None else replace(verdict, drift=drift[verdict.ends])
+
+
+def _unknown(tree: TokenTree) -> Tensor:
+    """[B] float64."""
+    drift = torch.zeros(tree.num_trees, dtype=torch.float64, device=tree.tokens.device)
+    return drift.masked_fill_(tree.tries[tree.offsets[:-1], 0] >= 0, torch.nan)
 
 
 def _wanted(tree: TokenTree, p: Tensor) -> Tensor:

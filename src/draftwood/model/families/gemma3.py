@@ -12,7 +12,7 @@ from typing import Any
 from ..config import ModelConfig
 from ..reading import every_nth_full, hf_rope, integer, layer_count, number, optional_number
 from ..rope import RopeConfig, require
-from ..spec import LayerSpec, StreamSpec, Wiring
+from ..spec import ImageSpec, LayerSpec, StreamSpec, Wiring
 from .base import Family, PlainChoices, plain, with_layers_changed
 from .gemma2 import TENSORS, score_divisor
 from .in_gguf import GgufForm
@@ -82,15 +82,28 @@ def _entries(own: Mapping[str, Any]) -> dict[str, Any]:
 
 _LAYERS_OF_27B = 62
 
-# Published models that see images, too: their text model alone.
-_TOP = {"model.embed_tokens": "embed_tokens", "model.norm": "norm"}
+_FRAME, _PIECE, _PIECES = (255_999, 256_000), 262_144, 256
+
+
+def _read_with_images(config: Mapping[str, Any]) -> ModelConfig:
+    """The same behind a vision tower: an image is always as many pieces, all of which see each other."""
+    decoder = replace(_read(config), family="gemma3")
+    if config.get("vision_config") is None:
+        return decoder
+    names, defaults = ("image_token_index", "boi_token_index", "eoi_token_index"), (_PIECE, *_FRAME)
+    piece, begin, end = (integer(config, name, default) for name, default in zip(names, defaults, strict=True))
+    inside = all(0 <= token < decoder.vocab_size for token in (piece, begin, end))
+    require(inside, f"its tokens of images are {piece}, {begin} and {end}, and its vocabulary has {decoder.vocab_size}")
+    windows = [layer.window for layer in decoder.layer_specs if layer.window is not None]
+    pieces = integer(config, "mm_tokens_per_image", _PIECES)
+    require(all(window >= pieces for window in windows), f"an image has {pieces} pieces, more than its windows hold")
+    return replace(decoder, images=ImageSpec(piece, (begin, end), sees_ahead=True))
+
+
 WITH_IMAGES = Family(
     "gemma3",
-    lambda config: replace(_read(config), family="gemma3"),
-    layer="layers.{}.",
+    _read_with_images,
     tensors=TENSORS,
-    top=_TOP,
-    prefixes=("language_model.model.", "model.language_model."),
     norm_offset=1.0,
     within="text_config",
 )

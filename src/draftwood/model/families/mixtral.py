@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -34,9 +34,7 @@ def _as_it_is(config: ModelConfig, tensor: Tensor) -> Tensor:
     return tensor
 
 
-def expert_tensors(
-    apart: Mapping[str, str], change_all: Callable[[str], str] = str
-) -> dict[str, Spelling | tuple[Spelling, ...]]:
+def expert_tensors(apart: Mapping[str, str]) -> dict[str, Spelling | tuple[Spelling, ...]]:
     """Where experts lie: each part apart, as checkpoints have them, or all in one, as transformers 5 writes them."""
     fused = {"gate": ("gate_up_proj", upper_half), "up": ("gate_up_proj", lower_half), "down": ("down_proj", _as_it_is)}
     return {

@@ -142,9 +142,6 @@ def _with_images(text: Family, name: str) -> Family:
         text,
         name=name,
         read=lambda config: replace(text.read(config), family=name),
-        layer="layers.{}.",
-        top={"model.embed_tokens": "embed_tokens", "model.norm": "norm"},
-        prefixes=("model.language_model.", "language_model.model.", ""),
         within="text_config",
     )
 

@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from draftwood.ops.cuda.residual import BLOCK
 from draftwood.tree import Draw, TokenTree
+
+BLOCK = 4096
 
 
 @triton.jit

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from draftwood.ops.cuda.pdl import OVERLAPPING, wait_and_make_way
 from draftwood.ops.cuda.rejection import PADDED, SLICE, Drawn, Weights, added_up, last_to_arrive, padded
-from draftwood.ops.cuda.residual import at_place
 
 ROUNDS = tl.constexpr(4)  # each makes the bracket seven times smaller; along its chord the rest is rounding
 POINTS = tl.constexpr(8)
@@ -25,6 +24,12 @@ BARS = 16  # asked for together in a verdict
 NARROWINGS = 2
 BAR_SLICE = 1024  # tokens a program
 BAR_BLOCK = 256  # of them at once, for every bar
+
+
+@triton.jit
+def at_place(values, place, i):
+    """One of a few numbers."""
+    return tl.sum(tl.where(place == i, values, 0), 0)
 
 
 @triton.jit

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from draftwood.ops.cuda.last_block import last_to_arrive
 from draftwood.ops.cuda.pdl import OVERLAPPING, wait_and_make_way
-from draftwood.ops.cuda.residual import PADDED
+from draftwood.ops.residual import WIDEST_ON_CUDA
 from draftwood.tree import TokenTree
 
 SLICE = 2048  # tokens a program
+PADDED = WIDEST_ON_CUDA  # always the same, so that no sum over draws depends on how wide other trees are
 
 
 @dataclass(frozen=True)

@@ -176,11 +176,18 @@ def bonus_after(draw: Drawn, w: Weights, ends: Ends, *, children: bool, kseq: bo
     return Verdict(ends.path, ends.length, bonus)
 
 
-def walk(tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor, tried: int) -> Verdict:
-    """Recursive rejection: down while one of the first `tried` draws, or what is left after them, is a child."""
+def walk(
+    tree: TokenTree, p: Tensor, seeds: Tensor, lengths: Tensor, tried: int, lenience: float | None = None
+) -> Verdict:
+    """Recursive rejection: down while one of the first `tried` draws, or what is left after them, is a child.
+
+    `lenience`: what chances are divided by, where the law is not lossless.
+    """
     draw = Drawn.of(tree, p, seeds, lengths)
     w = Weights.looked_up(draw)
     reject_all(draw, w, tried)
+    if lenience is not None:
+        w.chance.div_(lenience).clamp_(max=1)
     return bonus_after(draw, w, walked(draw, w), children=False)
 
 

@@ -134,7 +134,6 @@ SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "dw_verdict_search": (None, [c_void_p]),
     "dw_verdict_layers": (None, [c_void_p]),
     "dw_verdict_pooled": (None, [c_void_p]),
-    "dw_verdict_greatest": (None, [c_void_p]),
     "dw_verdict_match": (None, [c_void_p]),
     "dw_verdict_longest": (None, [c_void_p]),
     "dw_decode_rows": (None, [c_int64, c_void_p, *[c_int64] * 3, c_void_p]),

@@ -21,7 +21,7 @@ from draftwood.server.responses_api.schemas import (
     TextFormat,
     ToolChoice,
 )
-from draftwood.server.schemas import ChatRequest, FunctionCall, Message, Sampling, ToolCall
+from draftwood.server.schemas import ChatRequest, ContentPart, FunctionCall, Message, Sampling, ToolCall
 
 TEXT_PARTS = ("input_text", "output_text", "text")
 NOT_STORED = "responses are not stored here; send the whole conversation in input"
@@ -98,7 +98,7 @@ def _append(messages: list[Message], item: InputItem) -> None:
     """Calls belong to the assistant's message before them; in the Responses API they are items of their own."""
     match item:
         case InputMessage():
-            messages.append(Message(role=item.role, content=_text(item.content)))
+            messages.append(Message(role=item.role, content=_content(item.content)))
         case InputCall():
             call = ToolCall(id=item.call_id, function=FunctionCall(name=item.name, arguments=item.arguments))
             if not messages or messages[-1].role != "assistant":
@@ -110,6 +110,24 @@ def _append(messages: list[Message], item: InputItem) -> None:
         case _ if item.type != "reasoning":  # another model's thoughts are not for this one
             reason = " Nothing is stored here; send the item itself." if item.type == "item_reference" else ""
             raise invalid(f"An input item of type '{item.type}' cannot be read here.{reason}", "input")
+
+
+def _content(content: Content) -> str | list[ContentPart]:
+    """A text, or parts as chat requests have them where images are among them."""
+    if isinstance(content, str) or all(part.type != "input_image" for part in content):
+        return _text(content)
+    return [_image(part) if part.type == "input_image" else _text_part(part) for part in content]
+
+
+def _image(part: ContentPart) -> ContentPart:
+    url = (part.model_extra or {}).get("image_url")
+    if not isinstance(url, str):
+        raise invalid("An input_image needs its image_url, a data URL: files are not stored here.", "input")
+    return ContentPart.model_validate({"type": "image_url", "image_url": {"url": url}})
+
+
+def _text_part(part: ContentPart) -> ContentPart:
+    return ContentPart(type="text", text=_text([part]))
 
 
 def _text(content: Content) -> str:
