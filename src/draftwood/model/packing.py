@@ -115,7 +115,7 @@ class Packer:
 
     def dense(self, weight: Tensor, bias: Tensor | None) -> structs.Matrix:
         """A matrix that is there already, in the smallest of floats that loses nothing."""
-        packed = self._in_panels(weight, None)
+        packed = self._in_panels([weight], None, None)
         if bias is not None:
             packed.bias = self._keep(F.pad(bias.float(), (0, packed.outputs - len(bias))))
         return packed
