@@ -16,8 +16,11 @@ import torch
 from torch import Tensor
 
 from draftwood.assembly import build_drafter
+from draftwood.batch import ROUTES
 from draftwood.config import EngineConfig
 from draftwood.drafters import swift
+from draftwood.drafters.hot_experts import HotExperts
+from draftwood.drafters.none import NoDrafter
 from draftwood.drafters.self_drafts import copied_as
 from draftwood.drafters.view import View, ViewDrafter, Window, first_layers, without_layers
 from draftwood.engine.memory import plan_memory, weight_bytes
@@ -32,6 +35,7 @@ from draftwood.ops import cpu
 from draftwood.protocols import Span
 from draftwood.request import SamplingParams
 from draftwood.verifiers import Match
+from no_sync import no_looking
 from test_model_drafters import GROWERS, TEXTS, Decoding, decode
 from tiny import CPU, Ask, Harness, Idle, Regime, TinyCheckpoint, generated, tiny_config, tiny_runner
 
@@ -284,6 +288,52 @@ def test_less_of_the_text_and_fewer_layers_are_right_less_often() -> None:
     assert rates[1] > rates[3] > 0.1
 
 
+# --- hot experts
+
+
+def test_hot_experts_are_those_that_committed_rows_went_to_lately() -> None:
+    hot = HotExperts(tiny_config("gpt_oss").mixtures, 0, CPU)
+    routes = torch.tensor([[[0, 3], [1, 2]], [[0, 1], [1, 3]], [[2, 1], [0, 0]]])
+    committed = torch.tensor([True, True, False])
+    with no_looking():
+        hot.count(routes, committed)
+    assert [part.tolist() for part in hot.allowed] == [[1, 0, 0, 0], [0, 1, 0, 0]]
+    for _ in range(40):
+        hot.count(routes[2:], torch.tensor([True]))
+    assert hot.top_k == 1
+    assert [part.tolist() for part in hot.allowed] in ([[0, 1, 0, 0], [1, 0, 0, 0]], [[0, 0, 1, 0], [1, 0, 0, 0]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_drafts_with_hot_experts_change_no_token(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every committed token is counted once, drafts go to hot experts only, and with all of them they are right."""
+    counted, config = [], tiny_config("gpt_oss")
+    count = HotExperts.count
+    monkeypatch.setattr(
+        HotExperts, "count", lambda self, routes, rows: counted.append(int(rows.sum())) or count(self, routes, rows)
+    )
+    asks = [Ask((1, 2, 3, 4, 5, 6, 7)[i:], SamplingParams(max_tokens=20)) for i in range(3)]
+    wanted = generated(Harness(tiny_runner(config, dtype=dtype), NoDrafter(), Match()).run(asks))
+    for experts, tree in ((0, Beam(nodes=7, width=2, depth=3)), (config.mixtures[0].count, chain(3))):
+        target, drafter = tiny_runner(config, dtype=dtype), ViewDrafter(View(experts=experts), tree)
+        answers = Harness(target, drafter, Match()).run(asks)
+        assert generated(answers) == wanted
+        assert sum(counted) == sum(len(ask.prompt) + len(own) - 1 for ask, own in zip(asks, wanted, strict=True))
+        counted.clear()
+        assert not experts or all(answer.accepted == answer.drafted > 0 for answer in answers)
+    runner, routed = tiny_runner(config, dtype=dtype), []
+    drafter = ViewDrafter(View(experts=2), chain(2))
+    drafter.attach(runner)
+    for model in (drafter.runner, runner):
+        runner.cache.tables.open(0, ())
+        assert runner.cache.tables.reserve(0, 9)
+        batch = runner.cache.stage_text([Span(0, LONG[0], 0, 9)])
+        routed.append(model.forward(batch, frozenset({ROUTES})).features[ROUTES])
+        runner.cache.tables.close(0)
+    assert set(routed[0].flatten().tolist()) == {0, 1}
+    assert set(routed[1].flatten().tolist()) == {0, 1, 2, 3}
+
+
 # --- what is refused
 
 
@@ -292,6 +342,7 @@ def test_less_of_the_text_and_fewer_layers_are_right_less_often() -> None:
     [
         (View(without_layers((4,))), "no layer 4 to be skipped: the target's are 0 to 3"),
         (View(without_layers(range(4))), "some of the layers 0 to 3, rising, not"),
+        (View(experts=0), "no mixture of experts"),
         (View(lambda config: (2, 1)), r"rising, not \[2, 1\]"),
         (View(without=Sublayers(mlp=frozenset({4}))), "no layer 4 to be skipped"),
         (View(changed=lambda target: Transformer(TinyCheckpoint(CONFIG), torch.float32, CPU)), "other kernels"),
@@ -315,6 +366,7 @@ def test_targets_that_have_no_parts_are_refused() -> None:
     ("spec", "words"),
     [
         ("window:recent=0", "at least one recent token"),
+        ("hot-experts:experts=-1", "experts counts those of each layer"),
         ("early-exit:window=-1", "window counts tokens"),
         ("layer-skip:skip=ax2", "another kind of value"),
         ("layer-skip:skip=1,trials=2", "give no skip"),

@@ -141,12 +141,15 @@ class GivenRows:
     wide: Tensor | None = None  # [N, inputs of the first layer's attention], normed already
 
 
+ROUTES = -2  # among the layers that are asked for: which experts each row went to
+
+
 @dataclass(frozen=True)
 class ForwardOutput:
     """Logits at `logit_rows`, and the whole residual stream after each layer that was asked for."""
 
     logits: Tensor  # [K, V]
-    features: Mapping[int, Tensor]  # layer -> [N, hidden]
+    features: Mapping[int, Tensor]  # layer -> [N, hidden]; `ROUTES` -> [N, mixtures, top_k]
     staged: StagedTrees | None = None  # what recurrent layers have made of rows that are not committed yet
 
 

@@ -17,7 +17,7 @@ import torch
 from draftwood import __version__
 from draftwood.costs import LIKE_OTHER_CPUS, LIKE_OTHER_GPUS, StepCosts
 from draftwood.drafters.by_request import OfferedDrafters
-from draftwood.drafters.scripted import ScriptedDrafter
+from draftwood.drafters.scripted import Script, ScriptedDrafter
 from draftwood.drafting import Drafter
 from draftwood.engine.controller import FixedBudget
 from draftwood.engine.decode_step import Parts
@@ -31,8 +31,7 @@ from draftwood.engine.text import TextStream
 from draftwood.errors import InvalidRequest
 from draftwood.machine import advise_home, home, processor_features
 from draftwood.model.runner import ModelRunner
-from draftwood.model.spec import ExpertsSpec
-from draftwood.protocols import Controller, StepMode
+from draftwood.protocols import Controller, HostView, StepMode
 from draftwood.request import FinishReason, SamplingParams
 from draftwood.rng import KeyedRng
 from draftwood.verifiers import LAWS
@@ -77,7 +76,7 @@ def assumed_costs(target: ModelRunner) -> StepCosts:
     """Of another machine of the kind; for a mixture also what its rows read of experts of their own."""
     table = LIKE_OTHER_GPUS if target.device.type == "cuda" else LIKE_OTHER_CPUS
     config = target.model.config
-    mixtures = [layer.mlp for layer in config.layers if isinstance(layer.mlp, ExpertsSpec)]
+    mixtures = config.mixtures
     if not mixtures:
         return table
     one, hidden = mixtures[0], config.hidden_size
@@ -157,9 +156,10 @@ def _on_gpu(target: ModelRunner, say: Say) -> StepCosts:
 
 def _time_steps(target: ModelRunner, batch: int, context: int, nodes: list[int]) -> list[float]:
     """Seconds of a step of `batch` sequences by draft nodes of each, all of them wrong."""
-    drafter = ScriptedDrafter(lambda tokens: [], max(nodes), chain=True)
+    size, vocabulary = [0], target.model.config.vocab_size
+    drafter = ScriptedDrafter(_unlike_tokens(size, vocabulary), max(nodes), chain=True)
     tables = target.cache.tables
-    answers = [_answer(i, context, target.model.config.vocab_size) for i in range(batch)]
+    answers = [_answer(i, context, vocabulary) for i in range(batch)]
     length = context + 2 * max(nodes) + 2 + GPU_REPEATS
     if tables.states is not None and tables.states.count < batch:
         raise InvalidRequest(f"Measuring steps of {batch} sequences needs max_running={batch} or more for this model.")
@@ -172,14 +172,17 @@ def _time_steps(target: ModelRunner, batch: int, context: int, nodes: list[int])
             if not tables.reserve(answer.id, length):
                 raise InvalidRequest(f"The cache is too small to measure {batch} sequences of {length} tokens.")
         with torch.inference_mode():
-            return [_time_step(runner, answers, count) for count in nodes]
+            return [_time_step(runner, answers, count, size) for count in nodes]
     finally:
         for answer in answers:
             tables.close(answer.id)
 
 
-def _time_step(runner: GraphRunner, answers: Tokens[Sequence], nodes: int) -> float:
+def _time_step(runner: GraphRunner, answers: Tokens[Sequence], nodes: int, size: list[int]) -> float:
     """With trees of one size, from the context on: what steps before have gained is forgotten."""
+    size[0] = nodes
+    if nodes:
+        runner.parts.drafter.prepare(_seen(answers, nodes), len(answers), nodes)
     state, tables = runner.state, runner.target.cache.tables
     for answer in answers:
         state.remove(answer.id)
@@ -244,13 +247,8 @@ def _timed_step(engine: Engine) -> float:
 @contextmanager
 def _drafting(target: ModelRunner, batch: int, context: int) -> Iterator[tuple[Engine, list[int]]]:
     """An engine with `batch` sequences past their prompts, guessing as many wrong tokens as `size[0]` says."""
-    size = [0]
-    vocabulary = target.model.config.vocab_size
-
-    def unlike_tokens(tokens: Tokens[int]) -> list[list[int]]:  # equal ones would all go to the same experts
-        return [[(len(tokens) + 7 * i) % vocabulary for i in range(size[0])]]
-
-    drafter = ScriptedDrafter(unlike_tokens, max(ROWS) - 1, chain=True)
+    size, vocabulary = [0], target.model.config.vocab_size
+    drafter = ScriptedDrafter(_unlike_tokens(size, vocabulary), max(ROWS) - 1, chain=True)
     scheduler = Scheduler(target.cache.tables, SchedulerConfig())
     engine = Engine(target, drafter, LAWS["match"](), FixedBudget(drafter.max_nodes), scheduler, KeyedRng())
     answers = [_answer(i, context, vocabulary) for i in range(batch)]
@@ -262,6 +260,19 @@ def _drafting(target: ModelRunner, batch: int, context: int) -> Iterator[tuple[E
     finally:
         for answer in answers:
             scheduler.abort(answer.request_id, FinishReason.CANCELLED)
+
+
+def _unlike_tokens(size: list[int], vocabulary: int) -> Script:
+    """As many guesses as `size[0]` says; equal ones would all go to the same experts."""
+    return lambda tokens: [[(len(tokens) + 7 * i) % vocabulary for i in range(size[0])]]
+
+
+def _seen(answers: Tokens[Sequence], nodes: int) -> HostView:
+    """What the host knows of them, with room for so many nodes."""
+    ids, texts = tuple(answer.id for answer in answers), tuple(answer.tokens for answer in answers)
+    room = (nodes,) * len(answers)
+    params = tuple(answer.params for answer in answers)
+    return HostView(ids, texts, tuple(map(len, texts)), params, max_nodes=room, max_depth=room)
 
 
 class _Silence:

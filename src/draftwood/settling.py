@@ -33,7 +33,13 @@ def settle(config: EngineConfig, target: Checkpoint, drafter: str | Drafter) -> 
     """Sizes that suit the device where none are asked for; refuses, with the plan, what a GPU has no memory for."""
     asked, config = config.max_running, config.settled()
     if isinstance(target, UniversalCheckpoint):  # before memory is planned
-        require_supported(target.name, config.torch_dtype(), config.torch_device(), config.weight_format())
+        require_supported(
+            target.name,
+            config.torch_dtype(),
+            config.torch_device(),
+            config.weight_format(),
+            bool(target.config.encoder),
+        )
     draft = _draft_config(drafter, target.config)
     if config.torch_device().type != "cuda":
         return config if asked else with_states_for(target.config, draft, config, None)

@@ -284,3 +284,9 @@ class HostVerdict:
             [self.usable[b] for b in rows],
             [self.members[b] for b in rows if self.members],
         )
+
+
+def nodes_on(tree: TokenTree, path: Tensor, there: Tensor) -> Tensor:
+    """Nodes on `path` [B, D + 1], where it is `there`. [M] int64, 1 or 0."""
+    marks = torch.zeros(tree.num_nodes + 1, dtype=torch.int64, device=path.device)
+    return marks.index_fill_(0, torch.where(there, path, tree.num_nodes).view(-1), 1)[:-1]

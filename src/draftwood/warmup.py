@@ -26,6 +26,7 @@ from draftwood.engine.shapes import ShapePlan
 from draftwood.model.checkpoint import expected_shape
 from draftwood.model.config import ModelConfig
 from draftwood.model.runner import ModelRunner
+from draftwood.model.universal_folder import UniversalConfig
 from draftwood.nets.eagle import Eagle3
 from draftwood.protocols import BatchView, Randomness
 from draftwood.rng import KeyedRng
@@ -85,6 +86,8 @@ class _Undecided(Silent):
 
 def warm_up(target: ModelConfig, config: EngineConfig, drafter: str | Drafter, tree: str | None) -> None:
     """Run prefills and the usual steps in several threads: compiling waits for child processes half of the time."""
+    if isinstance(target, UniversalConfig):  # whose layers are not known before they are loaded
+        return
     device, dtype = config.torch_device(), config.torch_dtype()
     with _apart(device):
         blank = _Blank(target, dtype, device)

@@ -79,9 +79,14 @@ class Counted(Replayed):
 def test_steps_of_every_size_are_measured_after_the_same_context(monkeypatch: pytest.MonkeyPatch) -> None:
     target = roomy(dtype=torch.float32)
     monkeypatch.setattr(calibration, "GraphRunner", Counted)
+    forward, unlike = target.forward, set()
+    monkeypatch.setattr(
+        target, "forward", lambda batch, *a: unlike.add(len(batch.tokens.unique())) or forward(batch, *a)
+    )
     after = calibration._time_steps(target, 3, 40, [0, 1, 7])
     assert Counted.begun == [[40] * 3] * 3
     assert min(after) >= 40 + 1 + calibration.GPU_REPEATS
+    assert max(unlike) > 7, "nodes that are all the same token would share a mixture's experts"
     assert target.cache.tables.pool.num_available == 800, "pages leaked"
 
 

@@ -326,15 +326,19 @@ def test_cancelled_requests_leave_the_others_alone(name: str, law: str, temperat
     assert harness.engine.scheduler.tables.pool.num_available == regime.num_pages, "pages leaked"
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma2", "olmo2", "gpt_oss"])
-@pytest.mark.parametrize("name", ["scripted-bushy", "model-beam", "ngram-tree"])
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "olmo2", "gpt_oss")
+FAMILY_ROWS = [(family, name) for name in ("scripted-bushy", "model-beam", "ngram-tree") for family in FAMILIES]
+
+
+@pytest.mark.parametrize(("family", "name"), [*FAMILY_ROWS, ("gpt_oss", "view-hot-experts")])
 def test_every_family_under_a_tree(family: str, name: str) -> None:
     """Sliding windows, biases, norms wherever they stand, capped scores, sinks and experts, under trees and commits."""
     asks = requests(1.0)
     config = tiny_config(family)
     wanted = generated(Harness(tiny_runner(config), no_drafter(torch.float64), LAWS["match"]()).run(asks))
     target = tiny_runner(config)
-    answers = Harness(target, DRAFTERS[name](torch.float64), LAWS["match"]()).run(asks)
+    drafters = {**DRAFTERS, "view-hot-experts": with_view(View(experts=0), Beam(nodes=9, width=3, depth=3))}
+    answers = Harness(target, drafters[name](torch.float64), LAWS["match"]()).run(asks)
     assert generated(answers) == wanted
 
 

@@ -126,18 +126,19 @@ def check_parity(
     page_size: int = 16,
     rows: list[int] | None = None,  # these alone, of the first part
     softcap: float | None = None,
+    sinks: Tensor | None = None,
     **options: int | bool,
 ) -> Tensor:
     batch, num_pages = make_batch(parts, page_size)
     batch = batch if rows is None else only_rows(batch, rows, 0)
     cache, query = make_inputs(batch, num_pages, heads, dtype, page_size)
-    shape = AttentionShape(window, heads.dim**-0.5, softcap)
-    got = TreeAttention.plan(batch, cache, shape, **options).run(1, query)  # type: ignore[arg-type]
+    shape = AttentionShape(window, heads.dim**-0.5, softcap, sinks is not None)
+    got = TreeAttention.plan(batch, cache, shape, **options).run(1, query, sinks=sinks)  # type: ignore[arg-type]
     dense = DenseAttention.plan(batch, Pages(cache.store.float(), page_size), shape)
     expected = torch.cat(  # it gathers all keys for every row
         [
             replace(dense, mask=dense.mask[i : i + 128], owner=dense.owner[i : i + 128]).run(
-                1, query[i : i + 128].float()
+                1, query[i : i + 128].float(), sinks=sinks
             )
             for i in range(0, query.shape[0], 128)
         ]
@@ -160,6 +161,15 @@ def test_mixed_batch(dtype: torch.dtype) -> None:
 )
 def test_capped_scores(window: int | None, options: dict[str, int]) -> None:
     check_parity(MIXED[1:], Heads(1, 3, 64), PLAIN, window, softcap=0.5, **options)
+
+
+@pytest.mark.parametrize(
+    "options", [{"num_splits": 1}, {"num_splits": 3}, {"exact": False}, {"linear": True, "num_splits": 2}], ids=str
+)
+def test_sinks(options: dict[str, int]) -> None:
+    """A score of each head behind which no value stands, wherever a row's softmax ends."""
+    parts = [Part(270, 2), Part(1, 1)] if "linear" in options else MIXED[1:]
+    check_parity(parts, Heads(2, 3, 64), PLAIN, 40, sinks=torch.linspace(-2, 5, 6, device=DEVICE), **options)
 
 
 @pytest.mark.parametrize("heads", [Heads(2, 1, 64), Heads(1, 4, 96), Heads(1, 7, 128), Heads(1, 2, 256)], ids=str)

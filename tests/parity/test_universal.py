@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,19 +26,22 @@ from draftwood.drafters.none import NoDrafter
 from draftwood.drafters.scripted import ScriptedDrafter
 from draftwood.drafting import Drafter
 from draftwood.engine.llm import LLM
+from draftwood.engine.memory import weight_bytes
 from draftwood.errors import CheckpointError, InvalidRequest
 from draftwood.growers import Best, Levels
 from draftwood.model import universal_rows
 from draftwood.model.checkpoint import SafetensorsCheckpoint, open_checkpoint
 from draftwood.model.runner import ModelRunner, Refreshable, Sliceable, require_strict
 from draftwood.model.universal import ROUTES, UniversalModel
-from draftwood.model.universal_folder import UniversalCheckpoint, UniversalConfig
-from draftwood.model.universal_rows import Step, require_window
+from draftwood.model.universal_attention import require_window, window_of
+from draftwood.model.universal_folder import UniversalCheckpoint, UniversalConfig, require_supported
+from draftwood.model.universal_rows import Step
 from draftwood.model.weights import FORMATS
 from draftwood.protocols import Span
 from draftwood.request import SamplingParams
 from draftwood.settling import settle
 from draftwood.verifiers import LAWS
+from no_sync import no_looking
 from parity.test_families import TEXT, bushy_tree, everything_wide, paged_logits, theirs_of, wanted_logits
 from staging import tree_logits
 from tiny import CPU, Ask, Harness, Regime, generated, tiny_folder, tiny_runner, with_arrivals
@@ -159,6 +163,66 @@ def test_logits_are_those_of_transformers(made: Made, name: str) -> None:
             path = [int(tree.tokens[n]) for n in tree.paths[node].tolist()[1:] if n >= 0]
             assert (got[node] - wanted_logits(model, text + path)[-1]).abs().max() <= 1e-9
     assert (paged_logits(narrow, TEXT, 64) - want).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("name", "windows"),
+    [("olmo3", {6}), ("olmoe", {None}), ("deepseek_v3", set()), ("llama4_text", {None}), ("gemma3n_text", {6, None})],
+)
+def test_nothing_waits_for_a_device(
+    made: Made, monkeypatch: pytest.MonkeyPatch, name: str, windows: set[int | None]
+) -> None:
+    """A tree's rows as on a GPU, where layers are alike on our kernels for one: the same, and no value is looked at."""
+    pytest.importorskip("triton")
+    from draftwood.ops.cuda.attention import TreeAttention
+
+    runner, text, tree = runner_of(made(name)[1], torch.float32), TEXT[:9], bushy_tree()
+    runner.cache.tables.open(0, ())
+    runner.cache.tables.reserve(0, len(text) + 8)
+    plans = []
+    planned = SimpleNamespace(plan=lambda *a: plans.append(a[2]) or TreeAttention.plan(*a, exact=False))
+    monkeypatch.setattr(universal_rows, "DenseAttention", planned)
+    want = tree_logits(runner, [Span(0, text, 0, len(text))], tree)
+    assert not plans
+    batches, forward = [], runner.forward
+    monkeypatch.setattr(runner, "forward", lambda batch: batches.append(batch) or forward(batch))
+    tree_logits(runner, [Span(0, text, 0, len(text))], tree)
+    for batch in batches:
+        with no_looking():
+            got = forward(batch).logits
+    assert (got - want).abs().max() <= 1e-4
+    assert {plan.window for plan in plans} == windows
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and there is none here")
+@pytest.mark.parametrize("name", ["olmo3", "olmoe", "deepseek_v3"])
+def test_forwards_are_captured_on_a_gpu(made: Made, name: str) -> None:
+    device = torch.device("cuda")
+    runner = ModelRunner.load(open_checkpoint(made(name)[1]), torch.float32, device, 50, page_size=16)
+    runner.cache.tables.open(0, ())
+    runner.cache.tables.reserve(0, 9)
+    batch = runner.cache.stage_text([Span(0, TEXT, 0, 9)], torch.arange(9, device=device))
+    want = runner.forward(batch).logits.clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = runner.forward(batch).logits
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(got, want)
+    assert (want.cpu() - paged_logits(runner_of(made(name)[1], torch.float32), TEXT[:9], 64)).abs().max() <= 1e-3
+
+
+def test_windows_are_read_off_laws() -> None:
+    laws = {
+        None: lambda _b, _h, row, key: key <= row,
+        6: lambda _b, _h, row, key: (key <= row) & (key > row - 6),
+        "chunks": lambda _b, _h, row, key: (key <= row) & (key // 8 == row // 8),
+        "given": lambda _b, _h, row, key: torch.ones(5)[key] > 0,
+    }
+    found = {name: window_of(universal_rows.MaskLaw(law), 200) for name, law in laws.items()}
+    assert {name: window for name, (plain, window) in found.items() if plain} == {None: None, 6: 6}
+    assert window_of(None, 200) == (True, None)
 
 
 def asks(temperature: float) -> list[Ask]:
@@ -337,7 +401,7 @@ def test_what_was_not_shown_to_be_exact_is_refused(made: Made, monkeypatch: pyte
         with pytest.raises(InvalidRequest, match=reason):
             ModelRunner.load(checkpoint, dtype, CPU, 10, 4, FORMATS[weights])
     with pytest.raises(InvalidRequest, match="device='cpu'"):
-        ModelRunner.load(checkpoint, torch.float32, torch.device("cuda"), 10, 4)
+        require_supported("it", torch.float32, torch.device("cuda"), FORMATS["stored"], encoder=True)
     with pytest.raises(CheckpointError, match="ngram or model:NAME"):
         checkpoint.tensor("model.norm.weight")
     model = runner_of(folder).model
@@ -401,7 +465,8 @@ def test_models_says_what_runs_it(made: Made) -> None:
     text = console.export_text()
     assert "deepseek_v3" in text
     assert "transformers' own modules with our pages and masks" in text
-    assert "not yet: use --device cpu" in text
+    assert "the same, in float32" in text
     config = open_checkpoint(made("deepseek_v3")[1]).config
     assert isinstance(config, UniversalConfig)
+    assert weight_bytes(config, "stored", torch.float32) == 4 * config.parameters
     assert config.parameters == sum(weight.numel() for weight in made("deepseek_v3")[0].state_dict().values())

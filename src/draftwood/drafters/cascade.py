@@ -48,6 +48,11 @@ class Middle(Protocol):
     runner: ModelRunner
 
     @property
+    def needs(self) -> frozenset[int]:
+        """See `Drafter`."""
+        ...
+
+    @property
     def reads(self) -> bool:
         """See `Drafter`."""
         ...
@@ -87,6 +92,10 @@ class CascadeDrafter(Silent):
             raise ValueError("a cascade needs at least one node, one round and one node ahead")
         if not inner.law.draws <= POINT_TREE.draws:
             raise ValueError("the inner drafter of a cascade has to choose its tokens, and this one draws them")
+        if middle.needs:
+            raise ValueError(
+                "the middle of a cascade is one that keeps nothing of the target's layers: not hot-experts"
+            )
         if inner.reads or not inner.needs <= {LOGITS} or inner.staged(inner.max_nodes):
             raise ValueError("the inner drafter of a cascade is one without a network, such as ngram or recycling")
         self.inner, self.middle = inner, middle

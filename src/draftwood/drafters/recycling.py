@@ -22,7 +22,7 @@ from draftwood.model.runner import ModelRunner
 from draftwood.ops.beam import Offers, likeliest_tree, offered
 from draftwood.ops.choice import ranked
 from draftwood.protocols import LOGITS, BatchView, Features, Randomness
-from draftwood.tree import POINT_TREE, TokenTree, Verdict
+from draftwood.tree import POINT_TREE, Verdict, nodes_on
 
 BINS = 8  # of an entry's share
 WEIGHT = 4.0  # trials that an entry's own share counts for beforehand
@@ -175,13 +175,7 @@ class RecyclingDrafter(Silent):
         there = steps <= verdict.length[:, None]
         then = pad(tokens[:, 1:], (0, 1)).scatter(1, verdict.length[:, None], verdict.bonus[:, None])
         self._table.learn(tokens, then, there, salts)
-        self._table.write(tree.tokens, salts[tree.owner], features[LOGITS], _on_path(tree, path, there))
-
-
-def _on_path(tree: TokenTree, path: Tensor, there: Tensor) -> Tensor:
-    """Nodes that were kept. [M] int64."""
-    marks = torch.zeros(tree.num_nodes + 1, dtype=torch.int64, device=path.device)
-    return marks.index_fill_(0, torch.where(there, path, tree.num_nodes).view(-1), 1)[:-1]
+        self._table.write(tree.tokens, salts[tree.owner], features[LOGITS], nodes_on(tree, path, there))
 
 
 def _salts(view: BatchView) -> Tensor:

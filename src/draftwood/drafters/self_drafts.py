@@ -82,6 +82,13 @@ def _windowed(recent: int, sinks: int) -> ViewOf:
     return lambda checkpoint: View(window=window)
 
 
+def _hot_experts(experts: int, window: int) -> ViewOf:
+    if experts < 0:
+        raise ValueError("experts counts those of each layer that a draft runs; 0 is half as many as a row goes to")
+    part = View(window=_window(window), experts=experts)
+    return lambda checkpoint: part
+
+
 def _window(recent: int) -> Window | None:
     if recent < 0:
         raise ValueError("window counts tokens; 0 reads all of the text")
@@ -112,6 +119,11 @@ SELF_DRAFTS: Mapping[str, Entry] = {
         {"skip": (), "attention": (), "mlp": (), "trials": 0, "window": 0},
         "the target without some layers: skip=10x11x12, or attention=3x4 and mlp=7 of some alone; what "
         "`draftwood search-skip` has found; or trials=64 of sets while it answers",
+    ),
+    "hot-experts": Entry(
+        _hot_experts,
+        {"experts": 0, "window": 0},
+        "a mixture with the experts that its text used most lately (experts=0: half as many as a row goes to)",
     ),
     "self-int8": Entry(
         _rounded("w8a8", COPIES["self-int8"]), {"window": 0}, "the target with 8-bit weights; itself it stays exact"

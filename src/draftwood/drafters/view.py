@@ -20,15 +20,18 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from draftwood.batch import ROUTES, ForwardBatch
 from draftwood.cache.kv import Places, behind_last, stage_behind
 from draftwood.drafters.grown import GrownDrafter
+from draftwood.drafters.hot_experts import HotExperts
 from draftwood.drafters.swift import WINDOW, SkipSearch
 from draftwood.drafting import Front, Grower, Proposal, State, Vocabulary
 from draftwood.errors import IncompatibleParts
 from draftwood.model.config import ModelConfig
-from draftwood.model.runner import Model, ModelRunner, Sliceable
+from draftwood.model.runner import Model, ModelRunner, Narrowable, Sliceable
 from draftwood.model.spec import NONE, Sublayers, apart
-from draftwood.protocols import BatchView, Randomness
+from draftwood.protocols import BatchView, Features, Randomness
+from draftwood.tree import Verdict, nodes_on
 
 Layers = Callable[[ModelConfig], Sequence[int]]  # of a model, those that a view runs, rising
 
@@ -58,9 +61,10 @@ class View:
     window: Window | None = None
     without: Sublayers = NONE  # attention and MLPs of its layers that do not run
     trials: int = 0  # of other sets of these, while answers are generated
+    experts: int | None = None  # of each mixture it runs so many, those that are hot; 0: half as many as a row goes to
 
-    def of(self, target: Model) -> Model:
-        """The part of this target. Refuses what it cannot be made of."""
+    def of(self, target: Model, hot: HotExperts | None = None) -> Model:
+        """The part of this target, with the experts that are `hot`. Refuses what it cannot be made of."""
         if not isinstance(target, Sliceable):
             raise IncompatibleParts(
                 "The target runs in stages, or on transformers' own modules: no part of it can draft."
@@ -68,6 +72,10 @@ class View:
         model = target if self.changed is None else self.changed(target)
         if type(model) is not type(target) or not isinstance(model, Sliceable):  # who order keys in their own way
             raise IncompatibleParts("With rounded weights the target runs on other kernels; take another drafter.")
+        if hot is not None:
+            if not isinstance(model, Narrowable):
+                raise IncompatibleParts("The target's routers cannot be narrowed; take another drafter.")
+            model = model.narrowed(hot.allowed, hot.top_k)
         if self.layers is not None or self.without != NONE:
             _require_known(target.config, [*self.without.attention, *self.without.mlp])
             if self.without != NONE:
@@ -97,6 +105,8 @@ class ViewDrafter(GrownDrafter):
     def __init__(self, view: View, grower: Grower) -> None:
         super().__init__(grower)
         self.view = view
+        self.needs = frozenset() if view.experts is None else frozenset({ROUTES})
+        self._hot: HotExperts | None = None
         self._search = SkipSearch(view.trials) if view.trials else None
 
     def attach(self, target: ModelRunner) -> None:
@@ -105,11 +115,31 @@ class ViewDrafter(GrownDrafter):
         if self._search is not None:
             _require_apart(target.model.config)
             self._search.attach(target.model.config)
+        if self.view.experts is not None:
+            mixtures = target.model.config.mixtures
+            if not mixtures:
+                raise IncompatibleParts(
+                    "The target is no mixture of experts, and 'hot-experts' drafts with some of them."
+                )
+            self._hot = HotExperts(mixtures, self.view.experts, target.device)
         self._take_part()
 
     def _take_part(self) -> None:
         part = self.view if self._search is None else replace(self.view, without=self._search.without)
-        self.runner = ModelRunner.over(part.of(self._target.model), self._target.cache)
+        self.runner = ModelRunner.over(part.of(self._target.model, self._hot), self._target.cache)
+
+    def ingest(self, batch: ForwardBatch, features: Features | None) -> None:
+        """Counts the experts of a prompt's rows; padding writes to the scratch page."""
+        if self._hot is not None and features is not None:
+            cache = self.runner.cache
+            self._hot.count(features[ROUTES], batch.slots // cache.page_size != cache.scratch_page)
+
+    def commit(self, view: BatchView, proposal: Proposal, verdict: Verdict, features: Features) -> None:
+        """Counts the experts of the nodes that were kept; a sequence that stands for none has one token."""
+        if self._hot is not None:
+            steps = torch.arange(verdict.path.shape[1], device=verdict.path.device)
+            kept = (steps <= verdict.length[:, None]) & (view.lengths > 1)[:, None]
+            self._hot.count(features[ROUTES], nodes_on(proposal.tree, verdict.path, kept) > 0)
 
     def staged(self, nodes: int) -> int:
         """The nodes that the grower asks about, and what another set is tried on."""

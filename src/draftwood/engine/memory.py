@@ -15,6 +15,7 @@ from draftwood.config import SPARE_STATES, EngineConfig
 from draftwood.errors import InvalidRequest
 from draftwood.model.config import ModelConfig
 from draftwood.model.names import parameters_by_kind
+from draftwood.model.universal_folder import UniversalConfig
 from draftwood.model.weights import FORMATS, GROUP, ON_ACCELERATORS, Storage
 from draftwood.ops.packed import SCALE_BYTES, Packing
 
@@ -72,6 +73,8 @@ def weight_bytes(config: ModelConfig, weights: str, dtype: torch.dtype) -> int:
 
     So has the token embedding, of which a step reads a few rows only. It is the head itself where both are the same.
     """
+    if isinstance(config, UniversalConfig):
+        return config.parameters * dtype.itemsize
     form = {**FORMATS, **ON_ACCELERATORS}[weights]
     layers, _, vectors = parameters_by_kind(config)
     head = config.vocab_size * config.hidden_size

@@ -134,7 +134,12 @@ class ModelConfig:
     @property
     def has_experts(self) -> bool:
         """Whether some layer is a mixture of experts."""
-        return any(isinstance(layer.mlp, ExpertsSpec) for layer in self.layers)
+        return bool(self.mixtures)
+
+    @property
+    def mixtures(self) -> tuple[ExpertsSpec, ...]:
+        """Those of its layers that are one."""
+        return tuple(layer.mlp for layer in self.layers if isinstance(layer.mlp, ExpertsSpec))
 
     def part(self, layers: Sequence[int], without: Sublayers = NONE) -> ModelConfig:
         """Some of its layers alone, some of these `without` attention or MLP."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache as cached
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import torch
 import triton
 from torch import Tensor
 
-from draftwood.batch import AttentionShape, ForwardBatch, ForwardOutput, GivenRows, Pages
+from draftwood.batch import ROUTES, AttentionShape, ForwardBatch, ForwardOutput, GivenRows, Pages
 from draftwood.errors import InvalidRequest
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.cuda_loading import DENSE, CudaLoader, Layer
@@ -24,11 +24,13 @@ from draftwood.model.layers import Rotary, softcapped, write_over
 from draftwood.model.native import Progress
 from draftwood.model.rope import RopeConfig
 from draftwood.model.sharding import ranks_of, share_of
-from draftwood.model.spec import NONE, AttentionSpec, LayerSpec, Sublayers, Wiring
-from draftwood.model.streaming import ResidentLayers, load_layers
+from draftwood.model.spec import NONE, LayerSpec, Sublayers, Wiring
+from draftwood.model.streaming import ResidentLayers, load_layers, require_resident
+from draftwood.model.transformer import shape_of
 from draftwood.model.weights import FORMATS, ON_ACCELERATORS, WeightFormat
 from draftwood.ops import cuda
 from draftwood.ops.cuda.attention import Apart, TreeAttention
+from draftwood.ops.cuda.experts import CudaExperts
 from draftwood.ops.cuda.linear import CudaLinear, Stream
 from draftwood.ops.cuda.norm_act import rms_norm
 from draftwood.ops.cuda.products import Norm
@@ -114,6 +116,20 @@ class CudaTransformer:
         part._norms = {number: self._norms[i] for number, i in enumerate(layers)}
         return part
 
+    def narrowed(self, allowed: Sequence[Tensor], top_k: int) -> CudaTransformer:
+        """The same with routers that pick `top_k` of each mixture's experts that are allowed."""
+        require_resident(range(len(self._specs)), len(self._layers.resident))
+        part, each = copy.copy(self), iter(allowed)
+        part._layers = ResidentLayers(
+            [
+                replace(layer, mlp=layer.mlp.narrowed(next(each), top_k))
+                if isinstance(layer.mlp, CudaExperts)
+                else layer
+                for layer in self._layers.resident
+            ]
+        )
+        return part
+
     def substituted(self, checkpoint: Checkpoint, weights: WeightFormat) -> CudaTransformer:
         """The same with layers in another format in place of those that are not on the device."""
         share = share_of(checkpoint, self._ranks, weights)
@@ -147,23 +163,26 @@ class CudaTransformer:
         self, batch: ForwardBatch, cache: Pages, needs: frozenset[int] = frozenset(), given: GivenRows | None = None
     ) -> ForwardOutput:
         """Run the rows of `batch`, writing their keys and values to `cache`. Logits are float32."""
-        shapes = [None if s.attention is None else _shape(s.attention) for s in self._specs]
+        shapes = [None if s.attention is None else shape_of(s.attention) for s in self._specs]
         attention = {shape: self._plan(batch, cache, shape) for shape in set(shapes) if shape is not None}
         first = self._begin(batch) if given is None else given.residual
         stream = Stream(first, self._norms[0])
         read = stream if given is None or given.wide is None else Stream(given.wide)
         features: dict[int, Tensor] = {}
+        routes: list[Tensor] | None = [] if ROUTES in needs else None
         for i in range(len(self._specs)):
             layer = self._layers.get(i)
             self._layers.prefetch(i + 1)
             if (shape := shapes[i]) is None:
-                read = stream = self._run_mlp(i, layer, stream.hidden)
+                read = stream = self._run_mlp(i, layer, stream.hidden, routes)
             else:
                 turning = self._turning(i, layer, batch.positions, batch.slots, cache.store[self._cached[i]])
                 run = self._run_plain if self._fused(i) else self._run_apart
-                read = stream = run(i, layer, stream, read, turning, attention[shape])
+                read = stream = run(i, layer, stream, read, turning, attention[shape], routes)
             if i in needs:  # the next layer may write over it
                 features[i] = stream.hidden.clone() if i + 1 < len(self._specs) else stream.hidden
+        if routes:
+            features[ROUTES] = torch.stack(routes, 1)
         return ForwardOutput(self._logits(stream.each(batch.at_logits)), features)
 
     def _fused(self, i: int) -> bool:
@@ -173,34 +192,33 @@ class CudaTransformer:
         return plain and self._ranks.size == 1
 
     def _run_plain(
-        self, i: int, layer: Layer, stream: Stream, read: Stream, turning: Turning, attention: _Attention
-    ) -> Stream:
+        self, i: int, layer: Layer, stream: Stream, read: Stream, turning: Turning, attention: _Attention,
+        routes: list[Tensor] | None,
+    ) -> Stream:  # fmt: skip
         """A layer whose products end with the sum and begin with the norm; each asks for the next one's weights."""
         next_norm, following = self._behind(i)
         ahead = ONE_ROW if len(stream.hidden) == 1 and not self.strict else SEVERAL_ROWS
         query = layer.qkv.turned(read, turning, layer.output.beginning(ahead.output))
-        mixed = attention.run(self._cached[i], query)
-        then = layer.gate_up.beginning(ahead.gate_up, gated=True)
+        mixed = attention.run(self._cached[i], query, sinks=layer.sinks)
+        then = layer.mlp.beginning(ahead.gate_up)
         stream = layer.output.add_to(stream.hidden, mixed, layer.mlp_norm, then)
-        wide = layer.gate_up.gated(stream, self.config.activation, layer.down.beginning(ahead.down))
         then = None if following is None else following.beginning(ahead.next_layer)
-        return layer.down.add_to(stream.hidden, wide, next_norm, then)
+        return layer.mlp.add_to(stream, next_norm, ahead.down, then, routes)
 
     def _run_apart(
-        self, i: int, layer: Layer, stream: Stream, read: Stream, turning: Turning, attention: _Attention
-    ) -> Stream:
+        self, i: int, layer: Layer, stream: Stream, read: Stream, turning: Turning, attention: _Attention,
+        routes: list[Tensor] | None,
+    ) -> Stream:  # fmt: skip
         """A layer with norms, a scale or a sum over ranks behind its products, or without an MLP."""
-        mixed = attention.run(self._cached[i], layer.qkv.turned(read, turning))
+        mixed = attention.run(self._cached[i], layer.qkv.turned(read, turning), sinks=layer.sinks)
         made = self._ranks.sum(layer.output(Stream(mixed)))
-        return self._run_mlp(
-            i, layer, _added(stream.hidden, made, layer.attention_output_norm, self._specs[i].residual_scale)
-        )
+        hidden = _added(stream.hidden, made, layer.attention_output_norm, self._specs[i].residual_scale)
+        return self._run_mlp(i, layer, hidden, routes)
 
-    def _run_mlp(self, i: int, layer: Layer, hidden: Tensor) -> Stream:
+    def _run_mlp(self, i: int, layer: Layer, hidden: Tensor, routes: list[Tensor] | None) -> Stream:
         """The part of a layer behind attention, if it has any."""
         if self._specs[i].mlp is not None:
-            wide = layer.gate_up.gated(Stream(hidden, layer.mlp_norm), self.config.activation)
-            made = self._ranks.sum(layer.down(Stream(wide)))
+            made = self._ranks.sum(layer.mlp(Stream(hidden, layer.mlp_norm), routes))
             hidden = _added(hidden, made, layer.mlp_output_norm, self._specs[i].residual_scale)
         return Stream(hidden, self._behind(i)[0])
 
@@ -252,10 +270,6 @@ class CudaTransformer:
             batch, cache, shape, linear=batch.linear, max_rows=batch.max_rows, max_depth=batch.max_depth,
             max_nodes=batch.max_nodes, exact=self.strict,
         )  # fmt: skip
-
-
-def _shape(attention: AttentionSpec) -> AttentionShape:
-    return AttentionShape(attention.window, attention.scale, attention.softcap)
 
 
 def _turning(spec: LayerSpec) -> tuple[RopeConfig | None, int]:

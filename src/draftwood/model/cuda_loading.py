@@ -12,7 +12,14 @@ from torch import Tensor
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.config import ModelConfig
 from draftwood.model.native import Progress
-from draftwood.model.spec import ATTENTION_NORM, ATTENTION_OUTPUT_NORM, MLP_NORM, MLP_OUTPUT_NORM
+from draftwood.model.spec import (
+    ATTENTION_NORM,
+    ATTENTION_OUTPUT_NORM,
+    MLP_NORM,
+    MLP_OUTPUT_NORM,
+    ExpertsSpec,
+    MlpSpec,
+)
 from draftwood.model.weights import (
     Float8,
     Matrix,
@@ -23,6 +30,7 @@ from draftwood.model.weights import (
     quantise_float8,
     store_as,
 )
+from draftwood.ops.cuda.experts import MLP, CudaExperts, CudaMlp
 from draftwood.ops.cuda.linear import CudaLinear, pack
 from draftwood.ops.cuda.products import Norm
 
@@ -40,10 +48,10 @@ class Layer:
     head_norm: tuple[Tensor, Tensor] | None  # of queries and of keys, [D] each
     output: CudaLinear
     mlp_norm: Norm | None
-    gate_up: CudaLinear
-    down: CudaLinear
+    mlp: MLP
     attention_output_norm: Norm | None = None
     mlp_output_norm: Norm | None = None
+    sinks: Tensor | None = None  # [H]
 
     def views(self, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
         """Its parts by the names that checkpoints have for them."""
@@ -57,8 +65,9 @@ class Layer:
             yield f"self_attn.{part}_norm.weight", weight
         yield from _split("self_attn", self.qkv, {"q_proj": own, "k_proj": shared, "v_proj": shared})
         yield from _split("self_attn", self.output, {"o_proj": config.hidden_size})
-        yield from _split("mlp", self.gate_up, {"gate_proj": inner, "up_proj": inner})
-        yield from _split("mlp", self.down, {"down_proj": config.hidden_size})
+        assert isinstance(self.mlp, CudaMlp)
+        yield from _split("mlp", self.mlp.gate_up, {"gate_proj": inner, "up_proj": inner})
+        yield from _split("mlp", self.mlp.down, {"down_proj": config.hidden_size})
 
 
 def _split(place: str, linear: CudaLinear, outputs: Mapping[str, int]) -> Iterator[tuple[str, Tensor]]:
@@ -89,6 +98,9 @@ class CudaLoader:
         self._strict = strict
         self._progress = progress
         self._loaded = 0
+        self._steps = sum(_products(spec.only_mlp) for spec in self._config.layer_specs) + (
+            1 if self._config.tied_head else 2
+        )
         self._rotated = self._config.head_dim  # dimensions of a head that turn, in the layer that is being read
         self.num_bytes = 0
 
@@ -108,7 +120,7 @@ class CudaLoader:
     def layer(self, i: int) -> Layer:
         """The i-th layer."""
         name, config, storage = f"model.layers.{i}", self._config, self._weights.layers
-        own, mlp, spec = f"{name}.self_attn", f"{name}.mlp", config.layer_specs[i]
+        own, spec = f"{name}.self_attn", config.layer_specs[i]
         attention = spec.only_attention
         self._rotated = attention.rotated
         normed = attention.head_norm is not None
@@ -120,10 +132,32 @@ class CudaLoader:
             head_norm=(head_norms[0], head_norms[1]) if normed else None,
             output=self._linear([f"{own}.o_proj"], storage, attention.output_bias),
             mlp_norm=norms.get(MLP_NORM),
-            gate_up=self._linear([f"{mlp}.gate_proj", f"{mlp}.up_proj"], storage, config.mlp_bias),
-            down=self._linear([f"{mlp}.down_proj"], storage, config.mlp_bias),
+            mlp=self._mlps(f"{name}.mlp", spec.only_mlp),
             attention_output_norm=norms.get(ATTENTION_OUTPUT_NORM),
             mlp_output_norm=norms.get(MLP_OUTPUT_NORM),
+            sinks=self._vector(f"{own}.sinks.weight") if attention.sinks else None,
+        )
+
+    def _mlps(self, name: str, spec: MlpSpec | ExpertsSpec) -> MLP:
+        """One, or a mixture; what weighs rows is never rounded."""
+        if isinstance(spec, MlpSpec):
+            return self._mlp([name], spec)
+        router = self._linear([f"{name}.router"], None, spec.router_bias)
+        experts = self._mlp([f"{name}.experts.{i}" for i in range(spec.count)], spec.expert)
+        if spec.shared is None:
+            return CudaExperts(spec, router, experts.gate_up, experts.down)
+        shared, strength = (
+            self._mlp([f"{name}.shared"], spec.shared),
+            self._linear([f"{name}.shared_gate"], None, False),
+        )
+        return CudaExperts(spec, router, experts.gate_up, experts.down, shared, strength)
+
+    def _mlp(self, names: Sequence[str], spec: MlpSpec) -> CudaMlp:
+        """Gate and up of each, one below the other, and the downs."""
+        storage, openings = self._weights.layers, [f"{name}.{part}_proj" for name in names for part in ("gate", "up")]
+        gate_up = self._linear(openings, storage, spec.bias)
+        return CudaMlp(
+            gate_up, self._linear([f"{name}.down_proj" for name in names], storage, spec.bias), spec.activation
         )
 
     def norm(self, name: str) -> Norm:
@@ -192,10 +226,15 @@ class CudaLoader:
         self._loaded += 1
         if self._loaded % _FORGET_EVERY == 0:
             self._checkpoint.forget()
-        self._progress(self._loaded, 4 * self._config.num_layers + (1 if self._config.tied_head else 2))
+        self._progress(self._loaded, self._steps)
 
     def _count(self, tensors: Sequence[Tensor]) -> None:
         self.num_bytes += sum(tensor.nbytes for tensor in tensors)
+
+
+def _products(mlp: MlpSpec | ExpertsSpec) -> int:
+    """Matrices of a layer as they are read: two of attention, and those of its MLPs."""
+    return 4 if isinstance(mlp, MlpSpec) else 5 if mlp.shared is None else 8
 
 
 def _moved(matrix: Matrix, device: torch.device) -> Matrix:

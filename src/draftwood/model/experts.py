@@ -6,7 +6,7 @@ What a row gets does not depend on the others: products are made expert by exper
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -49,10 +49,17 @@ class Experts:
     shared: SharedExpert | None
     rounding: Callable[[Tensor], Tensor] | None = None  # of what products read
     ranks: Ranks = ALONE  # each of which has a part of every expert
+    allowed: Tensor | None = None  # [E] uint8 which may be chosen; None: all
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[N, hidden] -> [N, hidden]."""
+    def narrowed(self, allowed: Tensor, top_k: int) -> Experts:
+        """The same with a router that picks `top_k` of those allowed."""
+        return replace(self, allowed=allowed, spec=replace(self.spec, top_k=top_k))
+
+    def __call__(self, x: Tensor, routes: list[Tensor] | None = None) -> Tensor:
+        """[N, hidden] -> [N, hidden]; `routes` gets what was chosen."""
         weight, chosen = self._choices(x)
+        if routes is not None:
+            routes.append(chosen)
         read = x if self.rounding is None else self.rounding(x)
         each = self._on_device(read, chosen) if self._few(x, chosen) else self._one_by_one(read, chosen)
         mixed = (each * weight[..., None].to(each.dtype)).sum(1)
@@ -60,7 +67,8 @@ class Experts:
 
     def _choices(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """How much of which experts each row gets. Twice [N, top_k]."""
-        chances = self.router(x).to(wide(x.dtype)).softmax(-1)
+        scores = self.router(x).to(wide(x.dtype))
+        chances = (scores if self.allowed is None else scores.masked_fill(self.allowed == 0, -torch.inf)).softmax(-1)
         weight, chosen = chances.topk(self.spec.top_k, -1)
         if self.spec.normalised:
             weight = weight / weight.sum(-1, keepdim=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from draftwood.model.config import ModelConfig
-from draftwood.model.spec import ExpertsSpec, HeadNorms, LayerSpec, MlpSpec
+from draftwood.model.spec import CLAMPED, ExpertsSpec, HeadNorms, LayerSpec
 
-ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh")
+ACTIVATIONS = ("silu", "gelu", "gelu_pytorch_tanh", CLAMPED)
 
 
 def refuses(config: ModelConfig) -> str | None:
@@ -26,12 +26,11 @@ def _unusual_head_norms(layer: LayerSpec) -> bool:
 
 
 def _ungated(layer: LayerSpec) -> bool:
-    return isinstance(layer.mlp, MlpSpec) and (not layer.mlp.gated or layer.mlp.activation not in ACTIVATIONS)
+    mlp = layer.only_mlp.expert if isinstance(layer.only_mlp, ExpertsSpec) else layer.only_mlp
+    return not mlp.gated or mlp.activation not in ACTIVATIONS
 
 
 _UNKNOWN: dict[str, Callable[[LayerSpec], bool]] = {
-    "mixtures of experts": lambda layer: isinstance(layer.mlp, ExpertsSpec),
-    "attention sinks": lambda layer: layer.only_attention.sinks,
     "layer norms": lambda layer: layer.norm.centred,
     "attention and MLP side by side": lambda layer: layer.wiring.parallel,
     "norms of queries and keys as they are here": _unusual_head_norms,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from draftwood.batch import ForwardBatch, ForwardOutput, GivenRows, Pages
+from draftwood.batch import ROUTES, ForwardBatch, ForwardOutput, GivenRows, Pages
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.config import ModelConfig
 from draftwood.model.layers import Rotary
@@ -63,6 +63,7 @@ class NativeTransformer:
     device = torch.device("cpu")
     strict = True
     _whole: NativeTransformer | None = None  # what it is a part of, whose memory its layers point to
+    _allowed: tuple[Tensor, ...] = ()  # what its routers point to
 
     def __init__(
         self, library: Kernels, checkpoint: Checkpoint, weights: WeightFormat, progress: Progress = lambda *_: None
@@ -97,6 +98,17 @@ class NativeTransformer:
                 layer.down, layer.mixture = structs.Matrix(), None
         part._model.layers, part._model.num_layers = part._layers, len(layers)
         part._whole = self
+        return part
+
+    def narrowed(self, allowed: Sequence[Tensor], top_k: int) -> NativeTransformer:
+        """The same with routers that pick `top_k` of each mixture's experts that are allowed."""
+        part, each = self.part(range(self.config.num_layers)), iter(allowed)
+        for layer in part._layers:
+            if layer.mixture:
+                mixture = structs.Mixture.from_buffer_copy(layer.mixture.contents)
+                mixture.allowed, mixture.top_k = next(each).data_ptr(), top_k
+                layer.mixture = ctypes.pointer(mixture)
+        part._allowed = tuple(allowed)
         return part
 
     def adapt(self, adapters: Sequence[Adapter]) -> None:
@@ -149,6 +161,8 @@ class NativeTransformer:
         """Run the rows of `batch`, writing their keys and values to `cache`."""
         num_keys = int(batch.num_keys.max())
         num_nodes = num_keys - int(batch.tree_base.min())
+        routes = self._room_for_routes(len(batch.tokens)) if ROUTES in needs else None
+        needs -= {ROUTES}
         wanted = torch.tensor(sorted(needs), dtype=torch.int64)
         logits = torch.empty(len(batch.logit_rows), self.config.vocab_size)
         features = torch.empty(len(needs), len(batch.tokens), self.config.hidden_size)
@@ -165,11 +179,16 @@ class NativeTransformer:
             cache.store.data_ptr(), cache.store.shape[3], cache.page_size, logits.data_ptr(), wanted.data_ptr(),
             len(needs), features.data_ptr(), address(given and given.residual), address(given and given.wide),
             *adapted, cache.packed_as, address(unpacked), 0 if unpacked is None else unpacked.shape[1],
-            address(turns), address(which), address(embeds), address(words),
+            address(turns), address(which), address(embeds), address(words), address(routes),
         )  # fmt: skip
         scratch = self._scratch.fit(len(batch.tokens), num_keys, num_nodes)
         self._library.dw_forward(ctypes.byref(self._model), ctypes.byref(struct), ctypes.byref(scratch))
-        return ForwardOutput(logits, dict(zip(sorted(needs), features, strict=True)))
+        found = dict(zip(sorted(needs), features, strict=True))
+        return ForwardOutput(logits, found if routes is None else found | {ROUTES: routes})
+
+    def _room_for_routes(self, rows: int) -> Tensor:
+        mixtures = self.config.mixtures
+        return torch.empty(rows, len(mixtures), mixtures[0].top_k, dtype=torch.int64)
 
     def _looked_up(self, tokens: Tensor) -> Tensor | None:
         """The tokens' embeddings, where these are not in memory. [N, hidden]."""

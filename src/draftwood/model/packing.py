@@ -113,6 +113,13 @@ class Packer:
         """Gate and up in turn by half panels, so that one tile of the product has what belongs together."""
         return self._pack(names, storage, bias, structs.PANEL // 2)
 
+    def dense(self, weight: Tensor, bias: Tensor | None) -> structs.Matrix:
+        """A matrix that is there already, in the smallest of floats that loses nothing."""
+        packed = self._in_panels([weight], None, None)
+        if bias is not None:
+            packed.bias = self._keep(F.pad(bias.float(), (0, packed.outputs - len(bias))))
+        return packed
+
     def _pack(
         self, names: Sequence[str], storage: Storage | None, bias: bool, panel: int | None = None
     ) -> structs.Matrix:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
 from draftwood.batch import ForwardBatch, ForwardOutput, GivenRows, Pages
 from draftwood.cache.kv import STATES, KVCache
@@ -73,6 +74,17 @@ class Sliceable(Model, Protocol):
     def part(self, layers: Sequence[int], without: Sublayers = NONE) -> Sliceable:
         """Some of its layers, rising, some of these `without` attention or MLP, and its last norm and head as a model,
         in the same memory. It reads and writes a layer's keys and values where the whole model does.
+        """
+        ...
+
+
+@runtime_checkable
+class Narrowable(Sliceable, Protocol):
+    """A model whose routers can be told which experts to choose from."""
+
+    def narrowed(self, allowed: Sequence[Tensor], top_k: int) -> Narrowable:
+        """The same, in the same memory, with routers that pick `top_k` of each mixture's experts that are allowed, each
+        [count] uint8; which these are may change between forwards.
         """
         ...
 
@@ -151,7 +163,7 @@ def load_model(
 def _universal(
     checkpoint: UniversalCheckpoint, dtype: torch.dtype, device: torch.device, weights: WeightFormat
 ) -> Model:
-    require_supported(checkpoint.name, dtype, device, weights)
+    require_supported(checkpoint.name, dtype, device, weights, checkpoint.config.encoder is not None)
     if checkpoint.config.encoder is not None:
         from draftwood.model.universal_seq2seq import Seq2SeqModel  # transformers is an extra
 
@@ -164,7 +176,8 @@ def _universal(
 def implementations(config: ModelConfig) -> dict[str, str]:
     """What would run a model on a CPU and on a GPU, in words."""
     if isinstance(config, UniversalConfig):
-        return {"CPU": RUN_BY_TRANSFORMERS, "GPU": "not yet: use --device cpu"}
+        gpu = "not yet: use --device cpu" if config.encoder else "the same, in float32 (--dtype float32)"
+        return {"CPU": RUN_BY_TRANSFORMERS, "GPU": gpu}
     ours, torch_only = "our own kernels", "torch's own operations: our kernels do not know"
     reasons = {"CPU": native.refuses(config), "GPU": gpu_refuses(config)}
     return {device: ours if reason is None else f"{torch_only} {reason}" for device, reason in reasons.items()}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from draftwood.batch import AttentionShape, ForwardBatch, ForwardOutput, GivenRows, Pages
+from draftwood.batch import ROUTES, AttentionShape, ForwardBatch, ForwardOutput, GivenRows, Pages
 from draftwood.errors import IncompatibleParts
 from draftwood.model.checkpoint import Checkpoint
 from draftwood.model.experts import Experts
@@ -45,7 +45,7 @@ from draftwood.model.spec import (
     MlpSpec,
     Sublayers,
 )
-from draftwood.model.streaming import ResidentLayers, load_layers
+from draftwood.model.streaming import ResidentLayers, load_layers, require_resident
 from draftwood.model.weights import FORMATS, WeightFormat
 from draftwood.ops import Attention, plan_attention
 from draftwood.ops.linear import Linear
@@ -152,6 +152,18 @@ class Transformer:
         part.rotaries = {}
         return part
 
+    def narrowed(self, allowed: Sequence[Tensor], top_k: int) -> Transformer:
+        """The same with routers that pick `top_k` of each mixture's experts that are allowed."""
+        require_resident(range(len(self.specs)), len(self.layers.resident))
+        part, each = copy.copy(self), iter(allowed)
+        part.layers = ResidentLayers(
+            [
+                replace(layer, mlp=layer.mlp.narrowed(next(each), top_k)) if isinstance(layer.mlp, Experts) else layer
+                for layer in self.layers.resident
+            ]
+        )
+        return part
+
     def substituted(self, checkpoint: Checkpoint, weights: WeightFormat) -> Transformer:
         """The same with layers in another format in place of those that are not on the device."""
         loader = WeightLoader(share_of(checkpoint, self._ranks, weights), self.dtype, self.device, weights)
@@ -215,6 +227,7 @@ class Transformer:
         run = _Run(self, batch, cache)
         hidden = self._begin(batch) if given is None else given.residual
         features: dict[int, Tensor] = {}
+        routes: list[Tensor] | None = [] if ROUTES in needs else None
         for i, spec in enumerate(self.specs):
             layer = self._adapted(self.layers.get(i), i, batch.adapters)
             self.layers.prefetch(i + 1)
@@ -228,9 +241,11 @@ class Transformer:
                 scale = spec.residual_scale * spec.recurrent.output_scale
                 mixed = run.recurrence(self.kept[i], layer.mixer, read)
                 after = _added(after, layer.mixer.output, mixed, None, scale)
-            hidden = self._finish(layer, spec, hidden, read, after)
+            hidden = self._finish(layer, spec, hidden, read, after, routes)
             if i in needs:
                 features[i] = hidden
+        if routes:
+            features[ROUTES] = torch.stack(routes, 1)
         return ForwardOutput(self._logits(self.final_norm(hidden[batch.logit_rows])), features, run.staged)
 
     def _begin(self, batch: ForwardBatch) -> Tensor:
@@ -250,7 +265,9 @@ class Transformer:
             logits = logits * stream.logit_scale
         return logits if stream.logit_softcap is None else softcapped(logits, stream.logit_softcap)
 
-    def _finish(self, layer: Layer, spec: LayerSpec, hidden: Tensor, read: Tensor, after: Tensor) -> Tensor:
+    def _finish(
+        self, layer: Layer, spec: LayerSpec, hidden: Tensor, read: Tensor, after: Tensor, routes: list[Tensor] | None
+    ) -> Tensor:
         """The stream behind a layer, from what it is behind attention."""
         scale, mlp = spec.residual_scale, layer.mlp
         if mlp is None or spec.mlp is None:
@@ -260,7 +277,7 @@ class Transformer:
         elif layer.mlp_norm is not None:
             read = layer.mlp_norm(hidden)
         if isinstance(mlp, Experts):
-            return _added(after, mlp, read, layer.mlp_output_norm, scale)
+            return _plus(after, mlp(read, routes), layer.mlp_output_norm, scale)
         return _added(after, mlp.down, mlp.inner(read), layer.mlp_output_norm, scale * mlp.output_scale)
 
     def project(
@@ -308,7 +325,7 @@ class _Run:
     def __init__(self, model: Transformer, batch: ForwardBatch, cache: Pages) -> None:
         self._model, self._slots = model, batch.slots
         self._cache = cache
-        shapes = {_shape(spec.attention) for spec in model.specs if spec.attention is not None}
+        shapes = {shape_of(spec.attention) for spec in model.specs if spec.attention is not None}
         self._plans = {shape: plan_attention(batch, cache, shape) for shape in shapes}
         self._rotations = {turn: model.rotations(rotary, batch) for turn, rotary in model.rotaries.items()}
         self._recurrences = Recurrences(batch, cache.states) if model.config.recurrent else None
@@ -324,7 +341,7 @@ class _Run:
         rotation = None if turn is None else self._rotations[turn]
         query, key_value = self._model.project(layer, spec, read, rotation)
         self._cache.write(i, self._slots, key_value)
-        mixed = _attend(self._plans[_shape(spec)], i, query, layer.sinks)
+        mixed = _attend(self._plans[shape_of(spec)], i, query, layer.sinks)
         return mixed if layer.gate is None else mixed * torch.sigmoid(layer.gate(read))
 
     def recurrence(self, i: int, mixer: Mixer, read: Tensor) -> Tensor:
@@ -342,19 +359,22 @@ def _numbered(parts: Sequence[object | None]) -> list[int]:
     return [sum(part is not None for part in parts[:i]) for i in range(len(parts))]
 
 
-def _added(hidden: Tensor, part: Linear | Experts, x: Tensor, norm: Norm | None, scale: float) -> Tensor:
+def _added(hidden: Tensor, part: Linear, x: Tensor, norm: Norm | None, scale: float) -> Tensor:
     """hidden + scale · norm(part(x)), in one pass where there is nothing between."""
-    if norm is None and scale == 1.0 and not isinstance(part, Experts):
-        return part.add_to(hidden, x)
-    made = part(x) if norm is None else norm(part(x))
-    return hidden + (made if scale == 1.0 else made * scale)
+    return part.add_to(hidden, x) if norm is None and scale == 1.0 else _plus(hidden, part(x), norm, scale)
+
+
+def _plus(hidden: Tensor, made: Tensor, norm: Norm | None, scale: float) -> Tensor:
+    normed = made if norm is None else norm(made)
+    return hidden + (normed if scale == 1.0 else normed * scale)
 
 
 def _attend(attention: Attention, layer: int, query: Tensor, sinks: Tensor | None) -> Tensor:
     return attention.run(layer, query) if sinks is None else attention.run(layer, query, sinks=sinks)
 
 
-def _shape(attention: AttentionSpec) -> AttentionShape:
+def shape_of(attention: AttentionSpec) -> AttentionShape:
+    """What kernels need to know of it."""
     return AttentionShape(attention.window, attention.scale, attention.softcap, attention.sinks)
 
 

@@ -7,6 +7,7 @@ and a model that none of them computes exactly is refused. Needs the extra `draf
 from __future__ import annotations
 
 import inspect
+import logging as python_logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,11 +21,18 @@ from transformers.utils import logging
 from draftwood.batch import ForwardBatch, ForwardOutput, Pages, Source
 from draftwood.cache.kv import KVCache
 from draftwood.errors import CheckpointError, InvalidRequest
+from draftwood.model.packing import Arena
 from draftwood.model.self_check import LENGTHS, NODES, PAGE, SEQUENCES, worst_difference
+from draftwood.model.universal_attention import CALLED, GATHERED
+from draftwood.model.universal_experts import EXPERTS
 from draftwood.model.universal_folder import UniversalCheckpoint, UniversalConfig, hf_config
+from draftwood.model.universal_linear import pack_products
 from draftwood.model.universal_ranks import split
-from draftwood.model.universal_rows import CALLED, GATHERED, Layout, PagesCache, RowsCache, Step, running
+from draftwood.model.universal_rows import Layout, PagesCache, RowsCache, Step, running
 from draftwood.model.weights import FORMATS
+from draftwood.ops.native import Kernels, kernels
+
+log = python_logging.getLogger(__name__)
 
 TOLERANCE = 2e-3  # of the logits' spread; wrong masks, slots and positions differ by more than a tenth of it
 
@@ -36,7 +44,7 @@ class Route:
     says: str
     attention: str
     cache: type[RowsCache]
-    gives_mask: bool
+    gives_mask: bool  # of as many keys as there are rows: a law of it must not be asked about others
 
 
 ROUTES = (
@@ -47,14 +55,17 @@ ROUTES = (
 
 
 class UniversalModel:
-    """Modules of transformers that run our rows; on a CPU, since it looks at the sizes of batches."""
+    """Modules of transformers that run our rows. On a GPU nothing looks at values but layers that attend by themselves:
+    steps with those cannot be captured and run eagerly.
+    """
 
-    implementation = "transformers-1"
+    implementation = "transformers-2"
     strict = False  # torch's products choose their order of summation by the number of rows
 
     def __init__(self, checkpoint: UniversalCheckpoint, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device, self.weights = dtype, device, FORMATS["stored"]
-        self._modules = loaded(AutoModelForCausalLM, checkpoint, dtype)
+        self._modules = loaded(AutoModelForCausalLM, checkpoint, dtype, device)
+        _set_experts(self._modules)
         accepted = inspect.signature(self._modules.forward).parameters
         self._keeps, self._takes_positions = "logits_to_keep" in accepted, "position_ids" in accepted
         self._whole: dict[tuple[int, ...], Tensor] = {}  # texts and their logits, before anything was split
@@ -64,11 +75,38 @@ class UniversalModel:
             self.config, self.route, self._layout = self._settled(checkpoint)
         self._whole.clear()
         set_attention(self._modules, self.route.attention)
+        alone = device.type == "cpu" and dtype == torch.float32 and checkpoint.ranks.size == 1
+        library = kernels() if alone else None
+        self._packed = None if library is None else self._pack(checkpoint, library)
 
     @property
     def num_bytes(self) -> int:
         """Memory of all weights."""
-        return bytes_of(self._modules)
+        return bytes_of(self._modules) + (0 if self._packed is None else self._packed.num_bytes)
+
+    def _pack(self, checkpoint: UniversalCheckpoint, library: Kernels) -> Arena | None:
+        """Products on our own kernels, if the modules give the same with them; else they are read again."""
+        trial = torch.arange(max(LENGTHS))[None] % checkpoint.config.vocab_size
+
+        def logits() -> Tensor:
+            with attending(self._modules, "eager", self.route.attention), torch.inference_mode():
+                return self._modules(trial, use_cache=False).logits
+
+        wanted = logits()
+        try:
+            arena = pack_products(self._modules, checkpoint, library)
+            off = float((logits() - wanted).abs().max() / wanted.std())
+            reason = None if off <= TOLERANCE else f"logits differ by {off:.1g} of their spread"
+        except Exception as error:  # whatever modules do that look into their products
+            arena, reason = None, said(error)
+        if reason is None:
+            return arena
+        log.warning("%s: its products stay torch's, which are slower: %s.", checkpoint.name, reason)
+        self._modules = loaded(AutoModelForCausalLM, checkpoint, self.dtype, self.device)
+        _set_experts(self._modules)
+        self.config, self.route, self._layout = self._settled(checkpoint)
+        set_attention(self._modules, self.route.attention)
+        return None
 
     def forward(self, batch: ForwardBatch, cache: Pages, needs: frozenset[int] = frozenset()) -> ForwardOutput:
         """Run the rows of `batch`, writing their keys and values to `cache`."""
@@ -84,7 +122,7 @@ class UniversalModel:
             asked["position_ids"] = batch.positions[None]
         if route.gives_mask:
             keys = sum(step.num_keys) if route.cache is PagesCache else len(batch.tokens)
-            asked["attention_mask"] = torch.ones(1, keys, dtype=torch.int64)
+            asked["attention_mask"] = torch.ones(1, keys, dtype=torch.int64, device=self.device)
         if self._keeps:
             asked["logits_to_keep"] = batch.logit_rows
         with running(step), torch.inference_mode():
@@ -94,11 +132,11 @@ class UniversalModel:
     def _settled(self, checkpoint: UniversalCheckpoint) -> tuple[UniversalConfig, Route, Layout]:
         """The first way that computes what the model itself does; a refusal where none does."""
         reasons = []
-        for route in ROUTES:
+        for route in ROUTES if self.device.type == "cpu" else (ROUTES[0], ROUTES[-1]):
             set_attention(self._modules, route.attention)
             try:
                 _require_visible_windows(route, checkpoint)
-                layout = self._probed(route, checkpoint.config.vocab_size)
+                layout = self._probed(route, checkpoint.config)
                 config = replace(checkpoint.config, planes=layout.total, plane=layout.plane)
                 worst = self._checked(config, route, layout)
             except Exception as error:  # whatever modules that were not written for this do
@@ -115,15 +153,15 @@ class UniversalModel:
             "Use another model, or a family that our decoder knows (docs/models.md)."
         )
 
-    def _probed(self, route: Route, vocab_size: int) -> Layout:
+    def _probed(self, route: Route, config: UniversalConfig) -> Layout:
         """Shapes of keys and values of each call of attention, from one row that is not kept."""
-        zero = torch.zeros(1, dtype=torch.int64)
-        one, offsets = zero + 1, torch.tensor([0, 1])
+        zero = torch.zeros(1, dtype=torch.int64, device=self.device)
+        one, offsets = zero + 1, torch.arange(2, device=self.device)
         batch = ForwardBatch(zero, zero, zero, one, zero[None], offsets, one, one, zero[None], zero)
-        step = Step(batch, None, None)
+        step = Step(batch, None, None, longest=config.max_positions)
         known = self._run(step, route).shape[-1]
-        if known != vocab_size:
-            raise CheckpointError(f"it gives logits of {known} tokens, and its configuration says {vocab_size}")
+        if known != config.vocab_size:
+            raise CheckpointError(f"it gives logits of {known} tokens, and its configuration says {config.vocab_size}")
         if not step.found:
             raise CheckpointError("its layers do neither ask for attention nor for a cache")
         return Layout.of(tuple(step.found))
@@ -142,10 +180,11 @@ class UniversalModel:
                     self._whole[text] = self._modules(tokens[None], use_cache=False).logits[0]
             return self._whole[text]
 
-        return worst_difference(forward, reference, cache, config.vocab_size)
+        with self.device:  # where the trial's tensors are made
+            return worst_difference(forward, reference, cache, config.vocab_size)
 
 
-def loaded(kind: Any, checkpoint: UniversalCheckpoint, dtype: torch.dtype) -> Any:
+def loaded(kind: Any, checkpoint: UniversalCheckpoint, dtype: torch.dtype, device: torch.device) -> Any:
     """The modules with their weights, ready to compute; only safetensors are read, and no code of the folder."""
     config = hf_config(checkpoint.stated)
     config._experts_implementation = "eager"  # expert by expert: a row's sums do not depend on other rows' experts
@@ -164,7 +203,7 @@ def loaded(kind: Any, checkpoint: UniversalCheckpoint, dtype: torch.dtype) -> An
             f"{checkpoint.name} has no {', '.join(lacking[:3])} that fits its configuration: the files are incomplete "
             "or of another architecture. Download the model again."
         )
-    return modules.eval().requires_grad_(False)
+    return modules.eval().requires_grad_(False).to(device)
 
 
 def bytes_of(modules: nn.Module) -> int:
@@ -204,6 +243,14 @@ def set_attention(modules: nn.Module, name: str) -> None:
         config = vars(part).get("config")
         if config is not None:
             config._attn_implementation = name
+
+
+def _set_experts(modules: nn.Module) -> None:
+    """Let mixtures ask us how their experts are run; expert by expert where the host may look."""
+    for part in modules.modules():
+        config = vars(part).get("config")
+        if config is not None:
+            config._experts_implementation = EXPERTS
 
 
 @contextmanager

@@ -134,11 +134,13 @@ def require_transformers(why: str) -> None:
         raise CheckpointError(f"{why}, from {oldest} on and before {newest}; here is {version}: {INSTALL}.")
 
 
-def require_supported(name: str, dtype: torch.dtype, device: torch.device, weights: WeightFormat) -> None:
+def require_supported(
+    name: str, dtype: torch.dtype, device: torch.device, weights: WeightFormat, encoder: bool = False
+) -> None:
     """Refuse what was not shown to be exact."""
     way = f"{name} runs on transformers' own modules"
-    if device.type != "cpu":
-        raise InvalidRequest(f"{way}, so far on a CPU only; use device='cpu' (--device cpu).")
+    if device.type != "cpu" and encoder:
+        raise InvalidRequest(f"{way} behind an encoder, so far on a CPU only; use device='cpu' (--device cpu).")
     if dtype not in DTYPES:
         raise InvalidRequest(
             f"{way}, which are checked when loaded, and {dtype} is too coarse to tell rounding from a wrong mask; use "

@@ -23,17 +23,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface
 from transformers.cache_utils import Cache
-from transformers.masking_utils import AttentionMaskInterface
 
-from draftwood.batch import ForwardBatch, Pages
+from draftwood.batch import AttentionShape, ForwardBatch, Pages
 from draftwood.errors import CheckpointError
+from draftwood.links import may_look
 from draftwood.model.reading import SIZES
-from draftwood.ops.reference import visible_keys, weigh
+from draftwood.ops import Attention, plan_attention
+from draftwood.ops.reference import DenseAttention, visible_keys
 
-CALLED = "draftwood_rows"  # as attention implementation: layers call `_attend`
-GATHERED = "draftwood_pages"  # layers compute by themselves, from gathered keys and a mask
 Law = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -45,6 +43,8 @@ class LayerShape:
     key_dim: int
     value_dim: int
     module: nn.Module | None = None
+    plain: bool = False  # a row sees all tokens up to its own, or the last `window` of them
+    window: int | None = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,12 @@ class Layout:
     plane: int
     starts: tuple[int, ...]  # of each call's keys; its values are behind them
     total: int
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all calls have as many heads of the same size, for keys and values: as our own decoder's layers."""
+        heads = self.shapes[0].kv_heads
+        return all((s.kv_heads, s.key_dim, s.value_dim) == (heads, self.plane, self.plane) for s in self.shapes)
 
     @classmethod
     def of(cls, shapes: tuple[LayerShape, ...], plane: int | None = None) -> Layout:
@@ -70,7 +76,7 @@ class Layout:
 
 @dataclass
 class Step:
-    """One forward: the rows, where their keys lie, and what they see. On the CPU: it looks at sizes and offsets."""
+    """One forward: the rows, where their keys lie, and what they see. Where the host may look, at sizes and offsets."""
 
     batch: ForwardBatch
     pages: Pages | None  # None: only the shapes of keys and values are asked for
@@ -78,6 +84,41 @@ class Step:
     found: list[LayerShape] = field(default_factory=list)  # by a forward without pages
     calls: int = 0
     masks: dict[int, tuple[Tensor, MaskLaw | None]] = field(default_factory=dict)
+    plans: dict[AttentionShape, Attention] = field(default_factory=dict)
+    parts: dict[tuple[int, int], Tensor | None] = field(default_factory=dict)  # of masks, by mask and sequence
+    longest: int = 0  # positions that windows are looked for in, by a forward without pages
+    windows: dict[int, tuple[bool, int | None, object]] = field(default_factory=dict)  # that were found
+
+    @cached_property
+    def looks(self) -> bool:
+        """Whether the host may look at values."""
+        return may_look(self.batch.tokens)
+
+    @cached_property
+    def owner(self) -> Tensor:
+        """Whose each row is. [N]."""
+        counts = self.batch.row_offsets.diff()
+        every = torch.arange(len(counts), device=counts.device)
+        return every.repeat_interleave(counts, output_size=len(self.batch.tokens))
+
+    @cached_property
+    def every_slot(self) -> Tensor:
+        """Where all keys lie that the sequences have pages for, in order. [S * keys]."""
+        assert self.pages is not None
+        size, tables = self.pages.page_size, self.batch.block_table.clamp(min=0)
+        return (tables[..., None] * size + torch.arange(size, device=tables.device)).flatten()
+
+    def planned(self, shape: AttentionShape) -> Attention:
+        """Our own decoder's attention over pages whose layers are alike."""
+        assert self.pages is not None
+        assert self.layout is not None
+        if shape not in self.plans:
+            planes, one = self.pages.store.flatten(0, 2), self.layout.shapes[0]
+            count = len(self.layout.shapes)
+            store = planes[: 2 * count * one.kv_heads].view(count, 2, one.kv_heads, *planes.shape[1:])
+            plan = DenseAttention.plan if store.device.type == "cpu" else plan_attention  # a CPU's own looks at sizes
+            self.plans[shape] = plan(self.batch, Pages(store, self.pages.page_size), shape)
+        return self.plans[shape]
 
     @cached_property
     def offsets(self) -> list[int]:
@@ -107,15 +148,15 @@ class Step:
     @cached_property
     def seen(self) -> Tensor:
         """Which keys of its sequence a row may see, whatever the model says. [N, keys] bool."""
-        return visible_keys(self.batch, max(self.num_keys), None)
+        if self.looks or self.pages is None:
+            return visible_keys(self.batch, max(self.num_keys), None)
+        return visible_keys(self.batch, self.batch.block_table.shape[1] * self.pages.page_size, None)
 
     @cached_property
     def key_positions(self) -> Tensor:
         """The position of each key for a row that sees it: a node's ancestors lie behind each other. [N, keys]."""
-        batch, (rows, keys) = self.batch, self.seen.shape
-        counts = batch.row_offsets.diff()
-        owner = torch.arange(len(counts)).repeat_interleave(counts, output_size=rows)
-        base, key = batch.tree_base[owner, None], torch.arange(keys)
+        batch, keys = self.batch, self.seen.shape[1]
+        base, key = batch.tree_base[self.owner, None], torch.arange(keys, device=batch.tokens.device)
         in_tree = self.seen & (key >= base) & (key >= batch.visible[:, None])
         return torch.where(in_tree, base - 1 + in_tree.cumsum(1), key)
 
@@ -128,6 +169,14 @@ class Step:
                 seen = seen & law(self.batch.positions[:, None], self.key_positions)
             self.masks[key] = seen, law  # which stays, and so does its id
         return self.masks[key][0]
+
+    def part(self, law: MaskLaw | None, i: int) -> Tensor | None:
+        """Of that, what the rows of one sequence see of its keys; None where they see all of them. [n, keys] bool."""
+        key = 0 if law is None else id(law), i
+        if key not in self.parts:
+            own = self.mask(law)[self.offsets[i] : self.offsets[i + 1], : self.num_keys[i]]
+            self.parts[key] = None if bool(own.all()) else own
+        return self.parts[key]
 
     def write(self, call: int, key: Tensor, value: Tensor) -> None:
         """Put the rows' keys and values [K, N, D] to their slots."""
@@ -145,8 +194,9 @@ class Step:
             count = shape.kv_heads * dim // self.width
             own = planes[start : start + count]
             cut = own[:, slots] if isinstance(slots, slice) else own.index_select(1, slots)
-            cut = cut.unflatten(0, (shape.kv_heads, -1))
-            parts.append(cut.transpose(1, 2).flatten(2))
+            if dim != self.width:
+                cut = cut.unflatten(0, (shape.kv_heads, -1)).transpose(1, 2).flatten(2)
+            parts.append(cut)
             start += count
         return parts[0], parts[1]
 
@@ -190,6 +240,11 @@ def current() -> Step | None:
     return _STEP.get(None)
 
 
+def here() -> Step:
+    """The forward that modules run in."""
+    return _STEP.get()
+
+
 @contextmanager
 def running(step: Step) -> Iterator[None]:
     """What transformers asks for is of this forward."""
@@ -212,96 +267,6 @@ class MaskLaw:
         """Whether a row at a position sees a key at a position."""
         zero = torch.zeros((), dtype=torch.int64, device=row.device)
         return self._law(zero, zero, row, key)
-
-
-def _law_of(*_: Any, mask_function: Law, **__: Any) -> MaskLaw:
-    return MaskLaw(mask_function)
-
-
-def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: MaskLaw | Tensor | None = None,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    sliding_window: int | None = None,
-    position_bias: Tensor | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """[1, H, N, D], [1, K, N, D], [1, K, N, Dv] -> [1, N, H, Dv]."""
-    step = _STEP.get()
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    other = step.beside(module, query, key, value, scale)
-    if other is not None:
-        return other, None
-    if step.pages is None:
-        require_window(attention_mask, sliding_window)
-        step.found.append(LayerShape(key.shape[1], key.shape[-1], value.shape[-1], module))
-        return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
-    if isinstance(attention_mask, Tensor):
-        raise CheckpointError("a layer is given a mask that is not made of a law")
-    call = step.next_call(module)
-    step.write(call, key[0], value[0])
-    mask = step.mask(attention_mask)
-    bias = None if position_bias is None else position_bias[0]
-    if bias is not None and bias.shape[-1] != mask.shape[1]:
-        raise CheckpointError("a layer adds a bias to its scores that was not made for our keys")
-    rows = [_attend_one(step, call, i, query[0], mask, scale, softcap, s_aux, bias) for i in range(len(step.slots))]
-    return torch.cat(rows, 1).transpose(0, 1)[None].contiguous(), None
-
-
-def require_window(mask: MaskLaw | Tensor | None, window: int | None) -> None:
-    """Refuse a window that the mask's law does not have: texts of the self-check may be too short to show it."""
-    if window is None:
-        return
-    row = torch.tensor(window)
-    if not isinstance(mask, MaskLaw) or bool(mask(row, torch.zeros_like(row))):
-        raise CheckpointError(f"a layer has a window of {window}, and its mask does not")
-
-
-def _attend_one(
-    step: Step,
-    call: int,
-    i: int,
-    query: Tensor,
-    mask: Tensor,
-    scale: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-    bias: Tensor | None,
-) -> Tensor:
-    """The rows of one sequence; a bias [H, N, keys] is added to their scores. [H, n, Dv]."""
-    low, high = step.offsets[i], step.offsets[i + 1]
-    keys, values = step.read(call, step.runs[i])
-    grouped = query[:, low:high].unflatten(0, (len(keys), -1))  # [K, H / K, n, D]
-    scores = grouped @ keys[:, None].transpose(2, 3) * scale
-    if bias is not None:
-        scores = scores + bias[:, low:high, : keys.shape[1]].unflatten(0, (len(keys), -1))
-    sink = None if sinks is None else sinks.view(*grouped.shape[:2], 1, 1)
-    weights = weigh(scores, mask[low:high, : keys.shape[1]], softcap, sink)
-    return (weights @ values[:, None]).flatten(0, 1)
-
-
-def _gathered_mask(*_: Any, mask_function: Law, dtype: torch.dtype = torch.float32, **__: Any) -> Tensor:
-    """A mask that is added to the scores of all sequences' keys, side by side. [1, 1, N, keys of all]."""
-    step = _STEP.get()
-    own = step.mask(MaskLaw(mask_function))
-    seen = own.new_zeros(len(own), sum(step.num_keys))
-    first = 0
-    for i, count in enumerate(step.num_keys):
-        low, high = step.offsets[i], step.offsets[i + 1]
-        seen[low:high, first : first + count] = own[low:high, :count]
-        first += count
-    added = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
-    return added[None, None]
-
-
-AttentionInterface.register(CALLED, _attend)
-AttentionMaskInterface.register(CALLED, _law_of)
-AttentionMaskInterface.register(GATHERED, _gathered_mask)
 
 
 class RowsCache(Cache):

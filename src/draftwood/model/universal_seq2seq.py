@@ -21,8 +21,9 @@ from draftwood.model.encoders import modules_of
 from draftwood.model.self_check import LENGTHS, NODES, PAGE, SEQUENCES, worst_difference
 from draftwood.model.spec import EncoderSpec
 from draftwood.model.universal import TOLERANCE, attending, bytes_of, loaded, said, set_attention
+from draftwood.model.universal_attention import CALLED
 from draftwood.model.universal_folder import UniversalCheckpoint, UniversalConfig, hf_config
-from draftwood.model.universal_rows import CALLED, Step, running
+from draftwood.model.universal_rows import Step, running
 from draftwood.model.universal_sources import (
     BothCaches,
     Encoder,
@@ -49,7 +50,7 @@ class Seq2SeqModel:
         assert checkpoint.config.encoder is not None
         self._spec: EncoderSpec = checkpoint.config.encoder
         self._words = checkpoint.config.vocab_size
-        self._modules = loaded(modules_of(hf_config(checkpoint.stated)), checkpoint, dtype)
+        self._modules = loaded(modules_of(hf_config(checkpoint.stated)), checkpoint, dtype, device)
         self._decoder = self._modules.get_decoder()
         self._padding = None if _sees_parts(hf_config(checkpoint.stated).to_dict()) else self._padding_token()
         self.encoder = Encoder(self._encoder_apart(), self._padding)

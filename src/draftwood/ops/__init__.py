@@ -24,7 +24,7 @@ def plan_attention(batch: ForwardBatch, cache: Pages, shape: AttentionShape) -> 
     """The fastest attention there is for the batch's device."""
     if batch.tokens.device.type == "cpu":
         return SegmentedAttention.plan(batch, cache, shape)
-    if batch.tokens.device.type == "cuda" and cache.dtype != torch.float64 and not shape.sinks:
+    if batch.tokens.device.type == "cuda" and cache.dtype != torch.float64:
         from draftwood.ops.cuda.attention import TreeAttention  # Triton is there where CUDA is
 
         return TreeAttention.plan(

@@ -47,8 +47,8 @@ class PrefillAttention:
         )
         return cls(batch, cache, shape.scale, slots)
 
-    def run(self, layer: int, query: Tensor, out: Tensor | None = None) -> Tensor:
-        """[N, heads, D] -> [N, heads * D]."""
+    def run(self, layer: int, query: Tensor, out: Tensor | None = None, *, sinks: Tensor | None = None) -> Tensor:
+        """[N, heads, D] -> [N, heads * D]. There are no sinks: it does not suit them."""
         keys, values = self.cache.store[layer]  # each [H, slots, D]
         out = query.new_empty(len(query), query[0].numel()) if out is None else out
         first = 0

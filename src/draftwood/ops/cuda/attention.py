@@ -100,8 +100,6 @@ class TreeAttention:
 
         `num_splits` programs share the chunks of a tile of `largest_tile` lines; None: as is fastest.
         """
-        if shape.sinks:
-            raise ValueError("The attention kernels do not know sinks; use `plan_attention`.")
         depth = batch.ancestors.shape[1] * BITS if max_depth is None else max_depth
         rows = batch.tokens.shape[0] if max_rows is None else max_rows
         largest_tile = largest_tile or (TALLEST_EXACT if exact else TALL if rows <= FEW_ROWS else TALLEST)
@@ -118,7 +116,7 @@ class TreeAttention:
         return -(-self.batch.block_table.shape[1] * self.cache.page_size // CHUNK)
 
     def run(self, layer: int, query: Tensor, out: Tensor | None = None, *, sinks: Tensor | None = None) -> Tensor:
-        """[N, heads, D] -> [N, heads * D]. There are no sinks: `plan` refuses them."""
+        """[N, heads, D], [heads] -> [N, heads * D]."""
         num_rows, heads, dim = query.shape
         kv_heads = self.cache.store.shape[2]
         tiling = Tiling.choose(self, heads // kv_heads, kv_heads)
@@ -129,19 +127,21 @@ class TreeAttention:
         states = query.new_empty(num_rows * heads, num_states, dim, dtype=torch.float32)
         sums = query.new_empty(num_rows * heads, num_states, 2, dtype=torch.float32)
         if num_rows:
-            self._scan(layer, query, out, states, sums, tiling)
+            self._scan(layer, query, out, states, sums, sinks, tiling)
         if num_rows and self.tails is not None:
-            self._finish(layer, query, out, states, sums, self.tails, split)
+            self._finish(layer, query, out, states, sums, sinks, self.tails, split)
         return out
 
-    def _scan(self, layer: int, query: Tensor, out: Tensor, states: Tensor, sums: Tensor, tiling: Tiling) -> None:
+    def _scan(
+        self, layer: int, query: Tensor, out: Tensor, states: Tensor, sums: Tensor, sinks: Tensor | None, tiling: Tiling
+    ) -> None:
         batch, (keys, values) = self.batch, self.cache.store[layer]
         kv_heads, num_slots, dim = keys.shape
         padded = _padded(dim)
         scan_linear[(tiling.num_tiles, kv_heads, tiling.num_splits)](
             query, keys, values, batch.block_table, batch.row_offsets, batch.positions, batch.visible,
             self._lengths, batch.ancestors.contiguous(), batch.tree_base, out, states, sums,
-            self._arrived if tiling.num_splits > 1 and self.tails is None else None, self._scale, self._window,
+            self._arrived if tiling.num_splits > 1 and self.tails is None else None, sinks, self._scale, self._window,
             batch.tree_base.shape[0], batch.block_table.stride(0), num_slots, states.shape[1],
             batch.ancestors.shape[1], self.max_nodes,
             kv_heads, query.shape[1] // kv_heads, tiling.group_padded, dim, padded, self.cache.page_size,
@@ -152,13 +152,14 @@ class TreeAttention:
         )  # fmt: skip
 
     def _finish(
-        self, layer: int, query: Tensor, out: Tensor, states: Tensor, sums: Tensor, tails: Tails, split: bool
-    ) -> None:
+        self, layer: int, query: Tensor, out: Tensor, states: Tensor, sums: Tensor, sinks: Tensor | None, tails: Tails,
+        split: bool,
+    ) -> None:  # fmt: skip
         batch, (keys, values) = self.batch, self.cache.store[layer]
         kv_heads, num_slots, dim = keys.shape
         finish_rows[(query.shape[0], kv_heads)](
             query, keys, values, batch.positions, batch.visible, tails.lengths, tails.slots, out, states, sums,
-            self._scale, self._window, num_slots, states.shape[1], tails.slots.shape[1],
+            sinks, self._scale, self._window, num_slots, states.shape[1], tails.slots.shape[1],
             kv_heads, query.shape[1] // kv_heads, dim, _padded(dim), split, self._cap,
             num_warps=4, num_stages=1, enable_fp_fusion=False, **OVERLAPPING,
         )  # fmt: skip
@@ -198,12 +199,12 @@ class Apart:
 
     plans: tuple[TreeAttention | PrefillAttention, ...]
 
-    def run(self, layer: int, query: Tensor) -> Tensor:
-        """[N, heads, D] -> [N, heads * D]."""
+    def run(self, layer: int, query: Tensor, *, sinks: Tensor | None = None) -> Tensor:
+        """[N, heads, D], [heads] -> [N, heads * D]."""
         out = query.new_empty(len(query), query[0].numel())
         sizes = [len(plan.batch.tokens) for plan in self.plans]
         for plan, rows, results in zip(self.plans, query.split(sizes), out.split(sizes), strict=True):
-            plan.run(layer, rows, results)
+            plan.run(layer, rows, results, sinks=sinks)
         return out
 
 

@@ -182,7 +182,7 @@ def _shared_end(end, length):
 @triton.jit
 def _take_chunks(
     q, own, first, last, splits, tile_begin, begin, end, tile_end, pages, keys, values, scale, words, real,
-    out, states, sums, line, num_states,
+    out, states, sums, line, num_states, sink,
     DIM: tl.constexpr, DIM_PADDED: tl.constexpr, PAGE: tl.constexpr, LINES: tl.constexpr, MASKED: tl.constexpr,
     HAS_TREE: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
@@ -197,24 +197,24 @@ def _take_chunks(
         if HAS_TREE or first < last:
             store_state(states, sums, line, real, num_states, chunk, highest, total, acc, DIM, DIM_PADDED)
         else:
-            store_rows(out, line, real, total, acc, DIM, DIM_PADDED)
+            store_rows(out, line, real, highest, total, acc, sink, DIM, DIM_PADDED)
 
 
 @triton.jit
 def _join_chunks(
-    arrived, splits, out, states, sums, line, real, num_states, first, last,
+    arrived, splits, out, states, sums, line, real, num_states, first, last, sink,
     DIM: tl.constexpr, PADDED: tl.constexpr, LINES: tl.constexpr,
 ):  # fmt: skip
     """The result, by the last program of those with chunks; one that a line sees nothing of changes no bit of it."""
     if first < last:  # noqa: SIM102 (no other program arrives)
         if last_to_arrive(arrived, 0, tl.minimum(splits, last - first + 1)):
-            _, total, acc = combined(states, sums, line, real, num_states, first, last + 1, DIM, PADDED, LINES)
-            store_rows(out, line, real, total, acc, DIM, PADDED)
+            highest, total, acc = combined(states, sums, line, real, num_states, first, last + 1, DIM, PADDED, LINES)
+            store_rows(out, line, real, highest, total, acc, sink, DIM, PADDED)
 
 
 @triton.jit
 def _leave(
-    out, states, sums, line, real, num_states, all_highest, all_total, all_acc, highest, total, acc,
+    out, states, sums, line, real, num_states, all_highest, all_total, all_acc, highest, total, acc, sink,
     DIM: tl.constexpr, PADDED: tl.constexpr, HAS_TREE: tl.constexpr,
 ):  # fmt: skip
     """All chunks but the last, and the last: as two states for those who go on, or as the result."""
@@ -223,13 +223,13 @@ def _leave(
         store_state(states, sums, line, real, num_states, 1, highest, total, acc, DIM, PADDED)
     else:
         all_highest, all_total, all_acc = combine(all_highest, all_total, all_acc, highest, total, acc)
-        store_rows(out, line, real, all_total, all_acc, DIM, PADDED)
+        store_rows(out, line, real, all_highest, all_total, all_acc, sink, DIM, PADDED)
 
 
 @triton.jit
 def _walk(
     q, first, last, tile_begin, begin, end, tile_end, pages, keys, values, scale, words, real,
-    out, states, sums, line, num_states,
+    out, states, sums, line, num_states, sink,
     DIM: tl.constexpr, DIM_PADDED: tl.constexpr, PAGE: tl.constexpr, LINES: tl.constexpr, HAS_TREE: tl.constexpr,
     CAP: tl.constexpr,
 ):  # fmt: skip
@@ -243,7 +243,7 @@ def _walk(
             scale, words, real, DIM, DIM_PADDED, PAGE, LINES, False, CAP,
         )  # fmt: skip
     _leave(
-        out, states, sums, line, real, num_states, all_highest, all_total, all_acc, highest, total, acc,
+        out, states, sums, line, real, num_states, all_highest, all_total, all_acc, highest, total, acc, sink,
         DIM, DIM_PADDED, HAS_TREE,
     )  # fmt: skip
 
@@ -253,7 +253,7 @@ def _walk(
 )
 def scan_linear(
     query, keys, values, table, offsets, positions, visible, lengths, ancestors, tree_base, out, states, sums, arrived,
-    scale, window, num_sequences, table_width, num_slots, num_states, num_words, nodes,
+    sinks, scale, window, num_sequences, table_width, num_slots, num_states, num_words, nodes,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr, PAGE: tl.constexpr, LINES: tl.constexpr, ONE_TILE: tl.constexpr,
     HAS_TREE: tl.constexpr, MASKED: tl.constexpr, SPLIT: tl.constexpr, CAP: tl.constexpr,
@@ -279,8 +279,7 @@ def scan_linear(
     last, tile_end = tl.max(open_chunk, 0), tl.minimum(tl.max(end, 0) + nodes, table_width * PAGE)
     words = _words_of(ancestors, row, real, num_words, tl.load(tree_base + sequence).to(tl.int32), MASKED)
     tile_begin = tl.min(tl.where(real, begin, 1 << 30), 0) // _BLOCK * _BLOCK
-    first = tl.minimum(tile_begin // _CHUNK, last)
-    pages = table + sequence.to(tl.int64) * table_width
+    first, pages = tl.minimum(tile_begin // _CHUNK, last), table + sequence.to(tl.int64) * table_width
     keys, values, splits = keys + head * num_slots * DIM, values + head * num_slots * DIM, tl.num_programs(2)
     own = first + (tl.program_id(2) + splits - first % splits) % splits  # the first chunk of this program
     if own > last:  # others have all there is, and need the room
@@ -290,32 +289,33 @@ def scan_linear(
     if row_begin >= row_end:
         return
     q = _load_queries(query, line, real, DIM, DIM_PADDED)
+    sink = None if sinks is None else tl.load(sinks + head * GROUP + member, mask=real, other=0.0).to(tl.float32)
     if SPLIT:
         _take_chunks(
             q, own, first, last, splits, tile_begin, begin, end, tile_end, pages, keys, values, scale, words, real,
-            out, states, sums, line, num_states, DIM, DIM_PADDED, PAGE, LINES, MASKED, HAS_TREE, CAP,
+            out, states, sums, line, num_states, sink, DIM, DIM_PADDED, PAGE, LINES, MASKED, HAS_TREE, CAP,
         )  # fmt: skip
         if not HAS_TREE:
+            arrived += tl.program_id(0) * KV_HEADS + head
             _join_chunks(
-                arrived + tl.program_id(0) * KV_HEADS + head, splits, out, states, sums, line, real, num_states,
-                first, last, DIM, DIM_PADDED, LINES,
-            )  # fmt: skip
+                arrived, splits, out, states, sums, line, real, num_states, first, last, sink, DIM, DIM_PADDED, LINES
+            )
     elif MASKED:  # no bits are asked for: no chunks
-        _, total, acc = _blocks(
+        highest, total, acc = _blocks(
             q, tile_begin, tile_end, begin, end, tile_end, pages, keys, values,
             scale, words, real, DIM, DIM_PADDED, PAGE, LINES, MASKED, CAP,
         )  # fmt: skip
-        store_rows(out, line, real, total, acc, DIM, DIM_PADDED)
+        store_rows(out, line, real, highest, total, acc, sink, DIM, DIM_PADDED)
     else:
         _walk(
             q, first, last, tile_begin, begin, end, tile_end, pages, keys, values, scale, words, real,
-            out, states, sums, line, num_states, DIM, DIM_PADDED, PAGE, LINES, HAS_TREE, CAP,
+            out, states, sums, line, num_states, sink, DIM, DIM_PADDED, PAGE, LINES, HAS_TREE, CAP,
         )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["window", "num_slots", "num_states", "tail_width"])
 def finish_rows(
-    query, keys, values, positions, visible, lengths, tails, out, states, sums,
+    query, keys, values, positions, visible, lengths, tails, out, states, sums, sinks,
     scale, window, num_slots, num_states, tail_width,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, DIM_PADDED: tl.constexpr, SPLIT: tl.constexpr,
     CAP: tl.constexpr,
@@ -356,4 +356,5 @@ def finish_rows(
             highest, wide, acc = attend(q, k, v, seen, highest, widened(total, _ROW_LINES), acc, scale, CAP)
             total = tl.max(wide, 1)
     all_highest, all_total, all_acc = combine(all_highest, all_total, all_acc, highest, total, acc)
-    store_rows(out, line, real, all_total, all_acc, DIM, DIM_PADDED)
+    sink = None if sinks is None else tl.load(sinks + head * GROUP + i, mask=real, other=0.0).to(tl.float32)
+    store_rows(out, line, real, all_highest, all_total, all_acc, sink, DIM, DIM_PADDED)

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from draftwood.ops.cuda.pdl import OVERLAPPING, make_way, wait_for_predecessors
-from draftwood.ops.cuda.product_kernels import activated
+from draftwood.ops.cuda.product_kernels import opened
 from draftwood.ops.cuda.products import ACTIVATIONS, Norm
 
 BLOCK = 1024  # outputs of a program that gates
@@ -34,7 +34,7 @@ def _gated(x, out, width, KIND: tl.constexpr, BLOCK: tl.constexpr):
     row, k = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(x + row * width * 2 + k, mask=k < width, other=0.0).to(tl.float32)
     up = tl.load(x + row * width * 2 + width + k, mask=k < width, other=0.0).to(tl.float32)
-    tl.store(out + row * width + k, (activated(gate, KIND) * up).to(out.dtype.element_ty), mask=k < width)
+    tl.store(out + row * width + k, opened(gate, up, KIND).to(out.dtype.element_ty), mask=k < width)
 
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:

@@ -104,8 +104,10 @@ def combined(
 
 
 @triton.jit
-def store_rows(out, line, real, total, acc, DIM: tl.constexpr, PADDED: tl.constexpr):
-    """The result of all keys."""
+def store_rows(out, line, real, highest, total, acc, sink, DIM: tl.constexpr, PADDED: tl.constexpr):
+    """The result of all keys, and of one more score for each line behind which no value stands, if `sink` has them."""
     d = tl.arange(0, PADDED)
+    if sink is not None:
+        _, total, acc = combine(highest, total, acc, sink * _LOG2E, tl.zeros_like(total) + 1.0, tl.zeros_like(acc))
     mask = real[:, None] & (d < DIM)[None, :]
     tl.store(out + line[:, None] * DIM + d[None, :], _normalised(total, acc).to(out.dtype.element_ty), mask=mask)

@@ -30,6 +30,17 @@ def activated(gate, KIND: tl.constexpr):
 
 
 @triton.jit
+def opened(gate, up, KIND: tl.constexpr):
+    """What a gate lets through; 3: gpt-oss's, both clamped."""
+    if KIND == 3:
+        gate, up = tl.minimum(gate, 7.0), tl.minimum(tl.maximum(up, -7.0), 7.0)
+        out = (up + 1.0) * gate / (1.0 + tl.exp(-1.702 * gate))
+    else:
+        out = activated(gate, KIND) * up
+    return out
+
+
+@triton.jit
 def _loaded(at, k, inputs, local, other, EVEN: tl.constexpr, FULL: tl.constexpr, EVICT: tl.constexpr):
     """Read, masked only where it must be: inputs unless EVEN, outputs that are not there (-1) unless FULL."""
     if EVEN & FULL:
@@ -174,7 +185,7 @@ def finished(total, up, known, scale, bias, residual, STORAGE: tl.constexpr, ACT
         if ACTIVATION >= 0:
             up = up + biases[1]
     if ACTIVATION >= 0:
-        total = activated(total, ACTIVATION) * up
+        total = opened(total, up, ACTIVATION)
     if residual is not None:
         total = total + rest[0]
     return total

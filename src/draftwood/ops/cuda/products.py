@@ -15,6 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
+from draftwood.model.spec import CLAMPED
 from draftwood.ops.cuda.grouped_kernels import grouped_gemv_kernel
 from draftwood.ops.cuda.pdl import OVERLAPPING
 from draftwood.ops.cuda.prefetch import NOTHING, Beginning
@@ -29,7 +30,7 @@ from draftwood.ops.cuda.product_kernels import (
     skinny_kernel,
 )
 
-ACTIVATIONS = {None: -1, "silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2}
+ACTIVATIONS = {None: -1, "silu": 0, "gelu": 1, "gelu_pytorch_tanh": 2, CLAMPED: 3}
 SHARES = {INT8.value: 16, INT4.value: 32, FLOAT8.value: 16}  # weights in 16 bytes, which a lane takes at a time
 LARGEST_TILE = 128  # rows
 MULTIPROCESSORS, MEMORY = 132, 200_000  # of an H200, and what tiles may take of each one's memory in bytes

@@ -210,6 +210,7 @@ static void run_up(const Model *m, const Batch *b, const Scratch *s, int64_t ind
     if (layer->mixture) {
         mlp_product(m, NULL, layer, &layer->mixture->router, s, count, routes_target(m, layer, s, count), team);
         choose_experts(m, layer, s, count, team);
+        if (b->routes) tell_routes(m, index, s, count, b->routes, team);
         run_experts_up(m, layer, layer->mlp_norm.weight || layer->parallel ? s->input : s->hidden, s, count, team);
         return;
     }
@@ -302,6 +303,18 @@ EXPORT int64_t dw_attention_scores(const Model *m, int64_t num_keys, int64_t num
 }
 
 EXPORT int64_t dw_mixture_bytes(const Model *m, int64_t rows) { return mixture_bytes(m, rows); }
+
+/* One product by itself; `barrier` is zeros. */
+EXPORT void dw_linear(const Matrix *w, const float *values, int64_t count, float *out, int64_t outputs, int64_t threads,
+                      void *barrier) {
+#pragma omp parallel num_threads(threads)
+    {
+        const Team me = {omp_get_thread_num(), omp_get_num_threads(), barrier};
+        const Rows rows = {.values = values, .stride = w->inputs, .rows = count};
+        const Target target = {.kind = STORE, .out = out, .stride = outputs, .limit = outputs};
+        multiply(w, &rows, &target, &me);
+    }
+}
 
 /* All matrix products of a forward and nothing else: what benchmarks measure a step against. Rows of a mixture go to
    experts in turn. */

@@ -77,11 +77,17 @@ Target routes_target(const Model *m, const Layer *layer, const Scratch *s, int64
     return (Target){.kind = STORE, .out = mixing_of(m, layer, s, rows).routes, .stride = outputs, .limit = outputs};
 }
 
-/* The likeliest experts of one row, in that order; overwrites the logits. */
+/* The likeliest experts of one row, of those allowed, in that order; overwrites the logits. */
 static void choose(const Mixture *mixture, float *routes, int64_t *chosen, float *shares) {
-    float largest = routes[0], total = 0, taken = 0;
-    for (int64_t i = 1; i < mixture->count; i++) largest = routes[i] > largest ? routes[i] : largest;
-    for (int64_t i = 0; i < mixture->count; i++) total += routes[i] = expf(routes[i] - largest);
+    const uint8_t *allowed = mixture->allowed;
+    float largest = -INFINITY, total = 0, taken = 0;
+    for (int64_t i = 0; i < mixture->count; i++)
+        if (!allowed || allowed[i]) largest = routes[i] > largest ? routes[i] : largest;
+    for (int64_t i = 0; i < mixture->count; i++) {
+        const int open = !allowed || allowed[i];
+        routes[i] = open ? expf(routes[i] - largest) : -1;
+        total += open ? routes[i] : 0;
+    }
     for (int64_t j = 0; j < mixture->top_k; j++) {
         int64_t best = 0;
         for (int64_t i = 1; i < mixture->count; i++) best = routes[i] > routes[best] ? i : best;
@@ -151,6 +157,18 @@ void choose_experts(const Model *m, const Layer *layer, const Scratch *s, int64_
         choose(mixture, x.routes + row * mixture->router.outputs, x.chosen + row * mixture->top_k,
                x.shares + row * mixture->top_k);
     meet(team);
+}
+
+void tell_routes(const Model *m, int64_t index, const Scratch *s, int64_t rows, int64_t *routes, const Team *team) {
+    const int64_t top_k = m->layers[index].mixture->top_k;
+    const Mixing x = mixing_of(m, m->layers + index, s, rows);
+    int64_t mixtures = 0, number = 0;
+    for (int64_t i = 0; i < m->num_layers; i++) {
+        number += i < index && m->layers[i].mixture;
+        mixtures += m->layers[i].mixture != 0;
+    }
+    SHARE(team, row, rows)
+        memcpy(routes + (row * mixtures + number) * top_k, x.chosen + row * top_k, top_k * sizeof(int64_t));
 }
 
 void take_turns(const Model *m, const Layer *layer, const Scratch *s, int64_t rows, const Team *team) {

@@ -16,6 +16,9 @@ Target routes_target(const Model *m, const Layer *layer, const Scratch *s, int64
 /* Which experts each row gets, and how much of each. */
 void choose_experts(const Model *m, const Layer *layer, const Scratch *s, int64_t rows, const Team *team);
 
+/* Write down the choices of a layer, [rows][mixtures][top_k]. */
+void tell_routes(const Model *m, int64_t index, const Scratch *s, int64_t rows, int64_t *routes, const Team *team);
+
 /* The same without looking at the logits: experts in turn. */
 void take_turns(const Model *m, const Layer *layer, const Scratch *s, int64_t rows, const Team *team);
 

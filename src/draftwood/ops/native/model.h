@@ -49,6 +49,7 @@ typedef struct {
     const Expert *experts;
     int64_t count, top_k;
     int64_t normalised; /* weights of those that were picked add up to one */
+    const uint8_t *allowed; /* [count] which may be picked; or null: all */
 } Mixture;
 
 typedef struct {
@@ -114,6 +115,7 @@ typedef struct {
     const int64_t *which;       /* [num_rows] which of `embeds` a row begins with, -1: its token's; NULL: all tokens' */
     const float *embeds;        /* [any, hidden] */
     const float *words;         /* [num_rows, hidden] the tokens' embeddings; NULL: the model has them */
+    int64_t *routes;            /* [num_rows, mixtures, top_k] which experts rows went to; or NULL */
 } Batch;
 
 /* What products with matrices in groups read of rows, beside the rows. */

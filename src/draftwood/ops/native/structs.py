@@ -35,7 +35,7 @@ class Mixture(Structure):
 
     _fields_ = [
         ("router", Matrix), ("shared_gate", Matrix), ("experts", POINTER(Expert)), ("count", c_int64),
-        ("top_k", c_int64), ("normalised", c_int64),
+        ("top_k", c_int64), ("normalised", c_int64), ("allowed", c_void_p),
     ]  # fmt: skip
 
 
@@ -87,7 +87,7 @@ class Batch(Structure):
         ("adapters", c_void_p), ("low_ranks", c_void_p), ("adapted_layers", c_int64), ("most_ranks", c_int64),
         ("shrunk", c_void_p), ("added", c_void_p),
         ("packing", c_int64), ("unpacked", c_void_p), ("unpacked_size", c_int64),
-        ("turns", c_void_p), ("which", c_void_p), ("embeds", c_void_p), ("words", c_void_p),
+        ("turns", c_void_p), ("which", c_void_p), ("embeds", c_void_p), ("words", c_void_p), ("routes", c_void_p),
     ]  # fmt: skip
 
 
@@ -120,6 +120,7 @@ SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "dw_attention_scores": (c_int64, [c_void_p, c_int64, c_int64]),
     "dw_mixture_bytes": (c_int64, [c_void_p, c_int64]),
     "dw_products": (None, [c_void_p, c_void_p, c_int64, c_void_p]),
+    "dw_linear": (None, [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p]),
     "dw_pack_floats": (None, [c_int64, c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int64]),
     "dw_residual_mass": (None, [c_void_p, c_void_p, c_int64, c_int64, c_int64, *[c_void_p] * 6]),
     "dw_kseq_bar": (None, [c_void_p, c_void_p, c_int64, c_int64, *[c_void_p] * 5]),
