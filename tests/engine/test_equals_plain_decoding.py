@@ -151,7 +151,7 @@ DRAFTERS: dict[str, DraftMaker] = {
     "model-other-family": with_model(Levels((2, 2), Best()), family="qwen3", layers=1),
     "model-other-vocabulary": with_bridge(Levels((2, 1), WithoutReplacement())),
     "view-int4-beam": with_view(
-        View(rounded=rounded("w4a8"), without=Sublayers(frozenset({0}), frozenset({1}))),
+        View(changed=rounded("w4a8"), without=Sublayers(frozenset({0}), frozenset({1}))),
         Beam(nodes=9, width=3, depth=3),
     ),
     "view-window": with_view(View(window=Window(4, 4)), BestFirst(nodes=9, width=3, forwards=3)),
