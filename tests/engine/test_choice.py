@@ -135,6 +135,7 @@ def test_an_engine_chooses_request_by_request(tmp_path: object) -> None:
     with LLM(folder, drafter="choice:ngram+suffix", law="match", config=config) as llm:
         results = llm.generate(prompts, params)
         assert [result.token_ids for result in results] == plain
+        assert all(not result.stats.members for result in results), "a choice is no combination"
         drafted_by = dict(llm.pulse.drafted_by)
         named = llm.generate(prompts[0], replace(params, drafter="suffix"))
         assert named.token_ids == plain[0]

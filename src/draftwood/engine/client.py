@@ -14,6 +14,7 @@ from typing import Protocol
 from draftwood.config import EngineConfig
 from draftwood.drafters.by_request import OfferedDrafters
 from draftwood.drafters.lookups import CHOICE
+from draftwood.drafting import Drafter
 from draftwood.engine.engine import Engine
 from draftwood.engine.reasons import kind_of
 from draftwood.engine.requests import EngineRequest
@@ -35,6 +36,12 @@ class DrafterCard:
     max_nodes: int
     is_default: bool  # the same one as the engine's own
     members: tuple[str, ...] = ()  # that it is made of
+
+    @classmethod
+    def of(cls, name: str | None, drafter: Drafter, *, usual: bool) -> DrafterCard:
+        """What is known of it. A choice has no members: each tree is one drafter's, and is named by it."""
+        members = () if isinstance(drafter, OfferedDrafters) else members_of(drafter)
+        return cls(name, drafter.law, drafter.max_nodes, usual, members)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +79,7 @@ class EngineCard:
             chosen = {f"{CHOICE}:{'+'.join(drafter.choice)}": drafter} if drafter.choice else {}
             own = drafter if chosen else drafter.default
             offers = tuple(
-                DrafterCard(name, other.law, other.max_nodes, other is own, members_of(other))
-                for name, other in (drafter.others | chosen).items()
+                DrafterCard.of(name, other, usual=other is own) for name, other in (drafter.others | chosen).items()
             )
         return cls(
             max_length=min(max_positions, tables.capacity),
@@ -84,7 +90,7 @@ class EngineCard:
             law=law if isinstance(law, str) else law.name,
             strict=model.strict,
             dtype=str(model.dtype).removeprefix("torch."),
-            drafter=DrafterCard(None, own.law, own.max_nodes, True, members_of(own)),
+            drafter=DrafterCard.of(None, own, usual=True),
             offers=offers,
             max_nodes=drafter.max_nodes,
             adapters=adapters,
