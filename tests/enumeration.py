@@ -331,7 +331,7 @@ class TableMiddle:
     table: FrontierModel
     tokens: Tensor | None = None  # [B, 64] by column
 
-    reads = False
+    reads, needs = False, frozenset()
     runner = SimpleNamespace(cache=SimpleNamespace(page_size=1000, scratch_page=-1))
 
     def begin_with(self, view: BatchView, tokens: Tensor, places: Places, room: int) -> tuple[Tensor, State]:

@@ -29,7 +29,7 @@ def state_of(*params: SamplingParams) -> BatchState:
 
 
 def inputs_of(state: BatchState, *params: SamplingParams, batch: int) -> StepInputs:
-    rows = [(row, 6 + i, 0, 0) for i, row in enumerate(state.rows(range(len(params))))]
+    rows = [(row, 6 + i, 0, 0, 0) for i, row in enumerate(state.rows(range(len(params))))]
     edited = [i for i, own in enumerate(params) if edits_on_device(own)]
     numbers = input_numbers(rows, edited, [], (batch, 2, 0), state.padding_row)
     return StepInputs.over(torch.tensor(numbers), batch, 2)
