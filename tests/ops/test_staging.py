@@ -73,7 +73,7 @@ SAMPLING = [[0.0, 1 << 31, 1.0, 0.0], [0.7, 40, 0.9, 0.05], [1.0, 5, 1.0, 0.0], 
 
 
 def view_of(state: BatchState, rows: torch.Tensor) -> BatchView:
-    flat = torch.cat([rows, torch.zeros(3 * len(rows), dtype=torch.int64)])
+    flat = torch.cat([rows, torch.zeros(4 * len(rows), dtype=torch.int64)])
     return state.view(StepInputs.over(flat, len(rows), 0), StepMode(), state.num_pages)
 
 
