@@ -12,6 +12,7 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Protocol
 
 from draftwood.engine.engine import Engine
@@ -55,9 +56,11 @@ class Announced:
         self.next = Budget(0)
 
     def announce(self, load: Load) -> Budget:
-        """What the inner controller wants for the next step."""
+        """What the inner controller wants for the next step. What single requests need goes by a clock, and ranks do not
+        share one, so none is told how long the step will take.
+        """
         assert self.inner is not None
-        self.next = self.inner.budget(load)
+        self.next = replace(self.inner.budget(load), seconds=None)
         return self.next
 
     def budget(self, load: Load) -> Budget:
@@ -122,7 +125,7 @@ class Leader:
         try:
             budget = self._announced.announce(self._engine.scheduler.load)
             told = [budget.max_nodes, budget.min_accept_prob, budget.max_prompt_rows, list(budget.drafters.items())]
-            self._say("step", budget=[*told, budget.seconds])
+            self._say("step", budget=told)
             events = self._engine.step()
         except Exception as failure:  # the others may be anywhere in the same step
             self.give_up(str(failure) if isinstance(failure, RankLost) else f"{type(failure).__name__}: {failure}")
@@ -181,8 +184,8 @@ def follow(engine: Engine, ranks: Orders, unpack: Unpack) -> None:
             if order["do"] == "prepare":
                 engine.prepare_next()
                 continue
-            nodes, least, prompt_rows, chosen, seconds = order["budget"]
-            told.next = Budget(nodes, least, max_prompt_rows=prompt_rows, drafters=dict(chosen), seconds=seconds)
+            nodes, least, prompt_rows, chosen = order["budget"]
+            told.next = Budget(nodes, least, max_prompt_rows=prompt_rows, drafters=dict(chosen))
             digest.add(engine.step())
     except Exception as failure:
         ranks.leave_word(f"{type(failure).__name__}: {failure}")
