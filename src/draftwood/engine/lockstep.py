@@ -56,8 +56,8 @@ class Announced:
         self.next = Budget(0)
 
     def announce(self, load: Load) -> Budget:
-        """What the inner controller wants for the next step. What single requests need goes by a clock, and ranks do not
-        share one, so none is told how long the step will take.
+        """What the inner controller wants for the next step. What single requests need goes by a clock, which ranks do
+        not share, so no rank is told how long the step will take.
         """
         assert self.inner is not None
         self.next = replace(self.inner.budget(load), seconds=None)
