@@ -480,7 +480,7 @@ def test_chat_adapts_and_saves_on_request(target: str, untrained: Callable[[str]
 def test_chat_explains_what_cannot_be(target: str, untrained: Callable[[str], str], tmp_path: Path) -> None:
     drafter = ("--drafter", untrained("eagle3"))
     for arguments, line, words in (
-        (("--adapt",), "Hello", "'ngram' cannot learn"),
+        (("--adapt",), "Hello", "'suffix' cannot learn"),
         (("--adapt", "--drafter", f"model:{target}"), "Hello", "cannot learn"),
         (drafter, f"/save {tmp_path}", "start with --adapt"),
         ((*drafter, "--adapt"), "/save", "Say where to"),
