@@ -89,34 +89,33 @@ def largest_differences(runner: ModelRunner, texts: list[list[int]]) -> list[flo
 
 
 @pytest.mark.parametrize(
-    ("drafter", "tree", "law", "temperature"),
+    ("drafter", "tree", "law"),
     [
-        ("ngram", None, "match", 0.0),
-        ("ngram:nodes=12,shortest=1,branches=3", None, "match", 0.8),
-        ("ngram", None, "walk", 0.0),
-        ("ngram", None, "block", 0.0),
-        ("model:smollm2", "chain", "match", 0.8),
-        ("model:smollm2", "beam", "match", 0.0),
-        ("model:smollm2", "hybrid", "match", 0.8),
-        ("eagle3", None, "match", 0.0),
-        ("eagle3", "beam", "match", 0.8),
-        ("eagle3", "best-first", "walk", 0.0),
-        ("eagle3", "without-replacement", "traversal", 0.0),
-        ("block", None, "match", 0.8),
-        ("block", "beam:nodes=24,width=6,depth=6", "match", 0.0),
-        ("medusa", None, "match", 0.8),
-        ("hydra", "beam:nodes=16,width=6,depth=3", "match", 0.0),
-        ("student", None, "match", 0.8),
+        ("ngram", None, "match"),
+        ("ngram:nodes=12,shortest=1,branches=3", None, "match"),
+        ("ngram", None, "walk"),
+        ("ngram", None, "block"),
+        ("model:smollm2", "chain", "match"),
+        ("model:smollm2", "beam", "match"),
+        ("model:smollm2", "hybrid", "match"),
+        ("eagle3", None, "match"),
+        ("eagle3", "beam", "match"),
+        ("eagle3", "best-first", "walk"),
+        ("eagle3", "without-replacement", "traversal"),
+        ("block", None, "match"),
+        ("block", "beam:nodes=24,width=6,depth=6", "match"),
+        ("medusa", None, "match"),
+        ("hydra", "beam:nodes=16,width=6,depth=3", "match"),
+        ("student", None, "match"),
     ],
 )
-def test_tokens_equal_plain_decoding(
-    wanted: dict, drafter: str, tree: str | None, law: str, temperature: float
-) -> None:
-    """Greedily with any law, drawn with `match`; every drafter with several trees both ways."""
+def test_tokens_equal_plain_decoding(wanted: dict, drafter: str, tree: str | None, law: str) -> None:
     with LLM("smollm2", drafter=drafter, tree=tree, law=law, config=CONFIG) as llm:
-        results = llm.generate(PROMPTS, params(temperature))
-    assert [r.token_ids for r in results] == wanted[temperature]
-    assert sum(r.stats.accepted for r in results) > 0
+        results = llm.generate(PROMPTS, params(0.0))
+        assert [r.token_ids for r in results] == wanted[0.0]
+        assert sum(r.stats.accepted for r in results) > 0
+        if law == "match":
+            assert [r.token_ids for r in llm.generate(PROMPTS, params(0.8))] == wanted[0.8]
 
 
 def test_the_shipped_drafter_guesses_well() -> None:
